@@ -1,0 +1,118 @@
+"""Owns which block is free, used or kept for reuse, and how many block tables hold it.
+
+Knows block ids and counts only: no tokens, no tensors, no sequences.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from hf_paged.errors import OutOfBlocks
+
+
+class BlockAllocator:
+    """A free list with reference counts.
+
+    Invariant: every block is in exactly one of three states: *free*; *used* (`ref_count` >= 1 block tables hold it);
+    *cached* (held by no table, kept for the prefix cache, taken back in least-recently-used order when the free list
+    is empty). `num_free + num_used + num_cached == num_blocks`.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks={num_blocks}: must not be negative")
+        # A stack: the block freed last is the one whose memory is warm in the caches. Ids start out ascending, so that
+        # a fresh sequence gets consecutive blocks (the CPU path then needs no gather).
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._ref_counts = [0] * num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._on_evict = on_evict
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._ref_counts)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def allocate(self) -> int:
+        """A block with `ref_count` 1. Evicts the least recently used cached block if none is free.
+
+        Raises OutOfBlocks when there is neither.
+        """
+        if self._free:
+            block_id = self._free.pop()
+        elif self._cached:
+            block_id, _ = self._cached.popitem(last=False)
+            if self._on_evict is not None:
+                self._on_evict(block_id)
+        else:
+            raise OutOfBlocks(1, 0, "free sequences or give the cache more blocks")
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def share(self, block_id: int) -> None:
+        """One more table holds `block_id`; a cached block comes back into use."""
+        if self._ref_counts[block_id] == 0:
+            if block_id not in self._cached:
+                raise ValueError(f"block {block_id} is free and cannot be shared")
+            del self._cached[block_id]
+        self._ref_counts[block_id] += 1
+
+    def free(self, block_id: int, *, keep: bool = False) -> int:
+        """One table less holds `block_id`; returns the new `ref_count`. At 0 it is free, or cached if `keep`."""
+        count = self._ref_counts[block_id] - 1
+        if count < 0:
+            raise ValueError(f"block {block_id} is not in use (freed twice?)")
+        self._ref_counts[block_id] = count
+        if count == 0:
+            if keep:
+                self._cached[block_id] = None
+            else:
+                self._free.append(block_id)
+        return count
+
+    def drop_cached(self, block_id: int) -> None:
+        """A cached block that nobody will ask for again becomes free."""
+        del self._cached[block_id]
+        self._free.append(block_id)
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._cached
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks until there are `num_blocks`; never shrinks."""
+        old = self.num_blocks
+        if num_blocks < old:
+            raise ValueError(f"num_blocks={num_blocks}: cannot shrink from {old}")
+        self._ref_counts.extend([0] * (num_blocks - old))
+        # Below the blocks that are already free, so that those are used first.
+        self._free[:0] = range(num_blocks - 1, old - 1, -1)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the invariant of the class does not hold."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & cached, "a block is both free and cached"
+        for block_id, count in enumerate(self._ref_counts):
+            idle = block_id in free or block_id in cached
+            assert count >= 0, f"block {block_id} has a negative ref_count"
+            assert idle == (count == 0), f"block {block_id}: ref_count {count}, but {'idle' if idle else 'not idle'}"

@@ -1,0 +1,250 @@
+"""Owns the block tables: which blocks hold the tokens of which sequence (SOSP'23 sections 4.2 to 4.4).
+
+Knows sequences by id and tokens by number; never a tensor, a request or a token id. What the device has to do
+(copy-on-write) is returned as data.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.errors import OutOfBlocks
+
+NULL_BLOCK = -1
+"""In a block table: a block that fell out of the sliding window and was freed. Nobody may read it."""
+
+SeqId = Hashable
+
+
+class BlockCopy(NamedTuple):
+    """A copy-on-write for the device: block `src` to block `dst`, all layers, before the next forward."""
+
+    src: int
+    dst: int
+
+
+class _Table:
+    __slots__ = ("blocks", "num_dropped", "num_tokens")
+
+    def __init__(self) -> None:
+        self.blocks = array("i")
+        self.num_tokens = 0
+        self.num_dropped = 0  # leading NULL_BLOCKs
+
+
+class BlockManager:
+    """Block tables over one BlockAllocator.
+
+    Invariants: a table has `ceil(num_tokens / block_size)` entries; only its last block may be partly filled;
+    `ref_count(b)` is the number of tables that hold `b`; a slot is only ever written in a block with `ref_count` 1.
+    With `sliding_window` W, blocks that no later token can attend to are freed as the sequence grows
+    (their entries become NULL_BLOCK), so that at most `ceil(W / block_size) + 1` blocks a sequence stay alive
+    between two appends of one token.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        *,
+        sliding_window: int | None = None,
+        cached_blocks: set[int] | dict[int, bytes] | None = None,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size}: must be at least 1")
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
+        self.allocator = allocator
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        # Blocks whose content the prefix cache knows by hash: kept (not freed) when their last table lets go.
+        self._keep = cached_blocks if cached_blocks is not None else frozenset[int]()
+        self._tables: dict[SeqId, _Table] = {}
+        self.num_copies = 0  # copy-on-writes since the start
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        return seq_id in self._tables
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def seq_ids(self) -> list[SeqId]:
+        return list(self._tables)
+
+    def num_tokens(self, seq_id: SeqId) -> int:
+        return self._tables[seq_id].num_tokens
+
+    def block_table(self, seq_id: SeqId) -> array[int]:
+        """The live table (`array('i')`, so that it can be copied as memory). Read it, do not change it."""
+        return self._tables[seq_id].blocks
+
+    def slots(self, seq_id: SeqId, start: int, stop: int) -> list[int]:
+        """Slots (`block_id * block_size + offset`) of token positions `start` to `stop - 1`."""
+        blocks, size = self._tables[seq_id].blocks, self.block_size
+        return [blocks[pos // size] * size + pos % size for pos in range(start, stop)]
+
+    def num_blocks_of(self, seq_ids: Iterable[SeqId]) -> int:
+        """Distinct blocks that these sequences hold."""
+        held: set[int] = set()
+        for seq_id in seq_ids:
+            held.update(self._tables[seq_id].blocks)
+        held.discard(NULL_BLOCK)
+        return len(held)
+
+    @property
+    def num_logical_blocks(self) -> int:
+        """Blocks the sequences would hold if nothing were shared (the denominator of the paper's Figure 15)."""
+        return sum(len(table.blocks) - table.num_dropped for table in self._tables.values())
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Blocks held by more than one table."""
+        allocator = self.allocator
+        held = {b for table in self._tables.values() for b in table.blocks if b != NULL_BLOCK}
+        return sum(allocator.ref_count(b) > 1 for b in held)
+
+    @property
+    def num_filled_slots(self) -> int:
+        """Slots that hold a token's K/V, shared blocks counted once."""
+        filled: dict[int, int] = {}
+        for table in self._tables.values():
+            size = self.block_size
+            last = len(table.blocks) - 1
+            for index, block_id in enumerate(table.blocks):
+                if block_id != NULL_BLOCK:
+                    count = size if index < last else table.num_tokens - last * size
+                    filled[block_id] = max(filled.get(block_id, 0), count)
+        return sum(filled.values())
+
+    def num_blocks_to_append(self, seq_id: SeqId, num_tokens: int) -> int:
+        """Blocks that `append(seq_id, num_tokens)` would take from the allocator (copy-on-write included)."""
+        table = self._tables.get(seq_id)
+        if table is None:
+            return -(-num_tokens // self.block_size)
+        needed = -(-(table.num_tokens + num_tokens) // self.block_size) - len(table.blocks)
+        return needed + (num_tokens > 0 and self._last_block_is_shared(table))
+
+    def _last_block_is_shared(self, table: _Table) -> bool:
+        return table.num_tokens % self.block_size != 0 and self.allocator.ref_count(table.blocks[-1]) > 1
+
+    # -- the verbs ----------------------------------------------------------------------------------------------
+
+    def append(self, seq_id: SeqId, num_tokens: int) -> list[BlockCopy]:
+        """Make room for `num_tokens` more tokens at the end of `seq_id` (a new id starts an empty sequence).
+
+        Returns the copy-on-writes that the device must do before it writes the new slots: at most one, when the
+        partly filled last block is shared. Raises OutOfBlocks, all or nothing.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens={num_tokens}: must not be negative")
+        needed = self.num_blocks_to_append(seq_id, num_tokens)
+        if needed > self.allocator.num_available:
+            raise OutOfBlocks(needed, self.allocator.num_available)
+        table = self._tables.get(seq_id)
+        if table is None:
+            table = self._tables[seq_id] = _Table()
+        copies: list[BlockCopy] = []
+        if num_tokens > 0 and self._last_block_is_shared(table):
+            src, dst = table.blocks[-1], self.allocator.allocate()
+            table.blocks[-1] = dst
+            self._free_block(src)
+            copies.append(BlockCopy(src, dst))
+            self.num_copies += 1
+        table.num_tokens += num_tokens
+        for _ in range(-(-table.num_tokens // self.block_size) - len(table.blocks)):
+            table.blocks.append(self.allocator.allocate())
+        return copies
+
+    def drop_outside_window(self, seq_id: SeqId) -> int:
+        """Free the blocks that no token from `num_tokens` on can attend to; returns how many.
+
+        Call it when the step that computed the last appended tokens is done: those tokens still saw the old blocks.
+        """
+        if self.sliding_window is None:
+            return 0
+        table = self._tables[seq_id]
+        # The next token sits at position num_tokens and sees positions above num_tokens - sliding_window.
+        first = max(table.num_tokens - self.sliding_window + 1, 0) // self.block_size
+        first = min(first, len(table.blocks))
+        for index in range(table.num_dropped, first):
+            self._free_block(table.blocks[index])
+            table.blocks[index] = NULL_BLOCK
+        dropped = max(first - table.num_dropped, 0)
+        table.num_dropped = max(first, table.num_dropped)
+        return dropped
+
+    def fork(self, parent_id: SeqId, child_id: SeqId) -> None:
+        """`child_id` starts with all of the parent's tokens, sharing every block. Takes no memory."""
+        if child_id in self._tables:
+            raise ValueError(f"sequence {child_id!r} exists already")
+        parent = self._tables[parent_id]
+        child = _Table()
+        child.blocks = parent.blocks[:]
+        child.num_tokens, child.num_dropped = parent.num_tokens, parent.num_dropped
+        share = self.allocator.share
+        for block_id in child.blocks[child.num_dropped :]:
+            share(block_id)
+        self._tables[child_id] = child
+
+    def adopt(self, seq_id: SeqId, block_ids: Iterable[int]) -> None:
+        """Start `seq_id` with full blocks that are already written (a prefix-cache hit), sharing them."""
+        if seq_id in self._tables:
+            raise ValueError(f"sequence {seq_id!r} exists already")
+        table = _Table()
+        for block_id in block_ids:
+            self.allocator.share(block_id)
+            table.blocks.append(block_id)
+        table.num_tokens = len(table.blocks) * self.block_size
+        self._tables[seq_id] = table
+
+    def crop(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Forget the tokens after the first `num_tokens` (rejected speculation)."""
+        table = self._tables[seq_id]
+        if not 0 <= num_tokens <= table.num_tokens:
+            raise ValueError(f"num_tokens={num_tokens}: sequence {seq_id!r} has {table.num_tokens}")
+        keep = -(-num_tokens // self.block_size)
+        if keep < table.num_dropped or (keep == table.num_dropped and 0 < num_tokens < table.num_tokens):
+            raise ValueError(f"num_tokens={num_tokens}: those blocks left the sliding window of {self.sliding_window}")
+        while len(table.blocks) > keep:
+            self._free_block(table.blocks.pop())
+        table.num_tokens = num_tokens
+
+    def free(self, seq_id: SeqId) -> None:
+        """Forget the sequence. Blocks go back in reverse order, so that the tail of a prefix is evicted first."""
+        table = self._tables.pop(seq_id)
+        for block_id in reversed(table.blocks[table.num_dropped :]):
+            self._free_block(block_id)
+
+    def rename(self, old_id: SeqId, new_id: SeqId) -> None:
+        """Give the table of `old_id` to the unused id `new_id`; no block moves."""
+        if new_id in self._tables:
+            raise ValueError(f"sequence {new_id!r} exists already")
+        self._tables[new_id] = self._tables.pop(old_id)
+
+    def _free_block(self, block_id: int) -> None:
+        self.allocator.free(block_id, keep=block_id in self._keep)
+
+    # -- invariants ---------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of the class, or of its allocator, does not hold."""
+        self.allocator.check_integrity()
+        counts: dict[int, int] = {}
+        for seq_id, table in self._tables.items():
+            size = self.block_size
+            assert len(table.blocks) == -(-table.num_tokens // size), f"table of {seq_id!r} has the wrong length"
+            held = table.blocks[table.num_dropped :]
+            assert all(b == NULL_BLOCK for b in table.blocks[: table.num_dropped])
+            assert NULL_BLOCK not in held, f"table of {seq_id!r} has a hole"
+            assert len(set(held)) == len(held), f"a block is twice in the table of {seq_id!r}"
+            for block_id in held:
+                counts[block_id] = counts.get(block_id, 0) + 1
+        for block_id in range(self.allocator.num_blocks):
+            expected, actual = counts.get(block_id, 0), self.allocator.ref_count(block_id)
+            assert expected == actual, f"block {block_id}: ref_count {actual}, but {expected} tables hold it"

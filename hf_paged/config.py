@@ -1,0 +1,103 @@
+"""User-facing settings of the cache and the scheduler: frozen, validated, standard library only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+PreemptionMode = Literal["auto", "recompute", "swap"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: int | str) -> int:
+    """`4 * 2**30`, `"4GiB"`, `"512 MB"` -> bytes. Raises ValueError that names the value."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"memory size {value!r} is neither bytes nor a string such as '4GiB'")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f"memory size {value!r} is not understood; write bytes or a string such as '4GiB'")
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 0:
+        raise ValueError(f"memory size {value!r} is negative")
+    return size
+
+
+def _check_int(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}={value!r}: an integer of at least {minimum} is needed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much K/V memory there is and how it is cut.
+
+    At most one of `num_blocks`, `memory` (bytes, or a string such as "4GiB") and `memory_fraction` (of the memory
+    that is free when the engine starts, 0 < f <= 1) sizes the pool; with none of them the owner of the pool decides.
+    `swap_memory` bounds the host pool that preempted sequences may be swapped to (bytes or a string; 0 = no swap;
+    None = as large as the pool, the paper's bound).
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory: int | str | None = None
+    memory_fraction: float | None = None
+    swap_memory: int | str | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("block_size", self.block_size, 1)
+        if self.block_size > 4096:
+            raise ValueError(f"block_size={self.block_size}: at most 4096 tokens; 16 is the usual choice")
+        if self.num_blocks is not None:
+            _check_int("num_blocks", self.num_blocks, 1)
+        sizes = {"num_blocks": self.num_blocks, "memory": self.memory, "memory_fraction": self.memory_fraction}
+        given = [name for name, value in sizes.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} all size the pool; give one of them")
+        if self.memory is not None:
+            parse_bytes(self.memory)
+        if self.swap_memory is not None:
+            parse_bytes(self.swap_memory)
+        fraction = self.memory_fraction
+        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+            raise ValueError(f"memory_fraction={fraction!r}: a number above 0 and at most 1 is needed")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
+    def swap_bytes(self) -> int | None:
+        return None if self.swap_memory is None else parse_bytes(self.swap_memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may hold and what happens when memory runs out.
+
+    `watermark` is the share of blocks kept free when new requests are admitted, so that running ones can grow
+    without being preempted at once. `max_waiting` bounds the queue (None = unbounded).
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    preemption: PreemptionMode = "auto"
+    prefix_caching: bool = True
+    watermark: float = 0.01
+    max_waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.preemption not in ("auto", "recompute", "swap"):
+            raise ValueError(f"preemption={self.preemption!r}: use 'auto', 'recompute' or 'swap'")
+        if not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"prefix_caching={self.prefix_caching!r}: use True or False")
+        if not (isinstance(self.watermark, (int, float)) and 0 <= self.watermark < 1):
+            raise ValueError(f"watermark={self.watermark!r}: a share of the blocks, 0 <= watermark < 1")
+        if self.max_waiting is not None:
+            _check_int("max_waiting", self.max_waiting, 1)

@@ -1,0 +1,49 @@
+"""AttentionMetadata: everything a kernel must know about one step, built once and shared by all layers of a group.
+
+Knows tensors and lengths, never sequences or requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """One step's ragged batch. All tensors live on the device of the K/V pool.
+
+    Sequence i has `query_lens[i]` new tokens this step, packed at rows `query_start_loc[i] : query_start_loc[i + 1]`
+    of the query; they are its *last* tokens: with K/V length `seq_lens[i]` after the step, its first new token sits at
+    position `seq_lens[i] - query_lens[i]`. Rows with `seq_lens[i] == 0` and `query_lens[i] == 0` are padding.
+
+    block_tables     int32 [num_seqs, max_blocks]: logical block -> block_id. Entries past the last block, and blocks
+                     that left the sliding window (-1), are never read.
+    seq_lens         int32 [num_seqs]: K/V length after this step, tokens.
+    query_start_loc  int32 [num_seqs + 1]: first query row of each sequence; the last entry is num_tokens.
+    slot_mapping     int64 [num_tokens]: where each new token's K/V goes (`block_id * block_size + offset`);
+                     -1 = padding, not written.
+    max_query_len, max_seq_len: host integers, upper bounds of the lengths above (what launch grids are sized by).
+    contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
+    scratch          values derived from the above (masks, gather indices, split plans), computed by the first layer
+                     that needs them and reused by the rest of the step.
+    """
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    contiguous: bool = False
+    scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slot_mapping.shape[0]

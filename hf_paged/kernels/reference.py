@@ -1,0 +1,91 @@
+"""The definition of correct: the operations in plain torch, one sequence after the other, at any precision.
+
+Same signatures as the fast implementations. Slow on purpose; used by tests and by `impl="reference"`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.kernels.metadata import AttentionMetadata
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Fused reshape and block write (SOSP'23 section 5.1). See `ops.write_kv` for shapes."""
+    block_size = key_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            key_cache[slot // block_size, slot % block_size] = key[token].to(key_cache.dtype)
+            value_cache[slot // block_size, slot % block_size] = value[token].to(value_cache.dtype)
+
+
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
+    """Fused block copy. See `ops.copy_blocks`."""
+    for src, dst in copies.tolist():
+        for cache in caches:
+            cache[dst] = cache[src]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    compute_dtype: torch.dtype = torch.float64,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.paged_attention`. All arithmetic in `compute_dtype`; the result is rounded to the query's dtype once."""
+    num_tokens, num_heads, _ = query.shape
+    block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    if out is None:
+        out = query.new_empty(num_tokens, num_heads, value_cache.shape[-1])
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=query.device)
+    starts = metadata.query_start_loc.tolist()
+    for i, seq_len in enumerate(metadata.seq_lens.tolist()):
+        rows = slice(starts[i], starts[i + 1])
+        query_len = starts[i + 1] - starts[i]
+        if query_len == 0:
+            continue
+        q = query[rows].to(compute_dtype)  # [query_len, num_heads, head_dim]
+        k_pos = torch.arange(seq_len, device=query.device)
+        q_pos = torch.arange(seq_len - query_len, seq_len, device=query.device)
+        visible = k_pos[None, :] <= q_pos[:, None]  # [query_len, seq_len]
+        if sliding_window is not None:
+            visible &= k_pos[None, :] > q_pos[:, None] - sliding_window
+        if chunk_size is not None:
+            visible &= k_pos[None, :] // chunk_size == q_pos[:, None] // chunk_size
+        # Only slots that some query sees are read: dropped blocks (-1) and unowned slots must not matter.
+        seen = visible.any(0).nonzero().flatten()
+        blocks = metadata.block_tables[i][seen // block_size].long()
+        k = key_cache[blocks, seen % block_size].to(compute_dtype).repeat_interleave(group, dim=1)
+        v = value_cache[blocks, seen % block_size].to(compute_dtype).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            distance = (k_pos[seen][None, :] - q_pos[:, None]).to(compute_dtype)
+            scores = scores + alibi_slopes.to(compute_dtype)[:, None, None] * distance
+        scores = scores.masked_fill(~visible[:, seen], -torch.inf)
+        if sinks is not None:
+            column = sinks.to(compute_dtype)[:, None, None].expand(-1, query_len, 1)
+            scores = torch.cat([scores, column], dim=-1)
+        row_lse = torch.logsumexp(scores, dim=-1)  # [num_heads, query_len]
+        probs = torch.exp(scores - row_lse[..., None])[..., : len(seen)]
+        out[rows] = torch.einsum("hqk,khd->qhd", probs, v).to(out.dtype)
+        lse[rows] = row_lse.transpose(0, 1).to(torch.float32)
+    return (out, lse) if return_lse else out
