@@ -11,9 +11,227 @@ the device; an explicit `impl` never falls back: it runs or raises.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+from typing import cast
+
 import torch
 
-from hf_paged.kernels import reference
 from hf_paged.kernels.metadata import AttentionMetadata
 
-IMPLS = ("reference", "torch", "native", "triton")
+_MODULES = {
+    "reference": "hf_paged.kernels.reference",
+    "torch": "hf_paged.kernels.cpu",
+    "native": "hf_paged.kernels.cpu_native",
+    "triton": "hf_paged.kernels.triton_ops",
+}
+_default_impl: dict[str, str] = {}
+
+
+def default_impl(device: torch.device | str) -> str:
+    """The implementation that `impl=None` means on `device`."""
+    kind = torch.device(device).type
+    name = _default_impl.get(kind)
+    if name is None:
+        name = _default_impl[kind] = _choose_impl(kind)
+    return name
+
+
+def _choose_impl(kind: str) -> str:
+    if kind in ("cuda", "hip"):
+        return "triton"
+    if kind == "cpu":
+        from hf_paged.kernels import cpu_native
+
+        return "native" if cpu_native.is_available() else "torch"
+    return "torch"
+
+
+def _module(impl: str | None, device: torch.device) -> ModuleType:
+    name = default_impl(device) if impl is None else impl
+    try:
+        path = _MODULES[name]
+    except KeyError:
+        raise ValueError(f"impl={impl!r}: use one of {', '.join(map(repr, _MODULES))}, or None") from None
+    return importlib.import_module(path)
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    impl: str | None = None,
+) -> None:
+    """Write each token's K and V into its slot (fused reshape and block write, SOSP'23 section 5.1).
+
+    key [num_tokens, num_kv_heads, head_dim] and value [num_tokens, num_kv_heads, v_head_dim], any strides with a
+    contiguous last dimension; slot_mapping int64 [num_tokens], tokens with slot -1 are skipped. The caches are
+    changed in place. Raises ValueError on shapes that do not fit.
+    """
+    if (
+        key.shape[:2] != value.shape[:2]
+        or key.shape[1:] != key_cache.shape[2:]
+        or value.shape[2] != value_cache.shape[3]
+    ):
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit caches "
+            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    if slot_mapping.shape[0] != key.shape[0]:
+        raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} entries for {key.shape[0]} tokens")
+    if torch.compiler.is_compiling() and impl is None:
+        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping)
+        return
+    _module(impl, key.device).write_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, *, impl: str | None = None) -> None:
+    """Copy whole blocks inside every cache tensor: all copies of a step, all layers, one launch.
+
+    caches: tensors [num_blocks, ...] of any shapes and dtypes on one device, changed in place. copies int64 [n, 2]:
+    (src, dst) pairs; no block is both a source and a destination, no destination appears twice.
+    """
+    if copies.ndim != 2 or copies.shape[1] != 2:
+        raise ValueError(f"copies has shape {tuple(copies.shape)}; [n, 2] pairs of (src, dst) are needed")
+    if caches and copies.shape[0]:
+        _module(impl, caches[0].device).copy_blocks(caches, copies)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a ragged batch of queries over K/V read from the blocks where they lie.
+
+    query [num_tokens, num_heads, head_dim]; num_heads is a multiple of num_kv_heads (GQA: query head h reads KV head
+    h // (num_heads // num_kv_heads)). With p the position of a query and j that of a key:
+    key j is visible iff j <= p, and j > p - sliding_window, and j // chunk_size == p // chunk_size (where given).
+    score = scale * (q . k); softcap c: c * tanh(score / c); alibi_slopes fp32 [num_heads]: + slope * (j - p);
+    sinks [num_heads]: one more logit per head that takes part in the softmax and has no value.
+    Returns [num_tokens, num_heads, v_head_dim] (in `out` if given), and with `return_lse` also the natural-log
+    sum-exp of the scores, sink included, fp32 [num_tokens, num_heads]. Rows of padding are undefined.
+    The K/V of this step's tokens must be in the cache already (`write_kv`). Slots that no query may see are never
+    used, whatever they hold, NaN included.
+    """
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
+    if query.shape[2] != key_cache.shape[3] or num_heads % num_kv_heads:
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit key_cache {tuple(key_cache.shape)}: the head sizes must be equal "
+            "and the number of heads a multiple of the number of KV heads"
+        )
+    if key_cache.shape[:3] != value_cache.shape[:3]:
+        raise ValueError(f"caches differ: {tuple(key_cache.shape)} and {tuple(value_cache.shape)}")
+    for name, size in (("sliding_window", sliding_window), ("chunk_size", chunk_size)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size}: must be at least 1, or None")
+    if torch.compiler.is_compiling() and impl is None:
+        result, lse = torch.ops.hf_paged.paged_attention(
+            query, key_cache, value_cache, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
+            metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, scale, sliding_window, chunk_size,
+            softcap, sinks, alibi_slopes, return_lse,
+        )  # fmt: skip
+        if out is not None:
+            result = out.copy_(result)
+        return (result, lse) if return_lse else result
+    return cast(
+        torch.Tensor,
+        _module(impl, query.device).paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            metadata,
+            scale=scale,
+            sliding_window=sliding_window,
+            chunk_size=chunk_size,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            out=out,
+            return_lse=return_lse,
+        ),
+    )
+
+
+# -- torch.library: the same operations as opaque nodes for torch.compile and export -------------------------------
+
+_lib = torch.library.Library("hf_paged", "DEF")
+_lib.define(
+    "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()"
+)
+_lib.define(
+    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+    "Tensor query_start_loc, Tensor slot_mapping, int max_query_len, int max_seq_len, float scale, "
+    "int? sliding_window, int? chunk_size, float? softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse) "
+    "-> (Tensor, Tensor)"
+)
+_lib.define("copy_blocks(Tensor(a!)[] caches, Tensor copies) -> ()")
+
+
+def _write_kv_op(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    _module(None, key.device).write_kv(key, value, key_cache, value_cache, slots)
+
+
+def _paged_attention_op(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    metadata = AttentionMetadata(
+        block_tables, seq_lens, query_start_loc, slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len
+    )
+    result = _module(None, query.device).paged_attention(
+        query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window, chunk_size=chunk_size,
+        softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
+    )  # fmt: skip
+    if return_lse:
+        return result
+    return result, query.new_empty(0, dtype=torch.float32)
+
+
+def _paged_attention_fake(query, key_cache, value_cache, *args):  # type: ignore[no-untyped-def]
+    out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+    shape = query.shape[:2] if args[-1] else (0,)
+    return out, query.new_empty(shape, dtype=torch.float32)
+
+
+def _copy_blocks_op(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
+    _module(None, copies.device if not caches else caches[0].device).copy_blocks(caches, copies)
+
+
+for _key in ("CPU", "CUDA"):
+    _lib.impl("write_kv", _write_kv_op, _key)
+    _lib.impl("paged_attention", _paged_attention_op, _key)
+    _lib.impl("copy_blocks", _copy_blocks_op, _key)
+_lib.impl("write_kv", lambda *args: None, "Meta")
+_lib.impl("copy_blocks", lambda *args: None, "Meta")
+_lib.impl("paged_attention", _paged_attention_fake, "Meta")
