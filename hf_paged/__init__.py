@@ -1,3 +1,60 @@
-"""PagedAttention as a plugin backend for transformers."""
+"""PagedAttention as a plugin backend for transformers.
+
+Importing this package is all it takes: `model.generate(..., cache_implementation="paged")` then works. Nothing heavy
+is imported until it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.errors import OutOfBlocks, UnsupportedModelError
+from hf_paged.integration.hook import install, uninstall
+
+if TYPE_CHECKING:
+    from hf_paged.cache.paged_cache import PagedKVCache
+    from hf_paged.generation.door import CallRecord, record_calls, release_memory
+    from hf_paged.integration.support import SupportReport, check
 
 __version__ = "0.1.0"
+
+_LAZY = {
+    "CallRecord": "hf_paged.generation.door",
+    "PagedKVCache": "hf_paged.cache.paged_cache",
+    "SupportReport": "hf_paged.integration.support",
+    "check": "hf_paged.integration.support",
+    "record_calls": "hf_paged.generation.door",
+    "release_memory": "hf_paged.generation.door",
+}
+
+__all__ = [
+    "CacheConfig",
+    "CallRecord",
+    "OutOfBlocks",
+    "PagedKVCache",
+    "SchedulerConfig",
+    "SupportReport",
+    "UnsupportedModelError",
+    "check",
+    "install",
+    "record_calls",
+    "release_memory",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])
+
+
+install()

@@ -1,0 +1,137 @@
+"""KVPool: the K/V tensors of every layer of one group, cut into blocks (SOSP'23 section 4.1).
+
+Knows block ids and tensors; never sequences. Layers get their tensors when they first write, shaped by what they write,
+so that K and V may differ in head size and layers in everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels import ops
+
+
+class LayerKV(NamedTuple):
+    """One layer's blocks: key [num_blocks, block_size, num_kv_heads, head_dim], value [..., v_head_dim]."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class KVPool:
+    """K/V memory for `num_blocks` blocks of `block_size` tokens.
+
+    Invariant: every layer's tensors have exactly `num_blocks` blocks. Contents of blocks that no sequence owns are
+    arbitrary bits (NaN included); readers must not depend on them.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._layers: dict[int, LayerKV] = {}
+
+    def __contains__(self, layer_idx: int) -> bool:
+        return layer_idx in self._layers
+
+    def __getitem__(self, layer_idx: int) -> LayerKV:
+        return self._layers[layer_idx]
+
+    @property
+    def layer_indices(self) -> list[int]:
+        return sorted(self._layers)
+
+    def layer_for(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
+        """The tensors of a layer, allocated on its first write.
+
+        key [..., num_kv_heads, head_dim], value [..., num_kv_heads, v_head_dim]: their last two sizes, dtype and device.
+        """
+        layer = self._layers.get(layer_idx)
+        if layer is None:
+            shape = (self.num_blocks, self.block_size)
+            layer = self._layers[layer_idx] = LayerKV(
+                torch.empty(*shape, *key.shape[-2:], dtype=key.dtype, device=key.device),
+                torch.empty(*shape, *value.shape[-2:], dtype=value.dtype, device=value.device),
+            )
+        return layer
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers that have written so far."""
+        if self.num_blocks == 0:
+            return 0
+        return sum(t.nbytes for layer in self._layers.values() for t in layer) // self.num_blocks
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for layer in self._layers.values() for t in layer)
+
+    def resize(self, num_blocks: int) -> None:
+        """Reallocate every layer to `num_blocks` blocks, keeping the contents of those that remain."""
+        keep = min(num_blocks, self.num_blocks)
+        for layer_idx, layer in self._layers.items():
+            grown = []
+            for old in layer:
+                new = torch.empty(num_blocks, *old.shape[1:], dtype=old.dtype, device=old.device)
+                new[:keep] = old[:keep]
+                grown.append(new)
+            self._layers[layer_idx] = LayerKV(*grown)
+        self.num_blocks = num_blocks
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Do all copy-on-writes of a step, for all layers, in one launch. `copies`: (src, dst) block ids."""
+        if not copies or not self._layers:
+            return
+        tensors = [t for layer in self._layers.values() for t in layer]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        pairs = torch.tensor(copies, dtype=torch.int64)
+        for device, group in by_device.items():
+            ops.copy_blocks(group, pairs.to(device, non_blocking=True))
+
+    def read_blocks(self, block_ids: Iterable[int], host: HostPool, host_ids: Iterable[int]) -> None:
+        """Swap out: copy blocks of every layer to `host` blocks (SOSP'23 section 4.5)."""
+        self._swap(list(block_ids), host, list(host_ids), to_host=True)
+
+    def write_blocks(self, block_ids: Iterable[int], host: HostPool, host_ids: Iterable[int]) -> None:
+        """Swap in: copy `host` blocks back into blocks of every layer."""
+        self._swap(list(block_ids), host, list(host_ids), to_host=False)
+
+    def _swap(self, block_ids: list[int], host: HostPool, host_ids: list[int], *, to_host: bool) -> None:
+        if not block_ids:
+            return
+        source_ids, target_ids = (block_ids, host_ids) if to_host else (host_ids, block_ids)
+        for layer_idx, layer in self._layers.items():
+            for device_tensor, host_tensor in zip(layer, host.layer_for(layer_idx, layer)):
+                source, target = (device_tensor, host_tensor) if to_host else (host_tensor, device_tensor)
+                index = torch.tensor(source_ids, device=source.device)
+                # One gather and one scatter a layer: a transfer per block would be bound by its fixed cost.
+                moved = source.index_select(0, index).to(target.device)
+                target.index_copy_(0, torch.tensor(target_ids, device=target.device), moved)
+
+
+class HostPool:
+    """Host memory that preempted sequences are swapped to; same blocks, allocated on the first swap."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._layers: dict[int, LayerKV] = {}
+
+    def layer_for(self, layer_idx: int, like: LayerKV) -> LayerKV:
+        layer = self._layers.get(layer_idx)
+        if layer is None:
+            pin = like.key.is_cuda
+            layer = self._layers[layer_idx] = LayerKV(
+                *(
+                    torch.empty(self.num_blocks, *t.shape[1:], dtype=t.dtype, device="cpu", pin_memory=pin)
+                    for t in like
+                )
+            )
+        return layer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for layer in self._layers.values() for t in layer)

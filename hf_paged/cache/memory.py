@@ -1,0 +1,218 @@
+"""PagedMemory: block tables and K/V tensors of all layer groups, kept in step.
+
+Layers that see the same tokens (all full-attention layers; all layers with one sliding window) form a group with its
+own blocks, so that a windowed group can free what it no longer sees. Knows sequences by id; never requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
+from hf_paged.cache.kv_pool import KVPool
+from hf_paged.errors import OutOfBlocks
+from hf_paged.kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share block tables. `layers` None = every layer."""
+
+    manager: BlockManager
+    pool: KVPool
+    layers: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Counts in blocks and bytes at one moment (over all groups)."""
+
+    num_blocks: int
+    blocks_used: int
+    blocks_shared: int
+    blocks_logical: int
+    cow_copies: int
+    bytes_reserved: int
+    bytes_used: int
+    bytes_filled: int
+
+    @property
+    def bytes_saved_by_sharing(self) -> int:
+        return (self.blocks_logical - self.blocks_used) * (self.bytes_used // self.blocks_used if self.blocks_used else 0)
+
+
+class PagedMemory:
+    """The verbs of BlockManager over all groups at once, all or nothing.
+
+    `growable`: blocks are added (by half, at least) when a verb runs out of them, up to `max_blocks` a group;
+    otherwise OutOfBlocks is raised and nothing has changed.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int = 0,
+        *,
+        windows: Sequence[tuple[frozenset[int] | None, int | None]] = ((None, None),),
+        growable: bool = False,
+        max_blocks: int | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.growable = growable
+        self.max_blocks = max_blocks
+        self.groups = [
+            KVGroup(
+                BlockManager(BlockAllocator(num_blocks), block_size, sliding_window=window),
+                KVPool(num_blocks, block_size),
+                layers,
+            )
+            for layers, window in windows
+        ]
+
+    @property
+    def managers(self) -> list[BlockManager]:
+        return [group.manager for group in self.groups]
+
+    def group_index(self, layer_idx: int) -> int:
+        for index, group in enumerate(self.groups):
+            if group.layers is None or layer_idx in group.layers:
+                return index
+        raise KeyError(f"layer {layer_idx} belongs to no group")
+
+    # -- verbs --------------------------------------------------------------------------------------------------
+
+    def append(self, appends: Sequence[tuple[SeqId, int]]) -> None:
+        """Make room for (seq_id, num_tokens) of a whole step and do the copy-on-writes. All or nothing."""
+        needed = [0] * len(self.groups)
+        for index, group in enumerate(self.groups):
+            needed[index] = sum(group.manager.num_blocks_to_append(seq, n) for seq, n in appends)
+            # Copy-on-write: the last sharer of a block keeps it, so this counts at most what is needed.
+            self._reserve(group, needed[index])
+        for group in self.groups:
+            copies: list[BlockCopy] = []
+            for seq_id, num_tokens in appends:
+                copies += group.manager.append(seq_id, num_tokens)
+            group.pool.copy_blocks(copies)
+
+    def _reserve(self, group: KVGroup, needed: int) -> None:
+        allocator = group.manager.allocator
+        missing = needed - allocator.num_available
+        if missing <= 0:
+            return
+        total = allocator.num_blocks + missing
+        if not self.growable or (self.max_blocks is not None and total > self.max_blocks):
+            raise OutOfBlocks(needed, allocator.num_available, "give the cache more blocks (num_blocks, memory)")
+        target = max(total, allocator.num_blocks + allocator.num_blocks // 2, 16)
+        if self.max_blocks is not None:
+            target = min(target, self.max_blocks)
+        group.pool.resize(target)
+        allocator.grow(target)
+
+    def fork(self, parent_id: SeqId, child_id: SeqId) -> None:
+        for manager in self.managers:
+            manager.fork(parent_id, child_id)
+
+    def free(self, seq_id: SeqId) -> None:
+        for manager in self.managers:
+            manager.free(seq_id)
+
+    def crop(self, seq_id: SeqId, num_tokens: int) -> None:
+        for manager in self.managers:
+            manager.crop(seq_id, num_tokens)
+
+    def rename(self, old_id: SeqId, new_id: SeqId) -> None:
+        for manager in self.managers:
+            manager.rename(old_id, new_id)
+
+    def step_done(self, seq_ids: Sequence[SeqId]) -> None:
+        """The step that computed the last appended tokens is over: free what left the windows."""
+        for manager in self.managers:
+            if manager.sliding_window is not None:
+                for seq_id in seq_ids:
+                    manager.drop_outside_window(seq_id)
+
+    def reorder(self, seq_ids: Sequence[SeqId], parents: Sequence[int]) -> None:
+        """Row i takes the tokens of row `parents[i]` (beam search): fork the survivors, free the rest.
+
+        Block tables move, K/V does not. Afterwards the sequences have the same ids, in the same rows.
+        """
+        if list(parents) == list(range(len(seq_ids))):
+            return
+        for manager in self.managers:
+            staged = [("reordered", i) for i in range(len(parents))]
+            for new_id, parent in zip(staged, parents):
+                manager.fork(seq_ids[parent], new_id)
+            for seq_id in seq_ids:
+                manager.free(seq_id)
+            for new_id, seq_id in zip(staged, seq_ids):
+                manager.rename(new_id, seq_id)
+
+    # -- what a step needs on the device --------------------------------------------------------------------------
+
+    def step_metadata(
+        self, seq_ids: Sequence[SeqId], query_lens: Sequence[int], device: torch.device
+    ) -> tuple[list[AttentionMetadata], torch.Tensor]:
+        """Metadata of a packed step, one record a group, and the tokens' positions int64 [num_tokens].
+
+        Sequence i computes its last `query_lens[i]` appended tokens.
+        """
+        lengths = np.asarray(query_lens, dtype=np.int64)
+        starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        num_tokens = int(starts[-1])
+        first = self.groups[0].manager
+        seq_lens = np.fromiter((first.num_tokens(s) for s in seq_ids), dtype=np.int64, count=len(seq_ids))
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(num_tokens) + np.repeat(seq_lens - lengths - starts[:-1], lengths)
+        query_start_loc = torch.from_numpy(starts).to(device, non_blocking=True)
+        lens = torch.from_numpy(seq_lens.astype(np.int32)).to(device, non_blocking=True)
+        records = []
+        for group in self.groups:
+            tables = [group.manager.block_table(s) for s in seq_ids]
+            table = np.zeros((len(tables), max(map(len, tables), default=0) or 1), dtype=np.int32)
+            for row, blocks in zip(table, tables):
+                row[: len(blocks)] = blocks
+            slots = table[rows, positions // self.block_size].astype(np.int64) * self.block_size
+            slots += positions % self.block_size
+            records.append(
+                AttentionMetadata(
+                    block_tables=torch.from_numpy(table).to(device, non_blocking=True),
+                    seq_lens=lens,
+                    query_start_loc=query_start_loc,
+                    slot_mapping=torch.from_numpy(slots).to(device, non_blocking=True),
+                    max_query_len=int(lengths.max(initial=0)),
+                    max_seq_len=int(seq_lens.max(initial=0)),
+                )
+            )
+        return records, torch.from_numpy(positions).to(device, non_blocking=True)
+
+    # -- figures ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> MemoryStats:
+        totals = [0] * 8
+        for group in self.groups:
+            manager, pool = group.manager, group.pool
+            per_block = pool.bytes_per_block
+            used = manager.allocator.num_used
+            values = (
+                manager.allocator.num_blocks,
+                used,
+                manager.num_shared_blocks,
+                manager.num_logical_blocks,
+                manager.num_copies,
+                pool.nbytes,
+                used * per_block,
+                manager.num_filled_slots * per_block // self.block_size,
+            )
+            totals = [total + value for total, value in zip(totals, values)]
+        return MemoryStats(*totals)
+
+    def check_integrity(self) -> None:
+        for group in self.groups:
+            group.manager.check_integrity()
+            assert group.pool.num_blocks == group.manager.allocator.num_blocks

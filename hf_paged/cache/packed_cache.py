@@ -1,0 +1,91 @@
+"""PackedCache: what a model sees as `past_key_values` while one packed step `[1, num_tokens]` runs.
+
+Each layer's update() writes the step's K/V into the blocks and hands the attention function a handle to read them back.
+Knows the step's metadata; never sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hf_paged.cache.kv_pool import LayerKV
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import AttentionMetadata
+
+HANDLE = "_hf_paged_handle"
+
+
+@dataclass(slots=True)
+class LayerHandle:
+    """Travels on the key tensor from `update` to the attention function: where this layer's K/V is.
+
+    `reads` counts the attention calls that used it; a layer whose blocks nobody read computed attention its own way.
+    """
+
+    layer_idx: int
+    kv: LayerKV
+    metadata: AttentionMetadata
+    reads: int = 0
+    sliding_window: int | None = None  # as the layer's attention last asked for
+
+
+class _PackedLayer(CacheLayerMixin):
+    """Answers the questions that mask creation asks; holds nothing."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def update(self, key_states, value_states, *args, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError("a packed step writes through PackedCache.update")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class PackedCache(Cache):
+    """The `past_key_values` of packed steps over one PagedMemory. Set `step` before each forward."""
+
+    def __init__(self, memory: PagedMemory, num_layers: int) -> None:
+        super().__init__(layers=[_PackedLayer() for _ in range(num_layers)])
+        self.memory = memory
+        self.step: list[AttentionMetadata] = []  # one a group
+        self.handles: list[LayerHandle] = []  # of this step, in order of update
+        self._groups: dict[int, int] = {}
+
+    def begin_step(self, metadata: list[AttentionMetadata]) -> None:
+        self.step = metadata
+        self.handles = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """key_states [1, num_kv_heads, num_tokens, head_dim], value_states likewise, of this step's tokens only.
+
+        Writes them into the blocks and returns the same tensors, the key carrying a LayerHandle.
+        """
+        group_index = self._groups.get(layer_idx)
+        if group_index is None:
+            group_index = self._groups[layer_idx] = self.memory.group_index(layer_idx)
+        metadata = self.step[group_index]
+        key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        kv = self.memory.groups[group_index].pool.layer_for(layer_idx, key, value)
+        ops.write_kv(key, value, kv.key, kv.value, metadata.slot_mapping)
+        handle = LayerHandle(layer_idx, kv, metadata)
+        self.handles.append(handle)
+        setattr(key_states, HANDLE, handle)
+        return key_states, value_states

@@ -1,0 +1,356 @@
+"""PagedKVCache: a transformers Cache whose K/V lives in blocks.
+
+Rows of a batch are sequences of one PagedMemory; reorder and repeat are fork and free of block tables. `update` hands
+back real tensors gathered from the blocks (the dense view), so that any model's own attention runs on it, exactly.
+Knows rows; never requests or generation settings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from hf_paged.cache.memory import MemoryStats, PagedMemory
+from hf_paged.config import CacheConfig
+from hf_paged.errors import OutOfBlocks
+from hf_paged.kernels import ops
+
+
+class PagedKVCache(Cache):
+    """A drop-in `past_key_values` for generate and for hand-written loops.
+
+    `config` is the model's config. `block_size` in tokens; `num_blocks` bounds the memory (None: it grows with the
+    tokens that exist; OutOfBlocks is raised, and nothing changed, when a bounded cache is full).
+
+    Invariants: all rows have the same logical length `get_seq_length()`; row r stores its last
+    `length - padding[r]` positions, the first `padding[r]` are left padding that takes no memory and reads as zeros.
+    Besides the Cache interface: `fork(row)`, `append(row_tokens...)`, `free(row)`, `stats()`.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory: PagedMemory | None = None,
+    ) -> None:
+        CacheConfig(block_size=block_size, num_blocks=num_blocks)  # validates both
+        self.memory = memory or PagedMemory(block_size, growable=True, max_blocks=num_blocks)
+        if len(self.memory.groups) != 1:
+            raise ValueError("a PagedKVCache keeps all layers in one group of blocks")
+        self._manager = self.memory.groups[0].manager
+        self._pool = self.memory.groups[0].pool
+        self._ids = itertools.count()
+        self._rows: list[int] = []  # sequence id of each row
+        self._padding: list[int] = []
+        self._length = 0
+        layers: list[Any] = []
+        if config is not None:
+            layers = [self._own_layer(i, layer) for i, layer in enumerate(_layers_of(config))]
+        # Without a config the number of layers is learnt from the updates.
+        self._grows = not layers
+        super().__init__(layers=layers)
+
+    def _own_layer(self, index: int, layer: Any) -> Any:
+        # Exactly these two hold K/V and nothing else; other kinds (recurrent states, indexers, none) stay as they are.
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            return PagedLayer(self, index)
+        return layer
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._rows) or -1
+
+    @property
+    def row_ids(self) -> list[int]:
+        """Sequence id of each row in `memory`."""
+        return list(self._rows)
+
+    @property
+    def padding(self) -> list[int]:
+        """Left padding of each row, tokens that take no memory."""
+        return list(self._padding)
+
+    def start_rows(self, padding: Sequence[int], length: int = 0) -> list[int]:
+        """Make `len(padding)` empty rows of logical length `length`; returns their sequence ids."""
+        if self._rows:
+            raise ValueError(f"the cache already has {len(self._rows)} rows; call reset() first")
+        self._rows = [next(self._ids) for _ in padding]
+        self._padding = list(padding)
+        self._length = length
+        self.memory.append([(row, 0) for row in self._rows])
+        return list(self._rows)
+
+    def take_rows(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
+        """Become the owner of sequences that `memory` holds already; their K/V is complete in every layer."""
+        if self._rows:
+            raise ValueError(f"the cache already has {len(self._rows)} rows; call reset() first")
+        self._rows, self._padding = list(seq_ids), list(padding)
+        self._ids = itertools.count(max(seq_ids, default=-1) + 1)
+        self._length = max((self._manager.num_tokens(r) + p for r, p in zip(seq_ids, padding)), default=0)
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.length = self._length
+
+    def fork(self, row: int) -> int:
+        """A new last row that shares all blocks of `row`; returns its index. Copies no K/V (copy-on-write later)."""
+        self._check_row(row)
+        child = next(self._ids)
+        self.memory.fork(self._rows[row], child)
+        self._rows.append(child)
+        self._padding.append(self._padding[row])
+        self._select_states([*range(len(self._rows) - 1), row])
+        return len(self._rows) - 1
+
+    def append(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` more tokens in every row (what `update` does by itself).
+
+        Raises OutOfBlocks, all or nothing.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens={num_tokens}: must not be negative; use crop to remove tokens")
+        self.memory.append([(row, num_tokens) for row in self._rows])
+        self._length += num_tokens
+
+    def free(self, row: int) -> None:
+        """Drop a row; rows after it move down by one. Its blocks are free unless another row shares them."""
+        self._check_row(row)
+        self.memory.free(self._rows.pop(row))
+        self._padding.pop(row)
+        self._select_states([r for r in range(len(self._rows) + 1) if r != row])
+        if not self._rows:
+            self._forget()
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self._rows):
+            raise IndexError(f"row {row}: the cache has {len(self._rows)} rows")
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row `rows[i]` was; rows that nobody names are freed."""
+        old_rows, old_padding = self._rows, self._padding
+        self._rows = [next(self._ids) for _ in rows]
+        self._padding = [old_padding[r] for r in rows]
+        for source, child in zip(rows, self._rows):
+            self.memory.fork(old_rows[source], child)
+        for row in old_rows:
+            self.memory.free(row)
+
+    def _select_states(self, rows: Sequence[int]) -> None:
+        """The same selection for layers that keep a state per row themselves."""
+        index = None
+        for layer in self._foreign_layers():
+            if index is None:
+                index = torch.tensor(rows)
+            layer.reorder_cache(index)
+
+    def _foreign_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    # -- the Cache interface ------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """key_states [batch, num_kv_heads, num_new, head_dim], value_states [.., v_head_dim]: write them into blocks.
+
+        Returns the dense view of everything this layer has, [batch, num_kv_heads, length, head_dim] and v likewise.
+        """
+        if self._grows:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(PagedLayer(self, len(self.layers)))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        if layer_idx >= len(self.layers):
+            return 0
+        layer = self.layers[layer_idx]
+        return layer.get_seq_length() if isinstance(layer, PagedLayer) else super().get_seq_length(layer_idx)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Fork the parents, free the rest (SOSP'23 section 4.4)."""
+        rows = beam_idx.tolist()
+        if self._rows and rows != list(range(len(self._rows))):
+            self.select_rows(rows)
+        for layer in self._foreign_layers():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._rows:
+            self.select_rows([r for r in range(len(self._rows)) for _ in range(repeats)])
+        for layer in self._foreign_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self._rows:
+            picked = torch.arange(len(self._rows))[indices.cpu()]
+            self.select_rows(picked.tolist())
+        for layer in self._foreign_layers():
+            layer.batch_select_indices(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove `-tokens_to_remove` tokens from the end of every row (a positive value is the length to keep)."""
+        keep = self._length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self._length)
+        if keep < 0:
+            raise ValueError(f"cannot crop {-tokens_to_remove} tokens from a cache of length {self._length}")
+        for row, padding in zip(self._rows, self._padding):
+            self.memory.crop(row, max(keep - padding, 0))
+        self._length = keep
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.length = min(layer.length, keep)
+            else:
+                layer.crop(min(tokens_to_remove, 0))
+
+    def reset(self) -> None:
+        """Forget every row; blocks go back to the pool, which keeps its memory."""
+        for row in self._rows:
+            self.memory.free(row)
+        self._forget()
+        for layer in self._foreign_layers():
+            layer.reset()
+
+    def _forget(self) -> None:
+        self._rows, self._padding, self._length = [], [], 0
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.length = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
+
+    def stats(self) -> MemoryStats:
+        return self.memory.stats()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of this class or of its memory does not hold."""
+        self.memory.check_integrity()
+        for row, padding in zip(self._rows, self._padding):
+            assert self._manager.num_tokens(row) == max(self._length - padding, 0)
+
+    # -- for the layers -----------------------------------------------------------------------------------------
+
+    def _write(self, layer: PagedLayer, key: torch.Tensor, value: torch.Tensor) -> None:
+        batch, _, num_new, _ = key.shape
+        if not self._rows:
+            self.start_rows([0] * batch)
+        if batch != len(self._rows):
+            raise ValueError(f"update with a batch of {batch} on a cache of {len(self._rows)} rows")
+        start, stop = layer.length, layer.length + num_new
+        # The first layer of a forward makes the room that the others then fill.
+        if stop > self._length:
+            try:
+                self.append(stop - self._length)
+            except OutOfBlocks as error:
+                raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
+        kv = self._pool.layer_for(layer.index, key.transpose(1, 2), value.transpose(1, 2))
+        slots = [
+            slot
+            for row, padding in zip(self._rows, self._padding)
+            for slot in self._manager.slots(row, start - padding, stop - padding)
+        ]
+        mapping = torch.tensor(slots, dtype=torch.int64).to(key.device, non_blocking=True)
+        flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
+        flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
+        ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping)
+        layer.length = stop
+
+    def _dense(self, layer: PagedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's K and V as [batch, num_kv_heads, length, head size], gathered; padding reads as zeros."""
+        kv = self._pool[layer.index]
+        length, size = layer.length, self.memory.block_size
+        if any(self._padding):
+            index = torch.zeros(len(self._rows), length, dtype=torch.int64)
+            stored = torch.zeros(len(self._rows), length, dtype=torch.bool)
+            for i, (row, padding) in enumerate(zip(self._rows, self._padding)):
+                slots = self._manager.slots(row, 0, max(length - padding, 0))
+                index[i, padding:] = torch.tensor(slots)
+                stored[i, padding:] = True
+            index, hole = index.to(kv.key.device), ~stored.to(kv.key.device)
+            gathered = []
+            for tensor in kv:
+                dense = tensor.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
+                gathered.append(dense.masked_fill_(hole[..., None, None], 0).transpose(1, 2))
+            return gathered[0], gathered[1]
+        blocks = -(-length // size)
+        table = torch.tensor([list(self._manager.block_table(row)[:blocks]) for row in self._rows])
+        table = table.to(kv.key.device, non_blocking=True)
+        dense_key, dense_value = (
+            tensor.index_select(0, table.flatten().long())
+            .view(len(self._rows), blocks * size, *tensor.shape[2:])[:, :length]
+            .transpose(1, 2)
+            for tensor in kv
+        )
+        return dense_key, dense_value
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's view of a PagedKVCache: how far it has been written. The blocks belong to the cache."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: PagedKVCache, index: int) -> None:
+        self._cache = cache
+        self.index = index
+        self.length = 0
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.length > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[batch, num_kv_heads, length, head_dim], gathered from the blocks at each access."""
+        return self._cache._dense(self)[0] if self.length else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """[batch, num_kv_heads, length, v_head_dim], gathered from the blocks at each access."""
+        return self._cache._dense(self)[1] if self.length else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool allocates a layer when it is first written."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._cache._write(self, key_states, value_states)
+        return self._cache._dense(self)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # The name of `get_max_length` before transformers 5.20.
+    get_max_cache_shape = get_max_length
+
+
+def _layers_of(config: Any) -> list[Any]:
+    """The cache layers transformers itself would use for this config: full, sliding, recurrent, none."""
+    decoder = config.get_text_config(decoder=True)
+    return DynamicCache(config=decoder).layers

@@ -1,0 +1,209 @@
+"""PackedDecoder: stands in for the model inside transformers' own decoding loops.
+
+The loop keeps all of its semantics (processors, criteria, scores, beams); only the forward is ours: rows are sequences
+of a PagedMemory, packed without padding, prompts prefilled once and forked, finished rows dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.integration.forward import PackedModel
+
+MAX_PREFILL_TOKENS = 8192
+"""Tokens of prompts computed in one forward: bounds the activations, not the prompts."""
+
+
+class RecordingCriteria(StoppingCriteriaList):  # type: ignore[misc]
+    """The criteria of a call, unchanged, remembering which rows they have stopped."""
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        super().__init__(criteria)
+        self.done: torch.Tensor | None = None  # bool [num_rows]
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        stopped: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
+        self.done = stopped if self.done is None else self.done | stopped
+        return stopped
+
+
+class RowsCache:
+    """What the loop holds as `past_key_values`: it may reorder the rows and ask for their length."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, decoder: PackedDecoder) -> None:
+        self._decoder = decoder
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._decoder.reorder(beam_idx.tolist())
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._decoder.length
+
+
+class PackedDecoder:
+    """`expand` consecutive rows of the batch share a prompt (beams, parallel samples).
+
+    Invariant between forwards: row r of the batch is sequence `rows[r]` of `memory`, holding the K/V of all its tokens
+    but the last; None for a row that has finished and left. `keep_finished` computes finished rows on, as plain
+    generate does (needed where the call shows their scores or their cache).
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        *,
+        expand: int,
+        keep_finished: bool,
+        prefill_chunk_size: int | None = None,
+        on_step: Callable[[PagedMemory], None] | None = None,
+    ) -> None:
+        self._packed = packed
+        self._model = packed.model
+        self._memory = packed.memory
+        self._expand = expand
+        self.keep_finished = keep_finished
+        self._chunk = prefill_chunk_size
+        self._on_step = on_step
+        self._next_id = 0
+        self.criteria: RecordingCriteria | None = None
+        self.cache = RowsCache(self)
+        self.rows: list[int | None] = []
+        self.padding: list[int] = []
+        self.length = 0
+
+    # -- what the loops ask of a model --------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        # An own `_reorder_cache` of the model would index K/V tensors; ours moves block tables.
+        if name == "_reorder_cache":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        return {"input_ids": input_ids}
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return model_kwargs
+
+    def _prefill(
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: Any
+    ) -> CausalLMOutputWithPast:
+        return self._output(self.prefill(input_ids, model_kwargs.get("attention_mask")))
+
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> CausalLMOutputWithPast:
+        return self._output(self.decode(input_ids))
+
+    def _output(self, logits: torch.Tensor) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=self.cache)
+
+    # -- the forwards -------------------------------------------------------------------------------------------
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the last token."""
+        heads = input_ids[:: self._expand]
+        self.length = input_ids.shape[1]
+        if attention_mask is None:
+            padding = [0] * len(heads)
+        else:
+            padding = (self.length - attention_mask[:: self._expand].sum(dim=1)).tolist()
+        prompts = [self._new_id() for _ in heads]
+        logits = self._compute(prompts, [head[pad:] for head, pad in zip(heads, padding)])
+        self.rows, self.padding = [], []
+        for prompt, pad in zip(prompts, padding):
+            copies = [self._new_id() for _ in range(self._expand - 1)]
+            for copy in copies:
+                self._memory.fork(prompt, copy)
+            self.rows += [prompt, *copies]
+            self.padding += [pad] * self._expand
+        self._report()
+        return logits.repeat_interleave(self._expand, dim=0)
+
+    def _compute(self, seq_ids: Sequence[int], prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute whole prompts, packed, in chunks; logits [num_prompts, vocab] after the last token of each."""
+        device = self._model.device
+        done = [0] * len(prompts)
+        logits: list[torch.Tensor | None] = [None] * len(prompts)
+        while pending := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:
+            budget = MAX_PREFILL_TOKENS
+            chunks: list[tuple[int, int]] = []
+            for i in pending:
+                count = min(len(prompts[i]) - done[i], self._chunk or budget, budget)
+                if count > 0:
+                    chunks.append((i, count))
+                    budget -= count
+            ids = [seq_ids[i] for i, _ in chunks]
+            counts = [count for _, count in chunks]
+            self._memory.append(list(zip(ids, counts)))
+            metadata, positions = self._memory.step_metadata(ids, counts, device)
+            tokens = torch.cat([prompts[i][done[i] : done[i] + count] for i, count in chunks]).to(device)
+            last = metadata[0].query_start_loc[1:].long() - 1
+            rows = self._packed.forward(tokens, positions, metadata, last)
+            for (i, count), row in zip(chunks, rows):
+                done[i] += count
+                if done[i] == len(prompts[i]):
+                    logits[i] = row
+            self._memory.step_done(ids)
+        return torch.stack([row for row in logits if row is not None])
+
+    def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids int64 [num_rows, length] so far -> logits [num_rows, vocab]; zeros for rows that have left."""
+        device = self._model.device
+        self.length = input_ids.shape[1]
+        if not self.keep_finished:
+            self._drop_finished()
+        active = [r for r, row in enumerate(self.rows) if row is not None]
+        seq_ids = [self.rows[r] for r in active]
+        counts = [1] * len(active)
+        self._memory.append(list(zip(seq_ids, counts)))
+        metadata, positions = self._memory.step_metadata(seq_ids, counts, device)
+        tokens = input_ids[:, -1].to(device)
+        if len(active) == len(self.rows):
+            logits = self._packed.forward(tokens, positions, metadata)
+        else:
+            index = torch.tensor(active, device=device)
+            some = self._packed.forward(tokens[index], positions, metadata)
+            logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
+        self._memory.step_done(seq_ids)
+        self._report()
+        return logits
+
+    def _drop_finished(self) -> None:
+        if self.criteria is None or self.criteria.done is None:
+            return
+        for r, done in enumerate(self.criteria.done.tolist()):
+            row = self.rows[r]
+            if done and row is not None:
+                self._memory.free(row)
+                self.rows[r] = None
+
+    def reorder(self, parents: Sequence[int]) -> None:
+        """Row i continues row `parents[i]` (beam search): block tables move, K/V does not."""
+        self._memory.reorder(self.rows, parents)
+        self.padding = [self.padding[p] for p in parents]
+
+    def free(self) -> None:
+        """Give every block back."""
+        for row in self.rows:
+            if row is not None:
+                self._memory.free(row)
+        self.rows = []
+
+    def _report(self) -> None:
+        if self._on_step is not None:
+            self._on_step(self._memory)

@@ -1,0 +1,377 @@
+"""The generate door: what `model.generate(..., cache_implementation="paged")` does.
+
+Four functions stand before transformers' methods of the same names (see `integration.hook`). A call that does not ask
+for a paged cache passes through untouched. A paged call is checked, then decoded by transformers' own loop: over a
+PackedDecoder where every option of the call allows it (route "engine"), else over a PagedKVCache (route "hf_loop").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.config import CacheConfig
+from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
+from hf_paged.integration.forward import PackedModel
+from hf_paged.integration.support import SupportReport, refuse_unsupported
+
+PAGED = "paged"
+
+# What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
+_PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"})
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """What one paged generate call did. Block counts are peaks over its steps, bytes at the peak.
+
+    `route`: "engine" (packed rows, our kernels) or "hf_loop" (transformers' loop over a PagedKVCache, for `reason`).
+    `kv_bytes_contiguous`: what contiguous K/V tensors of the same rows at the final length take.
+    """
+
+    model: str
+    route: Literal["engine", "hf_loop"] = "hf_loop"
+    reason: str | None = None
+    steps: int = 0
+    block_size: int = 0
+    peak_blocks_used: int = 0
+    peak_blocks_shared: int = 0
+    cow_copies: int = 0
+    kv_bytes_reserved: int = 0
+    kv_bytes_used: int = 0
+    kv_bytes_filled: int = 0
+    kv_bytes_contiguous: int = 0
+
+    def observe(self, memory: PagedMemory) -> None:
+        """Note the state after one step."""
+        self.steps += 1
+        stats = memory.stats()
+        self.block_size = memory.block_size
+        self.peak_blocks_shared = max(self.peak_blocks_shared, stats.blocks_shared)
+        self.kv_bytes_reserved = max(self.kv_bytes_reserved, stats.bytes_reserved)
+        self.cow_copies = stats.cow_copies
+        if stats.blocks_used >= self.peak_blocks_used:
+            self.peak_blocks_used = stats.blocks_used
+            self.kv_bytes_used = stats.bytes_used
+            self.kv_bytes_filled = stats.bytes_filled
+
+    def finish(self, memory: PagedMemory, num_rows: int, length: int) -> None:
+        per_token = sum(group.pool.bytes_per_block for group in memory.groups) // memory.block_size
+        self.kv_bytes_contiguous = num_rows * length * per_token
+
+
+_recorders: ContextVar[tuple[list[CallRecord], ...]] = ContextVar("hf_paged_recorders", default=())
+
+
+@contextlib.contextmanager
+def record_calls() -> Iterator[list[CallRecord]]:
+    """Collect a CallRecord for every paged generate call inside the `with` block (this thread, this task)."""
+    records: list[CallRecord] = []
+    token = _recorders.set((*_recorders.get(), records))
+    try:
+        yield records
+    finally:
+        _recorders.reset(token)
+
+
+# -- memory kept between calls -------------------------------------------------------------------------------------
+
+_MemoryKey = tuple[int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
+_idle: weakref.WeakKeyDictionary[nn.Module, dict[_MemoryKey, PagedMemory]] = weakref.WeakKeyDictionary()
+_idle_lock = threading.Lock()
+
+
+def _take_memory(model: nn.Module, key: _MemoryKey) -> PagedMemory:
+    with _idle_lock:
+        memory = _idle.get(model, {}).pop(key, None)
+    if memory is not None:
+        return memory
+    block_size, max_blocks, windows = key
+    return PagedMemory(block_size, windows=windows, growable=True, max_blocks=max_blocks)
+
+
+def _give_back(model: nn.Module, key: _MemoryKey, memory: PagedMemory) -> None:
+    with _idle_lock:
+        _idle.setdefault(model, {})[key] = memory
+
+
+def release_memory(model: nn.Module | None = None) -> None:
+    """Free the K/V memory that paged generate calls keep for the next call (of one model, or of all)."""
+    with _idle_lock:
+        if model is None:
+            _idle.clear()
+        else:
+            _idle.pop(model, None)
+
+
+# -- one call --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Call:
+    """A paged call in progress."""
+
+    model: Any
+    report: SupportReport
+    record: CallRecord
+    observed: bool
+    obstacle: str | None  # why the call's arguments need transformers' loop, as far as they tell by themselves
+    key: _MemoryKey | None = None
+    memory: PagedMemory | None = None
+    cache: PagedKVCache | None = None
+    decoder: PackedDecoder | None = None
+    expand: int = 1
+    returned: bool = False  # the caller keeps the cache
+    config: CacheConfig = field(default_factory=CacheConfig)
+
+    def close(self) -> None:
+        """No block stays in use, unless the caller was given the cache."""
+        if self.returned or self.memory is None or self.key is None:
+            return
+        if self.decoder is not None:
+            self.decoder.free()
+        if self.cache is not None:
+            self.cache.reset()
+        if any(len(manager) for manager in self.memory.managers):
+            return  # an error struck inside a verb: this memory is not reused
+        _give_back(self.model, self.key, self.memory)
+
+
+_current: ContextVar[_Call | None] = ContextVar("hf_paged_call", default=None)
+
+
+def _active(model: Any) -> _Call | None:
+    call = _current.get()
+    return call if call is not None and call.model is model else None
+
+
+def generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before GenerationMixin.generate."""
+    if not _is_paged(model, args, kwargs):
+        token = _current.set(None)
+        try:
+            return function(model, *args, **kwargs)
+        finally:
+            _current.reset(token)
+    call = _open_call(model, args, kwargs)
+    kwargs.pop("cache_implementation", None)
+    token = _current.set(call)
+    try:
+        result = function(model, *args, **kwargs)
+        for records in _recorders.get():
+            records.append(call.record)
+        return result
+    finally:
+        _current.reset(token)
+        call.close()
+
+
+def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # Custom code named by a string receives the arguments as they are, this one included, and calls generate again.
+    if isinstance(kwargs.get("custom_generate"), str):
+        return False
+    if "cache_implementation" in kwargs:
+        return bool(kwargs["cache_implementation"] == PAGED)
+    generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    for config in (generation_config, model.generation_config):
+        wanted = getattr(config, "cache_implementation", None)
+        if wanted is not None:
+            return bool(wanted == PAGED)
+    return False
+
+
+def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """Everything that can be refused before transformers starts."""
+    from hf_paged.generation.validation import check_inputs
+
+    generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    inputs = args[0] if args else kwargs.get("inputs")
+    check_inputs(model, inputs, generation_config, kwargs)
+    report = refuse_unsupported(model)
+    observed = bool(_recorders.get())
+    call = _Call(model, report, CallRecord(report.model), observed, _argument_obstacle(model, report, kwargs))
+    return call
+
+
+def _argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
+    from transformers import GenerationMixin
+
+    if not report.native:
+        return report.reason
+    if kwargs.get("custom_generate") is not None:
+        return "custom_generate is a callable that drives the model itself"
+    for name in ("_sample", "_beam_search", "_prefill"):
+        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+            return f"{report.model} has a {name} of its own"
+    if kwargs.get("position_ids") is not None:
+        return "position_ids are given explicitly"
+    if kwargs.get("past_key_values") is not None:
+        return "the conversation continues a given cache"
+    if model.training and _drops(model):
+        return "the model is in training mode, where dropout depends on the batch layout"
+    return None
+
+
+def _drops(model: nn.Module) -> bool:
+    if any(getattr(module, "p", 0) > 0 for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)):
+        return True
+    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
+    return bool(getattr(config, "attention_dropout", 0.0))
+
+
+def prepare_cache_for_generation(
+    function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Before GenerationMixin._prepare_cache_for_generation: a paged call gets its memory and its route here."""
+    call = _active(model)
+    if call is None:
+        return function(model, *args, **kwargs)
+    names = ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length")
+    values = {**dict(zip(names, args)), **kwargs}
+    config, model_kwargs = values["generation_config"], values["model_kwargs"]
+    # Seen and served: the assistant of an assisted call, which copies this config, is a call of its own.
+    config.cache_implementation = None
+    cache_config = _cache_config(config)
+    if config.use_cache is False:
+        raise ValueError("use_cache=False contradicts cache_implementation='paged'; drop one of them")
+    given = model_kwargs.get("past_key_values")
+    call.returned = bool(config.return_dict_in_generate) or config.is_assistant
+    obstacle = call.obstacle or _config_obstacle(config, model_kwargs, str(values["generation_mode"].value))
+    call.record.route, call.record.reason = ("engine", None) if obstacle is None else ("hf_loop", obstacle)
+    if given is not None:
+        given._is_user_defined = True
+        call.cache, call.memory, call.returned = given, given.memory, True
+        return None
+    call.expand = max(config.num_beams, config.num_return_sequences)
+    if obstacle is None:
+        windows = _window_groups(call.report, config.max_length, whole=call.returned)
+        call.key = (cache_config.block_size, cache_config.num_blocks, windows)
+        call.memory = _take_memory(model, call.key)
+        model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
+        return None
+    call.key = (cache_config.block_size, cache_config.num_blocks, ((None, None),))
+    call.memory = _take_memory(model, call.key)
+    call.cache = PagedKVCache(model.config, memory=call.memory)
+    if config.is_assistant:
+        call.cache.activate_past_recording()
+    model_kwargs["past_key_values"] = call.cache
+    return None
+
+
+def _cache_config(generation_config: Any) -> CacheConfig:
+    options = generation_config.cache_config
+    if options is None:
+        return CacheConfig()
+    if not isinstance(options, dict):
+        options = dict(vars(options))
+    try:
+        return CacheConfig(**options)
+    except TypeError:
+        raise ValueError(
+            f"cache_config={options!r}: a paged cache takes 'block_size' and 'num_blocks' here"
+        ) from None
+
+
+def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+    """Why this call needs transformers' loop over a PagedKVCache; None if packed rows can serve it."""
+    if mode not in ("greedy_search", "sample", "beam_search", "beam_sample"):
+        return f"{mode.replace('_', ' ')} rolls the cache back"
+    if config.is_assistant:
+        return "this model drafts for another one"
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            return f"{name} shows tensors of the padded batch"
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _PACKED_KWARGS:
+            return f"the model is given {name}"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.ndim != 2:
+        return "the attention mask is not a padding mask"
+    if mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all()):
+        return "the attention mask is not left padding"
+    return None
+
+
+def _window_groups(
+    report: SupportReport, max_length: int, *, whole: bool
+) -> tuple[tuple[frozenset[int] | None, int | None], ...]:
+    """Layers by the window after which their blocks can be freed. `whole`: the caller will own the cache: one group."""
+    by_window: dict[int | None, set[int]] = {}
+    for layer in report.layers:
+        window = layer.sliding_window
+        if window is not None and window >= max_length:
+            window = None
+        by_window.setdefault(window, set()).add(layer.index)
+    if whole or set(by_window) == {None}:
+        return ((None, None),)
+    return tuple((frozenset(layers), window) for window, layers in by_window.items())
+
+
+def _open_decoder(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> PackedDecoder:
+    assert call.memory is not None
+    call.decoder = PackedDecoder(
+        PackedModel(call.model, call.memory),
+        expand=call.expand,
+        keep_finished=call.returned,
+        prefill_chunk_size=config.prefill_chunk_size,
+        on_step=call.record.observe if call.observed else None,
+    )
+    return call.decoder
+
+
+def sample(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before GenerationMixin._sample."""
+    call = _active(model)
+    if call is None or call.decoder is None:
+        return _observe_end(call, function(model, *args, **kwargs))
+    decoder = call.decoder
+    decoder.criteria = RecordingCriteria(kwargs["stopping_criteria"])
+    if kwargs.get("synced_gpus") or _sees_every_row(kwargs):
+        decoder.keep_finished = True
+    result = function(decoder, *args, **{**kwargs, "stopping_criteria": decoder.criteria})
+    return _observe_end(call, _with_cache(call, result))
+
+
+def beam_search(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before GenerationMixin._beam_search."""
+    call = _active(model)
+    if call is None or call.decoder is None:
+        return _observe_end(call, function(model, *args, **kwargs))
+    return _observe_end(call, _with_cache(call, function(call.decoder, *args, **kwargs)))
+
+
+def _sees_every_row(kwargs: dict[str, Any]) -> bool:
+    """A processor or criterion that transformers did not build may mix rows: it must see finished ones computed."""
+    objects = [*kwargs["logits_processor"], *kwargs["stopping_criteria"]]
+    return any(not type(item).__module__.startswith("transformers.") for item in objects)
+
+
+def _with_cache(call: _Call, result: Any) -> Any:
+    """A returned ModelOutput carries a PagedKVCache of the rows, which the caller may pass back."""
+    if isinstance(result, torch.Tensor):
+        return result
+    assert call.decoder is not None and call.memory is not None
+    cache = PagedKVCache(call.model.config, memory=call.memory)
+    cache.take_rows(call.decoder.rows, call.decoder.padding)
+    result.past_key_values = cache
+    return result
+
+
+def _observe_end(call: _Call | None, result: Any) -> Any:
+    if call is not None and call.observed and call.memory is not None:
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        if call.decoder is None:
+            call.record.observe(call.memory)
+        call.record.finish(call.memory, sequences.shape[0], sequences.shape[1])
+    return result
+

@@ -1,0 +1,76 @@
+"""Refuses what a paged generate call can never do, before transformers starts: one line, the value, the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_paged.cache.paged_cache import PagedKVCache
+
+
+def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for prompts, masks and options that cannot be served."""
+    cache = kwargs.get("past_key_values")
+    if cache is not None and not isinstance(cache, PagedKVCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, but cache_implementation='paged' continues a PagedKVCache; "
+            "pass a hf_paged.PagedKVCache, or drop cache_implementation"
+        )
+    use_cache = kwargs.get("use_cache", getattr(generation_config, "use_cache", None))
+    if use_cache is False:
+        raise ValueError("use_cache=False contradicts cache_implementation='paged'; drop one of them")
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    if kwargs.get("inputs_embeds") is not None or ids is None:
+        return
+    check_prompts(model, ids, "input_ids")
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        _check_mask(ids, mask, cache)
+
+
+def check_prompts(model: Any, ids: Any, name: str) -> None:
+    """ids int [batch, length] of tokens the model knows, at least one row and one token."""
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(f"{name} is a {type(ids).__name__}; a tensor [batch, length] of token ids is needed")
+    if ids.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}; [batch, length] is needed (one prompt: {name}[None])")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} has dtype {ids.dtype}; integer token ids are needed")
+    if ids.shape[0] == 0:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}: the list of prompts is empty; give at least one prompt")
+    if ids.shape[1] == 0:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}: the prompt is empty; give at least one token")
+    config = model.config.get_text_config(decoder=True)
+    low, high = int(ids.min()), int(ids.max())
+    vocab = model.get_input_embeddings().weight.shape[0]
+    if low < 0 or high >= vocab:
+        bad = low if low < 0 else high
+        raise ValueError(f"token id {bad} in {name} is outside the vocabulary of {vocab} (ids 0 to {vocab - 1})")
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit > 0 and ids.shape[1] > limit and not _extends_positions(config):
+        raise ValueError(
+            f"{name} has {ids.shape[1]} tokens a row, the model's max_position_embeddings is {limit}; shorten the prompt"
+        )
+
+
+def _extends_positions(config: Any) -> bool:
+    """Rotary scalings that are made for running past max_position_embeddings."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type", "default") not in (None, "default") for kind in kinds)
+
+
+def _check_mask(ids: torch.Tensor, mask: Any, cache: PagedKVCache | None) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError(f"attention_mask is a {type(mask).__name__}; a tensor of the shape of input_ids is needed")
+    if mask.ndim != 2:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; generate takes a 2D padding mask")
+    if cache is None and mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}; they must be the same"
+        )
+    empty = (mask != 0).sum(dim=1) == 0
+    if bool(empty.any()):
+        row = int(empty.nonzero()[0])
+        raise ValueError(f"row {row} of attention_mask is all zeros: an empty prompt; leave it out of the batch")

@@ -1,0 +1,204 @@
+"""The attention and mask functions that transformers calls under the name "hf_paged", and how calls are routed there.
+
+With a paged handle on the key they run the paged kernels; without one they do exactly what the model's own
+implementation does. Knows transformers and the kernels; never sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_paged.cache.packed_cache import HANDLE, LayerHandle, PackedCache
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels import ops
+
+NAME = "hf_paged"
+
+# Keyword arguments that attention functions receive and that do not change the mathematics here: the positions are in
+# the metadata, and a packed step never trains. Anything else that is not None is refused (see `_refuse_unknown`).
+_INERT_KWARGS = frozenset({
+    "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "cache_position",
+    "position_embeddings", "past_key_values", "layer_idx", "is_causal", "num_items_in_batch", "return_dict",
+    "logits_to_keep", "token_type_ids", "attention_mask", "cache", "per_layer_inputs", "max_length_q", "max_length_k",
+    "cu_seq_lens_q", "cu_seq_lens_k", "q_heads_per_kv_head", "deterministic", "target_dtype", "implementation",
+    "output_gate", "input_ids", "inputs_embeds", "head_mask", "shared_kv_states", "is_first_iteration",
+})  # fmt: skip
+
+_packed: ContextVar[PackedCache | None] = ContextVar("hf_paged_packed_step", default=None)
+
+
+# -- routing: which implementation a config stands for while a paged call runs -------------------------------------
+
+
+@dataclass(slots=True)
+class _Route:
+    config: Any
+    original: str | None
+    count: int = 0
+
+
+_routes: dict[int, _Route] = {}
+_lock = threading.RLock()
+
+
+def configs_of(model: torch.nn.Module) -> list[Any]:
+    """Every config object that the model's modules consult for their attention implementation."""
+    found = {id(model.config): model.config}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            found.setdefault(id(config), config)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def packed_step(cache: PackedCache, configs: list[Any]) -> Iterator[None]:
+    """Route the attention of these configs to the paged kernels for one forward, whatever happens inside.
+
+    Other threads may use the same model meanwhile: without a handle of ours the functions below do what the
+    configs' own implementation does.
+    """
+    with _lock:
+        for config in configs:
+            route = _routes.get(id(config))
+            if route is None:
+                route = _routes[id(config)] = _Route(config, config._attn_implementation_internal)
+                config._attn_implementation_internal = NAME
+            route.count += 1
+    token = _packed.set(cache)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+        with _lock:
+            for config in configs:
+                route = _routes[id(config)]
+                route.count -= 1
+                if route.count == 0:
+                    config._attn_implementation_internal = route.original
+                    del _routes[id(config)]
+
+
+def _original_implementation(config: Any) -> str:
+    route = _routes.get(id(config))
+    name = route.original if route is not None else None
+    # A model loaded with attn_implementation="hf_paged" has no other one: take transformers' default.
+    return name if name not in (None, NAME) else "sdpa"
+
+
+# -- the two functions -----------------------------------------------------------------------------------------------
+
+
+def attention_mask(*args: Any, **kwargs: Any) -> Any:
+    """AttentionMaskInterface: a packed step needs no mask; everything else gets its own implementation's mask."""
+    if _packed.get() is not None:
+        return None
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    config = kwargs.get("config")
+    return ALL_MASK_ATTENTION_FUNCTIONS[_original_implementation(config)](*args, **kwargs)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """AttentionInterface: query [batch, num_heads, q_len, head_dim] -> [batch, q_len, num_heads, v_head_dim], None.
+
+    In a packed step batch is 1 and q_len is num_tokens of the ragged batch; key carries a LayerHandle.
+    Raises UnsupportedModelError for anything in the call that the kernels do not implement.
+    """
+    handle: LayerHandle | None = getattr(key, HANDLE, None)
+    if handle is None:
+        if _packed.get() is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to keys that did not come from the cache as it returned them; "
+                "this model needs the dense view"
+            )
+        return _own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    handle.reads += 1
+    sliding_window = kwargs.pop("sliding_window", None)
+    softcap = kwargs.pop("softcap", None)
+    sinks = kwargs.pop("s_aux", None)
+    handle.sliding_window = sliding_window
+    _refuse_unknown(module, kwargs)
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} passes a mask of its own making to its attention")
+    rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
+    out = ops.paged_attention(
+        rows,
+        handle.kv.key,
+        handle.kv.value,
+        handle.metadata,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        chunk_size=_chunk_size(module),
+        softcap=softcap,
+        sinks=sinks,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out.unsqueeze(0), None
+
+
+def _chunk_size(module: torch.nn.Module) -> int | None:
+    """Tokens attended to in blocks of this size (chunked attention is told by the layer's type, not by an argument)."""
+    config = getattr(module, "config", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is None:
+        return None
+    types = getattr(config, "layer_types", None)
+    layer_idx = getattr(module, "layer_idx", None)
+    if types is not None and layer_idx is not None and types[layer_idx] != "chunked_attention":
+        return None
+    return int(chunk)
+
+
+def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in _INERT_KWARGS:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} passes {name}={type(value).__name__} to its attention, which the paged "
+                "kernels do not implement; this model needs the dense view"
+            )
+
+
+def _own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    name = _original_implementation(getattr(module, "config", None))
+    function = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    if function is None:
+        raise UnsupportedModelError(f"{type(module).__name__} has no attention implementation named {name!r}")
+    return function(module, *args, **kwargs)
+
+
+def register() -> None:
+    """Make "hf_paged" a valid `attn_implementation`. Idempotent; inert until a paged call runs."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, globals()["attention_mask"])
+
+
+def unregister() -> None:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface._global_mapping.pop(NAME, None)
+    AttentionMaskInterface._global_mapping.pop(NAME, None)
