@@ -18,3 +18,7 @@ class OutOfBlocks(MemoryError):
 
 class UnsupportedModelError(ValueError):
     """The model (or this call on it) cannot be served from a paged cache. Raised before anything runs."""
+
+
+class QueueFull(RuntimeError):
+    """So many requests wait already that another one is not taken; try again later."""

@@ -27,7 +27,7 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._ref_counts = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._on_evict = on_evict
+        self.on_evict = on_evict  # told of every cached block that `allocate` takes back
 
     @property
     def num_blocks(self) -> int:
@@ -62,8 +62,8 @@ class BlockAllocator:
             block_id = self._free.pop()
         elif self._cached:
             block_id, _ = self._cached.popitem(last=False)
-            if self._on_evict is not None:
-                self._on_evict(block_id)
+            if self.on_evict is not None:
+                self.on_evict(block_id)
         else:
             raise OutOfBlocks(1, 0, "free sequences or give the cache more blocks")
         self._ref_counts[block_id] = 1
@@ -79,6 +79,8 @@ class BlockAllocator:
 
     def free(self, block_id: int, *, keep: bool = False) -> int:
         """One table less holds `block_id`; returns the new `ref_count`. At 0 it is free, or cached if `keep`."""
+        if block_id < 0:
+            raise ValueError(f"block {block_id} does not exist")
         count = self._ref_counts[block_id] - 1
         if count < 0:
             raise ValueError(f"block {block_id} is not in use (freed twice?)")
@@ -92,6 +94,8 @@ class BlockAllocator:
 
     def drop_cached(self, block_id: int) -> None:
         """A cached block that nobody will ask for again becomes free."""
+        if block_id not in self._cached:
+            raise ValueError(f"block {block_id} is not cached")
         del self._cached[block_id]
         self._free.append(block_id)
 

@@ -7,7 +7,7 @@ Knows sequences by id and tokens by number; never a tensor, a request or a token
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from hf_paged.cache.allocator import BlockAllocator
@@ -20,7 +20,7 @@ SeqId = Hashable
 
 
 class BlockCopy(NamedTuple):
-    """A copy-on-write for the device: block `src` to block `dst`, all layers, before the next forward."""
+    """A copy for the device: block `src` to block `dst`, all layers, before the next forward (copy-on-write, swap)."""
 
     src: int
     dst: int
@@ -39,7 +39,8 @@ class BlockManager:
     """Block tables over one BlockAllocator.
 
     Invariants: a table has `ceil(num_tokens / block_size)` entries; only its last block may be partly filled;
-    `ref_count(b)` is the number of tables that hold `b`; a slot is only ever written in a block with `ref_count` 1.
+    `ref_count(b)` is the number of tables that hold `b`; a slot is only ever written in a block with `ref_count` 1
+    that the prefix cache does not know.
     With `sliding_window` W, blocks that no later token can attend to are freed as the sequence grows
     (their entries become NULL_BLOCK), so that at most `ceil(W / block_size) + 1` blocks a sequence stay alive
     between two appends of one token.
@@ -51,7 +52,7 @@ class BlockManager:
         block_size: int,
         *,
         sliding_window: int | None = None,
-        cached_blocks: set[int] | dict[int, bytes] | None = None,
+        cached_blocks: Container[int] = frozenset(),
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: must be at least 1")
@@ -60,8 +61,9 @@ class BlockManager:
         self.allocator = allocator
         self.block_size = block_size
         self.sliding_window = sliding_window
-        # Blocks whose content the prefix cache knows by hash: kept (not freed) when their last table lets go.
-        self._keep = cached_blocks if cached_blocks is not None else frozenset[int]()
+        # Blocks whose content the prefix cache knows by hash: kept (not freed) when their last table lets go, and
+        # never written again.
+        self.cached_blocks = cached_blocks
         self._tables: dict[SeqId, _Table] = {}
         self.num_copies = 0  # copy-on-writes since the start
 
@@ -128,10 +130,31 @@ class BlockManager:
         if table is None:
             return -(-num_tokens // self.block_size)
         needed = -(-(table.num_tokens + num_tokens) // self.block_size) - len(table.blocks)
-        return needed + (num_tokens > 0 and self._last_block_is_shared(table))
+        return needed + (num_tokens > 0 and self._must_copy_last(table))
 
-    def _last_block_is_shared(self, table: _Table) -> bool:
-        return table.num_tokens % self.block_size != 0 and self.allocator.ref_count(table.blocks[-1]) > 1
+    def num_blocks_to_append_all(self, appends: Iterable[tuple[SeqId, int]]) -> int:
+        """Blocks that these appends, of different sequences, take together: the last sharer of a block keeps it."""
+        needed, size, ref_count = 0, self.block_size, self.allocator.ref_count
+        sharers: dict[int, int] = {}
+        for seq_id, num_tokens in appends:
+            table = self._tables.get(seq_id)
+            if table is None:
+                needed += -(-num_tokens // size)
+                continue
+            needed += -(-(table.num_tokens + num_tokens) // size) - len(table.blocks)
+            if num_tokens > 0 and table.num_tokens % size:
+                last = table.blocks[-1]
+                if last in self.cached_blocks:
+                    needed += 1
+                else:
+                    sharers[last] = sharers.get(last, 0) + 1
+        return needed + sum(min(count, ref_count(block_id) - 1) for block_id, count in sharers.items())
+
+    def _must_copy_last(self, table: _Table) -> bool:
+        if table.num_tokens % self.block_size == 0:
+            return False
+        last = table.blocks[-1]
+        return self.allocator.ref_count(last) > 1 or last in self.cached_blocks
 
     # -- the verbs ----------------------------------------------------------------------------------------------
 
@@ -139,18 +162,25 @@ class BlockManager:
         """Make room for `num_tokens` more tokens at the end of `seq_id` (a new id starts an empty sequence).
 
         Returns the copy-on-writes that the device must do before it writes the new slots: at most one, when the
-        partly filled last block is shared. Raises OutOfBlocks, all or nothing.
+        partly filled last block is shared (or, after a crop, known to the prefix cache). Raises OutOfBlocks, all or
+        nothing.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative")
+        table = self._tables.get(seq_id)
+        if table is not None:
+            offset = table.num_tokens % self.block_size
+            # Most appends of a decode step end here.
+            if offset and offset + num_tokens <= self.block_size and not self._must_copy_last(table):
+                table.num_tokens += num_tokens
+                return []
         needed = self.num_blocks_to_append(seq_id, num_tokens)
         if needed > self.allocator.num_available:
             raise OutOfBlocks(needed, self.allocator.num_available)
-        table = self._tables.get(seq_id)
         if table is None:
             table = self._tables[seq_id] = _Table()
         copies: list[BlockCopy] = []
-        if num_tokens > 0 and self._last_block_is_shared(table):
+        if num_tokens > 0 and self._must_copy_last(table):
             src, dst = table.blocks[-1], self.allocator.allocate()
             table.blocks[-1] = dst
             self._free_block(src)
@@ -169,15 +199,19 @@ class BlockManager:
         if self.sliding_window is None:
             return 0
         table = self._tables[seq_id]
-        # The next token sits at position num_tokens and sees positions above num_tokens - sliding_window.
-        first = max(table.num_tokens - self.sliding_window + 1, 0) // self.block_size
-        first = min(first, len(table.blocks))
+        first = min(self._first_visible(table.num_tokens), len(table.blocks))
         for index in range(table.num_dropped, first):
             self._free_block(table.blocks[index])
             table.blocks[index] = NULL_BLOCK
         dropped = max(first - table.num_dropped, 0)
         table.num_dropped = max(first, table.num_dropped)
         return dropped
+
+    def _first_visible(self, num_tokens: int) -> int:
+        """Index of the first block that the token at position `num_tokens` sees (positions above it - window)."""
+        if self.sliding_window is None:
+            return 0
+        return max(num_tokens - self.sliding_window + 1, 0) // self.block_size
 
     def fork(self, parent_id: SeqId, child_id: SeqId) -> None:
         """`child_id` starts with all of the parent's tokens, sharing every block. Takes no memory."""
@@ -208,9 +242,9 @@ class BlockManager:
         table = self._tables[seq_id]
         if not 0 <= num_tokens <= table.num_tokens:
             raise ValueError(f"num_tokens={num_tokens}: sequence {seq_id!r} has {table.num_tokens}")
+        if num_tokens < table.num_tokens and self._first_visible(num_tokens) < table.num_dropped:
+            raise ValueError(f"num_tokens={num_tokens}: its blocks left the sliding window of {self.sliding_window}")
         keep = -(-num_tokens // self.block_size)
-        if keep < table.num_dropped or (keep == table.num_dropped and 0 < num_tokens < table.num_tokens):
-            raise ValueError(f"num_tokens={num_tokens}: those blocks left the sliding window of {self.sliding_window}")
         while len(table.blocks) > keep:
             self._free_block(table.blocks.pop())
         table.num_tokens = num_tokens
@@ -221,6 +255,36 @@ class BlockManager:
         for block_id in reversed(table.blocks[table.num_dropped :]):
             self._free_block(block_id)
 
+    def move_to(self, other: BlockManager, seq_ids: Sequence[SeqId]) -> list[BlockCopy]:
+        """Hand these tables over to a manager of other memory (swap out; swap in is the way back).
+
+        Returns the copies from this manager's blocks to the other's: a block that several of the sequences share is
+        copied once and is shared there too. Raises OutOfBlocks if the other has too few blocks; then nothing moved.
+        """
+        if other.block_size != self.block_size:
+            raise ValueError(f"block_size {self.block_size} and {other.block_size} differ")
+        if taken := [seq_id for seq_id in seq_ids if seq_id in other._tables]:
+            raise ValueError(f"sequence {taken[0]!r} exists already")
+        needed = self.num_blocks_of(seq_ids)
+        if needed > other.allocator.num_available:
+            raise OutOfBlocks(needed, other.allocator.num_available)
+        moved: dict[int, int] = {}
+        for seq_id in seq_ids:
+            table = self._tables[seq_id]
+            twin = _Table()
+            twin.num_tokens, twin.num_dropped = table.num_tokens, table.num_dropped
+            twin.blocks = table.blocks[: table.num_dropped]
+            for block_id in table.blocks[table.num_dropped :]:
+                if block_id in moved:
+                    other.allocator.share(moved[block_id])
+                else:
+                    moved[block_id] = other.allocator.allocate()
+                twin.blocks.append(moved[block_id])
+            other._tables[seq_id] = twin
+        for seq_id in seq_ids:
+            self.free(seq_id)
+        return [BlockCopy(src, dst) for src, dst in moved.items()]
+
     def rename(self, old_id: SeqId, new_id: SeqId) -> None:
         """Give the table of `old_id` to the unused id `new_id`; no block moves."""
         if new_id in self._tables:
@@ -228,7 +292,7 @@ class BlockManager:
         self._tables[new_id] = self._tables.pop(old_id)
 
     def _free_block(self, block_id: int) -> None:
-        self.allocator.free(block_id, keep=block_id in self._keep)
+        self.allocator.free(block_id, keep=block_id in self.cached_blocks)
 
     # -- invariants ---------------------------------------------------------------------------------------------
 

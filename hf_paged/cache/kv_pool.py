@@ -125,10 +125,7 @@ class HostPool:
         if layer is None:
             pin = like.key.is_cuda
             layer = self._layers[layer_idx] = LayerKV(
-                *(
-                    torch.empty(self.num_blocks, *t.shape[1:], dtype=t.dtype, device="cpu", pin_memory=pin)
-                    for t in like
-                )
+                *(torch.empty(self.num_blocks, *t.shape[1:], dtype=t.dtype, device="cpu", pin_memory=pin) for t in like)
             )
         return layer
 

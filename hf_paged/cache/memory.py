@@ -43,7 +43,9 @@ class MemoryStats:
 
     @property
     def bytes_saved_by_sharing(self) -> int:
-        return (self.blocks_logical - self.blocks_used) * (self.bytes_used // self.blocks_used if self.blocks_used else 0)
+        return (self.blocks_logical - self.blocks_used) * (
+            self.bytes_used // self.blocks_used if self.blocks_used else 0
+        )
 
 
 class PagedMemory:

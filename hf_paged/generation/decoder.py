@@ -94,7 +94,9 @@ class PackedDecoder:
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         return {"input_ids": input_ids}
 
-    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: dict[str, Any], **_: Any) -> dict[str, Any]:
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], **_: Any
+    ) -> dict[str, Any]:
         return model_kwargs
 
     def _prefill(

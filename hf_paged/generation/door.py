@@ -223,7 +223,9 @@ def _argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]
 
 
 def _drops(model: nn.Module) -> bool:
-    if any(getattr(module, "p", 0) > 0 for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)):
+    if any(
+        getattr(module, "p", 0) > 0 for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)
+    ):
         return True
     config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
     return bool(getattr(config, "attention_dropout", 0.0))
@@ -277,9 +279,7 @@ def _cache_config(generation_config: Any) -> CacheConfig:
     try:
         return CacheConfig(**options)
     except TypeError:
-        raise ValueError(
-            f"cache_config={options!r}: a paged cache takes 'block_size' and 'num_blocks' here"
-        ) from None
+        raise ValueError(f"cache_config={options!r}: a paged cache takes 'block_size' and 'num_blocks' here") from None
 
 
 def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
@@ -374,4 +374,3 @@ def _observe_end(call: _Call | None, result: Any) -> Any:
             call.record.observe(call.memory)
         call.record.finish(call.memory, sequences.shape[0], sequences.shape[1])
     return result
-

@@ -1,0 +1,152 @@
+"""Owns the hashes of full blocks: which block holds the K/V of which token prefix.
+
+Knows token ids and block ids; never a request, a tensor or when something is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from hf_paged.cache.block_manager import BlockManager
+
+
+class _Pin(NamedTuple):
+    """The id of the block table by which a pinned prefix holds its blocks."""
+
+    digest: bytes
+
+
+def root_digest(model_id: str, adapter: str | None = None, salt: str | None = None) -> bytes:
+    """Where a chain of block digests starts: sequences with different roots never share a block."""
+    return hashlib.sha256(repr((model_id, adapter, salt)).encode()).digest()
+
+
+class PrefixCache:
+    """Full, computed blocks by the sha256 chain over (digest of the block before, token ids of the block).
+
+    Invariant: digest <-> block is one to one, and every block that the allocator keeps as *cached* has a digest. A
+    block that is known here is never written again (BlockManager sees to that). Blocks that no table holds are
+    evicted in least-recently-used order when the allocator needs them; a pinned prefix is a block table of its own,
+    so that its blocks are in use and stay.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        if manager.sliding_window is not None:
+            raise ValueError("a manager with a sliding window drops the blocks of a prefix: nothing can be reused")
+        if manager.allocator.on_evict is not None:
+            raise ValueError("the allocator reports evictions to another prefix cache already")
+        self.block_size = manager.block_size
+        self.query_tokens = 0
+        self.hit_tokens = 0
+        self._manager = manager
+        self._digests: dict[int, bytes] = {}  # by block_id
+        self._blocks: dict[bytes, int] = {}  # by digest
+        manager.cached_blocks = self._digests
+        manager.allocator.on_evict = self._forget
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def extend_digests(self, digests: list[bytes], token_ids: Sequence[int], root: bytes, num_blocks: int) -> None:
+        """Continue the chain `digests` of the prefix of `token_ids` until it has `num_blocks` entries.
+
+        The list belongs to the sequence, so that no block is hashed twice however often the sequence is looked up.
+        """
+        size = self.block_size
+        parent = digests[-1] if digests else root
+        for index in range(len(digests), num_blocks):
+            tokens = array("q", token_ids[index * size : (index + 1) * size])
+            parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+            digests.append(parent)
+
+    def match(self, token_ids: Sequence[int], root: bytes, digests: list[bytes] | None = None) -> list[int]:
+        """Blocks of the longest cached prefix that leaves at least one of `token_ids` to compute.
+
+        Changes nothing but `digests`: `BlockManager.adopt` takes the blocks.
+        """
+        digests = [] if digests is None else digests
+        limit = max(len(token_ids) - 1, 0) // self.block_size
+        self.extend_digests(digests, token_ids, root, limit)
+        return self._chain(digests[:limit])
+
+    def _chain(self, digests: Sequence[bytes]) -> list[int]:
+        block_ids: list[int] = []
+        for digest in digests:
+            block_id = self._blocks.get(digest)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def count(self, query_tokens: int, hit_tokens: int) -> None:
+        """Note for the hit rate that a request asked for `query_tokens` and `hit_tokens` of them were here."""
+        self.query_tokens += query_tokens
+        self.hit_tokens += hit_tokens
+
+    def register(self, block_id: int, digest: bytes) -> bool:
+        """`block_id` is full and its K/V is computed. False if another block with that content is known already."""
+        known = self._digests.get(block_id)
+        assert known is None or known == digest, f"block {block_id} was written after it had been registered"
+        if digest in self._blocks:
+            return self._blocks[digest] == block_id
+        self._blocks[digest] = block_id
+        self._digests[block_id] = digest
+        return True
+
+    def pin(self, token_ids: Sequence[int], root: bytes) -> int:
+        """Hold the cached blocks of this prefix until `unpin`; returns how many tokens are held (0: nothing cached).
+
+        Pin after the prefix has been computed. Pinning twice is one pin, extended to what is cached now.
+        """
+        digests: list[bytes] = []
+        self.extend_digests(digests, token_ids, root, len(token_ids) // self.block_size)
+        if not digests:
+            return 0
+        block_ids, pin_id = self._chain(digests), _Pin(digests[-1])
+        if pin_id in self._manager:
+            self._manager.free(pin_id)
+        if block_ids:
+            self._manager.adopt(pin_id, block_ids)
+        return len(block_ids) * self.block_size
+
+    def unpin(self, token_ids: Sequence[int], root: bytes) -> bool:
+        """Let go of a pinned prefix: its blocks may be evicted again. False if it was not pinned."""
+        digests: list[bytes] = []
+        self.extend_digests(digests, token_ids, root, len(token_ids) // self.block_size)
+        if not digests or _Pin(digests[-1]) not in self._manager:
+            return False
+        self._manager.free(_Pin(digests[-1]))
+        return True
+
+    @property
+    def pins(self) -> list[Hashable]:
+        """Ids of the block tables that belong to pinned prefixes."""
+        return [seq_id for seq_id in self._manager.seq_ids if isinstance(seq_id, _Pin)]
+
+    def clear(self) -> None:
+        """Forget every prefix, pinned ones too (the weights have changed, say). Sequences keep their blocks."""
+        for pin_id in self.pins:
+            self._manager.free(pin_id)
+        allocator = self._manager.allocator
+        for block_id in self._digests:
+            if allocator.is_cached(block_id):
+                allocator.drop_cached(block_id)
+        self._digests.clear()
+        self._blocks.clear()
+
+    def _forget(self, block_id: int) -> None:
+        del self._blocks[self._digests.pop(block_id)]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the invariant of the class does not hold."""
+        allocator = self._manager.allocator
+        assert self._blocks == {digest: block_id for block_id, digest in self._digests.items()}
+        assert len(self._blocks) == len(self._digests), "two blocks have one digest"
+        for block_id in range(allocator.num_blocks):
+            known = block_id in self._digests
+            assert known or not allocator.is_cached(block_id), f"block {block_id} is kept, but nobody can find it"
+            idle = allocator.ref_count(block_id) == 0 and not allocator.is_cached(block_id)
+            assert not (known and idle), f"block {block_id} has a digest, but is free"

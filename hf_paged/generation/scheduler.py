@@ -1,0 +1,608 @@
+"""Owns who runs in the next step: admission, preemption, the order of requests, and every change of a block table.
+
+Decides with counts and block ids only. Never sees a tensor, a model or a sampling parameter; what the device has to
+do is returned as data (SchedulerOutput). Standard library only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Literal
+
+from hf_paged.cache.block_manager import BlockCopy, BlockManager
+from hf_paged.cache.prefix_cache import PrefixCache
+from hf_paged.config import SchedulerConfig
+from hf_paged.errors import QueueFull
+from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+
+Plan = list[tuple[Sequence, int]]
+
+_by_order = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step as data. Do it in this order: `swap_out`, `swap_in`, `block_copies`, then the forward.
+
+    The three lists of copies have one entry for each manager (layer group): `swap_out` from device to host blocks,
+    `swap_in` from host to device blocks, `block_copies` from device to device blocks. A scheduled sequence samples
+    in this step if the step closes its gap: `num_new_tokens == seq.num_uncomputed_tokens` (before `update`).
+    """
+
+    block_copies: list[list[BlockCopy]]
+    swap_out: list[list[BlockCopy]]
+    swap_in: list[list[BlockCopy]]
+    scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
+    preempted: list[SequenceGroup] = field(default_factory=list)  # since the last step
+    failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
+    finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
+
+    @classmethod
+    def for_managers(cls, count: int) -> SchedulerOutput:
+        return cls([[] for _ in range(count)], [[] for _ in range(count)], [[] for _ in range(count)])
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.scheduled)
+
+
+class Scheduler:
+    """Queues of sequence groups over the block managers of all layer groups.
+
+    Invariants: every unfinished group is in exactly one of *waiting* (holds no block), *running* (on the device) and
+    *swapped* (in host memory), each ordered by (priority, arrival): lower numbers first. Victims are taken from the
+    end of *running*, so a group never loses its blocks to a later one, and the first one always gets on: no livelock.
+    Between two steps the table of a running sequence covers exactly its computed tokens.
+
+    A step: `output = schedule()`, the forward, `update(output, sampled)`, then `fork` / `reorder` / `finish` as the
+    caller decides. `abort`, `add` and `force_preempt` belong between steps.
+
+    `managers` has one entry for each layer group; `host_managers`, if given, are the swap space of each. Prefix
+    caching needs one manager without a sliding window.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        managers: list[BlockManager],
+        host_managers: list[BlockManager] | None = None,
+    ) -> None:
+        if not managers:
+            raise ValueError("managers=[]: at least one block manager is needed")
+        if host_managers is not None and len(host_managers) != len(managers):
+            raise ValueError(f"{len(host_managers)} host managers for {len(managers)} managers; give one for each")
+        self.config = config
+        self.managers = managers
+        self.host_managers = host_managers
+        self.prefix_cache: PrefixCache | None = None
+        if config.prefix_caching and len(managers) == 1 and managers[0].sliding_window is None:
+            self.prefix_cache = PrefixCache(managers[0])
+        self._sliding = [manager for manager in managers if manager.sliding_window is not None]
+        self._groups: dict[str, SequenceGroup] = {}
+        self._waiting: list[SequenceGroup] = []
+        self._running: list[SequenceGroup] = []
+        self._swapped: list[SequenceGroup] = []
+        self._arrivals = itertools.count()
+        self._output = SchedulerOutput.for_managers(len(managers))  # of the next step, as far as it is known
+        self.num_preemptions_recompute = 0
+        self.num_preemptions_swap = 0
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_swapped(self) -> int:
+        return len(self._swapped)
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """All unfinished groups in the order in which they were added."""
+        return list(self._groups.values())
+
+    def get(self, request_id: str) -> SequenceGroup | None:
+        return self._groups.get(request_id)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._groups)
+
+    # -- requests come and go -----------------------------------------------------------------------------------
+
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a new request. Raises ValueError if it can never run, QueueFull if `max_waiting` wait already."""
+        config = self.config
+        if group.request_id in self._groups:
+            raise ValueError(f"request_id {group.request_id!r} is in use; choose another one")
+        if group.width > config.max_num_seqs:
+            raise ValueError(f"{group.width} sequences in one request, but max_num_seqs={config.max_num_seqs}")
+        if group.width > config.max_num_batched_tokens:
+            raise ValueError(
+                f"{group.width} sequences in one request, but max_num_batched_tokens={config.max_num_batched_tokens}"
+            )
+        for manager in self.managers:
+            needed, total = self._blocks_needed(group, manager), manager.allocator.num_blocks
+            if needed > total:
+                raise ValueError(
+                    f"a prompt of {group.num_prompt_tokens} tokens needs {needed} blocks of {manager.block_size}, "
+                    f"but the cache has {total}; give the cache more memory or shorten the prompt"
+                )
+        if config.max_waiting is not None and len(self._waiting) >= config.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait already (max_waiting={config.max_waiting})")
+        group.order = (group.priority, group.arrival, next(self._arrivals))
+        self._groups[group.request_id] = group
+        insort(self._waiting, group, key=_by_order)
+
+    def abort(self, request_id: str) -> SequenceGroup | None:
+        """Finish a request in whatever state it is and free its blocks. None if it is unknown or finished."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self.finish_group(group, FinishReason.ABORT)
+        return group
+
+    def finish_group(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """Finish all live sequences of the group."""
+        if group.status is not SeqStatus.FINISHED:
+            self._release(group, group.live, reason)
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """Finish one sequence; with its last one the group is finished."""
+        group = seq.group
+        if seq.finish_reason is not None:
+            return
+        if group.has_branches and any(other.parent is seq for other in group.live):
+            # Others were to be forked from this one: they find themselves another parent.
+            self._leave_queue(group)
+            self._restart(group)
+        self._release(group, [seq], reason)
+
+    def _release(self, group: SequenceGroup, seqs: list[Sequence], reason: FinishReason) -> None:
+        self._free_tables(group, seqs)
+        for seq in seqs:
+            seq.finish_reason = reason
+            seq.parent = None
+        group.live = [seq for seq in group.live if seq.finish_reason is None]
+        group.width = len(group.live)
+        self._output.finished_seq_ids.extend(seq.seq_id for seq in seqs)
+        if not group.live:
+            self._leave_queue(group)
+            group.status = SeqStatus.FINISHED
+            group.has_branches = False
+            del self._groups[group.request_id]
+
+    def _free_tables(self, group: SequenceGroup, seqs: Iterable[Sequence]) -> None:
+        if group.status is SeqStatus.WAITING:
+            return
+        swapped = group.status is SeqStatus.SWAPPED
+        for index, manager in enumerate(self._host_managers if swapped else self.managers):
+            for seq in seqs:
+                if seq.parent is None:
+                    manager.free(seq.seq_id)
+            if swapped and (pending := self._output.swap_out[index]):
+                # These host blocks may be handed out again before the step in which they would have been filled.
+                pending[:] = [copy for copy in pending if manager.allocator.ref_count(copy.dst)]
+
+    @property
+    def _host_managers(self) -> list[BlockManager]:
+        assert self.host_managers is not None, "nothing can be swapped without host managers"
+        return self.host_managers
+
+    def _leave_queue(self, group: SequenceGroup) -> None:
+        queues = {SeqStatus.WAITING: self._waiting, SeqStatus.RUNNING: self._running, SeqStatus.SWAPPED: self._swapped}
+        queues[group.status].remove(group)
+
+    def _fail(self, group: SequenceGroup) -> None:
+        counts = [(m.num_blocks_of(m.seq_ids), m.allocator.num_blocks) for m in self.managers]
+        group.error = (
+            f"the cache is too small for request {group.request_id!r} alone: {max(s.num_tokens for s in group.live)} "
+            f"tokens in {len(group.live)} sequence(s), blocks in use and in all {counts}; give it more memory"
+        )
+        self.finish_group(group, FinishReason.ERROR)
+        self._output.failed.append(group)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes and make room for it.
+
+        Running groups first, in order; then groups that were swapped out; then new ones, unless somebody had to
+        give way. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences.
+        """
+        output = self._output
+        num_preempted = len(output.preempted)
+        budget = self._schedule_running(self.config.max_num_batched_tokens)
+        if len(output.preempted) == num_preempted:
+            budget = self._resume_swapped(budget)
+            if not self._swapped:
+                self._admit(budget)
+        self._output = SchedulerOutput.for_managers(len(self.managers))
+        return output
+
+    def _schedule_running(self, budget: int) -> int:
+        running, index = self._running, 0
+        while index < len(running) and budget > 0:
+            used = self._schedule_group(running[index], budget)
+            if used is not None:
+                budget -= used
+                index += 1
+            elif len(running) > 1:
+                self._preempt(running[-1], self._cheaper_way(running[-1]))
+            else:
+                self._fail(running[0])
+        return budget
+
+    def _resume_swapped(self, budget: int) -> int:
+        while self._swapped and budget > 0:
+            group = self._swapped[0]
+            if self._has_room(group):
+                self._swapped.remove(group)
+                seq_ids = [seq.seq_id for seq in group.live if seq.parent is None]
+                for index, host in enumerate(self._host_managers):
+                    self._output.swap_in[index].extend(host.move_to(self.managers[index], seq_ids))
+                for seq in group.live:
+                    seq.num_registered_blocks = 0
+                budget -= self._start(group, budget)
+            elif self._running:
+                break
+            else:
+                # Alone it can do with less: in host memory it shares nothing with pinned prefixes.
+                self._free_tables(group, group.live)
+                self._swapped.remove(group)
+                self._restart(group)
+        return budget
+
+    def _has_room(self, group: SequenceGroup) -> bool:
+        appends = [(seq.seq_id, 1) for seq in group.live if seq.parent is None]
+        for index, host in enumerate(self._host_managers):
+            allocator = self.managers[index].allocator
+            needed = host.num_blocks_of(seq_id for seq_id, _ in appends) + host.num_blocks_to_append_all(appends)
+            if needed + self._watermark(allocator.num_blocks) > allocator.num_available:
+                return False
+        return True
+
+    def _admit(self, budget: int) -> None:
+        waiting = self._waiting
+        if not waiting:
+            return
+        places = self.config.max_num_seqs - sum(group.width for group in self._running)
+        while waiting and budget > 0 and waiting[0].width <= places:
+            group = waiting[0]
+            hits = self._match(group)
+            if not self._fits(group, hits):
+                if self._running:
+                    break
+                self._fail(group)
+                continue
+            waiting.pop(0)
+            places -= group.width
+            leader = group.live[0]
+            for manager in self.managers:
+                manager.adopt(leader.seq_id, hits)
+            leader.num_computed_tokens = len(hits) * self.managers[0].block_size
+            leader.num_registered_blocks = len(hits)
+            if self.prefix_cache is not None and group.cache_root is not None and group.num_preemptions == 0:
+                self.prefix_cache.count(leader.num_tokens, leader.num_computed_tokens)
+            budget -= self._start(group, budget)
+
+    def _match(self, group: SequenceGroup) -> list[int]:
+        if self.prefix_cache is None or group.cache_root is None:
+            return []
+        leader = group.live[0]
+        hits = self.prefix_cache.match(leader.token_ids, group.cache_root, leader.block_digests)
+        # The others fork from the leader: it must not start beyond the first branch.
+        branch = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
+        return hits[: branch // self.prefix_cache.block_size]
+
+    def _fits(self, group: SequenceGroup, hits: list[int]) -> bool:
+        for manager in self.managers:
+            allocator = manager.allocator
+            idle_hits = sum(allocator.ref_count(block_id) == 0 for block_id in hits)
+            needed = self._blocks_needed(group, manager) - len(hits) + idle_hits
+            if needed + self._watermark(allocator.num_blocks) > allocator.num_available:
+                return False
+        return True
+
+    def _watermark(self, num_blocks: int) -> int:
+        return int(self.config.watermark * num_blocks) if self._running else 0
+
+    def _blocks_needed(self, group: SequenceGroup, manager: BlockManager) -> int:
+        """Blocks for all known tokens of a waiting group, prefixes shared at the branches."""
+        size, window = manager.block_size, manager.sliding_window
+        needed = 0
+        for seq in group.live:
+            own = -(-seq.num_tokens // size) - seq.branch_at // size
+            # Inside a window, smaller chunks do with fewer blocks.
+            needed += own if window is None else min(own, -(-window // size) + 1)
+        return needed
+
+    def _start(self, group: SequenceGroup, budget: int) -> int:
+        group.status = SeqStatus.RUNNING
+        insort(self._running, group, key=_by_order)
+        return self._schedule_group(group, budget) or 0
+
+    # -- one group ----------------------------------------------------------------------------------------------
+
+    def _schedule_group(self, group: SequenceGroup, budget: int) -> int | None:
+        """Schedule what the budget and the blocks allow; returns the number of tokens, None if blocks are missing."""
+        plan = self._plan(group, budget)
+        while plan:
+            if self._append(plan):
+                self._output.scheduled.extend(plan)
+                return sum([num_tokens for _, num_tokens in plan])
+            plan = self._smaller(plan)
+            if not plan:
+                return None
+        return 0
+
+    def _plan(self, group: SequenceGroup, budget: int) -> Plan:
+        """How many tokens of each sequence to compute: all that are missing, or as many as the budget allows.
+
+        A group of several samples at once or not at all: until all of it fits, everybody's last token is held back.
+        """
+        live = group.live
+        if len(live) == 1:
+            num_tokens = min(live[0].num_uncomputed_tokens, budget)
+            return [(live[0], num_tokens)] if num_tokens else []
+        if group.has_branches:
+            self._fork_branches(group)
+        if not group.has_branches and sum(seq.num_uncomputed_tokens for seq in live) <= budget:
+            return [(seq, seq.num_uncomputed_tokens) for seq in live if seq.num_uncomputed_tokens]
+        stops = {seq: seq.num_tokens - 1 for seq in live}
+        for seq in live:
+            if seq.parent is not None:
+                stops[seq.parent] = min(stops[seq.parent], seq.branch_at)
+        plan: Plan = []
+        for seq in live:
+            num_tokens = min(stops[seq] - seq.num_computed_tokens, budget)
+            if seq.parent is None and num_tokens > 0:
+                plan.append((seq, num_tokens))
+                budget -= num_tokens
+        return plan
+
+    def _append(self, plan: Plan) -> bool:
+        """Make room for the plan on all managers, or change nothing and return False."""
+        appends = [(seq.seq_id, num_tokens) for seq, num_tokens in plan]
+        for manager in self.managers:
+            if manager.num_blocks_to_append_all(appends) > manager.allocator.num_available:
+                return False
+        for manager, copies in zip(self.managers, self._output.block_copies):
+            for seq_id, num_tokens in appends:
+                copies += manager.append(seq_id, num_tokens)
+        return True
+
+    def _smaller(self, plan: Plan) -> Plan:
+        """A part of the plan that the free blocks allow: a chunk of the first sequence that is far behind, or []."""
+        for seq, num_tokens in plan:
+            if num_tokens > 1:
+                room = min(self._room(manager, seq) for manager in self.managers)
+                num_tokens = min(num_tokens - 1, room)
+                return [(seq, num_tokens)] if num_tokens > 0 else []
+        return []
+
+    def _room(self, manager: BlockManager, seq: Sequence) -> int:
+        """Tokens that could be appended to `seq`."""
+        size, num_tokens, available = (
+            manager.block_size,
+            manager.num_tokens(seq.seq_id),
+            manager.allocator.num_available,
+        )
+        last_block = -num_tokens % size
+        if last_block and manager.num_blocks_to_append(seq.seq_id, 1):
+            # The last block has to be copied first.
+            return last_block + (available - 1) * size if available else 0
+        return last_block + available * size
+
+    # -- preemption ---------------------------------------------------------------------------------------------
+
+    def force_preempt(self, request_id: str, mode: Literal["recompute", "swap"]) -> bool:
+        """Preempt a running group between two steps, as if blocks had run out (tests). False if it does not run."""
+        group = self._groups.get(request_id)
+        if group is None or group.status is not SeqStatus.RUNNING:
+            return False
+        self._preempt(group, mode)
+        return True
+
+    def _cheaper_way(self, group: SequenceGroup) -> Literal["recompute", "swap"]:
+        """In mode "auto": recompute what one step can recompute, swap what takes several.
+
+        A prefill that fits in one step rides along with the others at about the price of its arithmetic, while a
+        swap moves every block twice. Several steps are lost for a context longer than `max_num_batched_tokens`,
+        and for every branch of a group of several sequences (the paper too recomputes single sequences and swaps
+        groups).
+        """
+        if self.config.preemption != "auto":
+            return self.config.preemption
+        one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self.config.max_num_batched_tokens
+        return "recompute" if one_step else "swap"
+
+    def _preempt(self, group: SequenceGroup, mode: Literal["recompute", "swap"]) -> None:
+        """Take all blocks of a running group that is not scheduled in this step. A full swap space: recompute."""
+        self._running.remove(group)
+        group.num_preemptions += 1
+        self._output.preempted.append(group)
+        if mode == "swap" and self._swap_out(group):
+            self.num_preemptions_swap += 1
+            return
+        self.num_preemptions_recompute += 1
+        self._free_tables(group, group.live)
+        self._restart(group)
+
+    def _swap_out(self, group: SequenceGroup) -> bool:
+        seq_ids = [seq.seq_id for seq in group.live if seq.parent is None]
+        pairs = list(zip(self.managers, self.host_managers or ()))
+        if not pairs or any(m.num_blocks_of(seq_ids) > host.allocator.num_available for m, host in pairs):
+            return False
+        for (manager, host), moves in zip(pairs, self._output.swap_out):
+            moves.extend(manager.move_to(host, seq_ids))
+        group.status = SeqStatus.SWAPPED
+        insort(self._swapped, group, key=_by_order)
+        return True
+
+    def _restart(self, group: SequenceGroup) -> None:
+        """Queue a group that holds no block any more: its tokens are computed again, common prefixes only once.
+
+        Every sequence but the first gets a parent, the earlier one with which it has most in common. The blocks are
+        then shared as far as they were before, so that the group needs no more of them than it had.
+        """
+        live = group.live
+        for index, seq in enumerate(live):
+            seq.num_computed_tokens = seq.num_registered_blocks = seq.branch_at = 0
+            seq.parent = None
+            for other in live[:index]:
+                # Both have at least their last token left to compute: it is what they sample from.
+                common = _common_prefix(seq.token_ids, other.token_ids, min(seq.num_tokens, other.num_tokens) - 1)
+                if seq.parent is None or common > seq.branch_at:
+                    seq.parent, seq.branch_at = other, common
+        group.has_branches = len(live) > 1
+        group.status = SeqStatus.WAITING
+        insort(self._waiting, group, key=_by_order)
+
+    def _fork_branches(self, group: SequenceGroup) -> None:
+        for seq in group.live:
+            parent = seq.parent
+            if parent is None or parent.parent is not None or parent.num_computed_tokens < seq.branch_at:
+                continue
+            assert parent.num_computed_tokens == seq.branch_at, f"{parent!r} ran past the branch of {seq!r}"
+            for manager in self.managers:
+                manager.fork(parent.seq_id, seq.seq_id)
+            seq.num_computed_tokens = parent.num_computed_tokens
+            seq.num_registered_blocks = parent.num_registered_blocks
+            seq.parent = None
+        group.has_branches = any(seq.parent is not None for seq in group.live)
+
+    # -- after the forward --------------------------------------------------------------------------------------
+
+    def update(self, output: SchedulerOutput, tokens: Iterable[tuple[Sequence, int]] = ()) -> None:
+        """The step is computed; `tokens` are the sampled ones, (sequence, token) (not those of a fork or reorder).
+
+        What was aborted meanwhile is skipped.
+        """
+        block_size = self.managers[0].block_size
+        cache, sliding = self.prefix_cache, self._sliding
+        for seq, num_tokens in output.scheduled:
+            group = seq.group
+            if seq.finish_reason is not None or group.status is not SeqStatus.RUNNING:
+                continue
+            seq.num_computed_tokens += num_tokens
+            if cache is not None and seq.num_computed_tokens // block_size > seq.num_registered_blocks:
+                self._register(seq, cache)
+            for manager in sliding:
+                manager.drop_outside_window(seq.seq_id)
+        for seq, token in tokens:
+            if seq.finish_reason is None:
+                seq.token_ids.append(token)
+
+    def _register(self, seq: Sequence, cache: PrefixCache) -> None:
+        if seq.group.cache_root is None:
+            return
+        num_blocks = seq.num_computed_tokens // cache.block_size
+        cache.extend_digests(seq.block_digests, seq.token_ids, seq.group.cache_root, num_blocks)
+        table = self.managers[0].block_table(seq.seq_id)
+        for index in range(seq.num_registered_blocks, num_blocks):
+            cache.register(table[index], seq.block_digests[index])
+        seq.num_registered_blocks = num_blocks
+
+    def rollback(self, output: SchedulerOutput) -> None:
+        """The forward of this step failed after its copies were done: take the tables back to what is computed."""
+        for seq, _ in output.scheduled:
+            if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
+                for manager in self.managers:
+                    manager.crop(seq.seq_id, seq.num_computed_tokens)
+
+    def fork(self, parent: Sequence, tokens: list[int]) -> list[Sequence]:
+        """The computed `parent` goes on with every one of `tokens`: itself with the first, copies with the others.
+
+        Returns all of them in the order of `tokens`. The copies share the parent's blocks; no memory is taken.
+        """
+        group = parent.group
+        if len(group.live) + len(tokens) - 1 > group.width or not tokens:
+            raise ValueError(f"{len(group.live)} + {len(tokens)} - 1 sequences in a group of width {group.width}")
+        assert parent.num_uncomputed_tokens == 0, f"{parent!r} is not computed"
+        family = [parent, *(self._fork_one(parent) for _ in tokens[1:])]
+        for seq, token in zip(family, tokens):
+            seq.token_ids.append(token)
+        group.sequences.extend(family[1:])
+        group.live = [seq for seq in group.sequences if seq.finish_reason is None]
+        return family
+
+    def reorder(self, group: SequenceGroup, parents: list[int], tokens: list[int]) -> list[Sequence]:
+        """Beam search: live sequence i becomes a continuation of live sequence `parents[i]` with `tokens[i]`.
+
+        Survivors are forked, losers are freed; K/V never moves. There may be fewer or more beams than before, up to
+        the width of the group. Returns the new `group.live`.
+        """
+        old = group.live
+        if len(parents) != len(tokens) or not 0 < len(parents) <= max(group.width, len(old)):
+            raise ValueError(f"{len(parents)} parents and {len(tokens)} tokens for a group of width {group.width}")
+        assert group.status is SeqStatus.RUNNING and all(seq.num_uncomputed_tokens == 0 for seq in old)
+        beams: list[Sequence] = []
+        seen: set[int] = set()
+        for index in parents:
+            beams.append(self._fork_one(old[index]) if index in seen else old[index])
+            seen.add(index)
+        losers = [seq for index, seq in enumerate(old) if index not in seen]
+        self._free_tables(group, losers)
+        self._output.finished_seq_ids.extend(seq.seq_id for seq in losers)
+        for seq, token in zip(beams, tokens):
+            seq.token_ids.append(token)
+        group.sequences = [seq for seq in group.sequences if seq.finish_reason is not None] + beams
+        for seq in losers:
+            seq.finish_reason = FinishReason.STOP
+        group.live = beams[:]
+        return group.live
+
+    def _fork_one(self, parent: Sequence) -> Sequence:
+        child = parent.copy()
+        for manager in self.managers:
+            manager.fork(parent.seq_id, child.seq_id)
+        return child
+
+    # -- invariants ---------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of the class does not hold (between two steps)."""
+        queues = {SeqStatus.WAITING: self._waiting, SeqStatus.RUNNING: self._running, SeqStatus.SWAPPED: self._swapped}
+        queued = [group for queue in queues.values() for group in queue]
+        assert {id(group) for group in queued} == {id(group) for group in self._groups.values()}
+        assert len(queued) == len(self._groups), "a group is in two queues"
+        for status, queue in queues.items():
+            assert queue == sorted(queue, key=_by_order), f"{status} is out of order"
+            for group in queue:
+                assert group.status is status and group.live, f"{group!r} is in the queue {status}"
+        assert sum(group.width for group in self._running) <= self.config.max_num_seqs
+        on_device = {s.seq_id for g in self._running for s in g.live if s.parent is None}
+        on_host = {s.seq_id for g in self._swapped for s in g.live if s.parent is None}
+        pins = set() if self.prefix_cache is None else set(self.prefix_cache.pins)
+        for manager in self.managers:
+            manager.check_integrity()
+            assert set(manager.seq_ids) - pins == on_device, "the device's tables are not those of the running groups"
+            for group in self._running:
+                for seq in group.live:
+                    if seq.parent is None:
+                        assert manager.num_tokens(seq.seq_id) == seq.num_computed_tokens
+        for manager in self.host_managers or ():
+            manager.check_integrity()
+            assert set(manager.seq_ids) == on_host, "the host's tables are not those of the swapped groups"
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()
+
+
+def _common_prefix(left: list[int], right: list[int], limit: int) -> int:
+    """Length of the common prefix, at most `limit`; bisection, because slices compare at the speed of C."""
+    low = 0
+    while low < limit:
+        middle = (low + limit + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            limit = middle - 1
+    return low
