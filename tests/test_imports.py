@@ -1,0 +1,117 @@
+"""The import rule: one direction between packages, pure modules without torch, an import that costs milliseconds."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_paged
+
+PACKAGE = Path(hf_paged.__file__).parent
+LAYERS = {
+    "config": 0,
+    "errors": 0,
+    "kernels": 1,
+    "cache": 2,
+    "integration": 3,
+    "generation": 4,
+    "serving": 5,
+    "cli": 6,
+    "__main__": 7,
+}
+PURE = [
+    "hf_paged.config",
+    "hf_paged.errors",
+    "hf_paged.cache.allocator",
+    "hf_paged.cache.block_manager",
+    "hf_paged.cache.prefix_cache",
+    "hf_paged.generation.sequence",
+    "hf_paged.generation.scheduler",
+    "hf_paged.generation.beam",
+]
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of everything a file imports, also inside functions; `from a import b` gives a and a.b."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = [*parts[: -node.level], *([node.module] if node.module else [])] if node.level else [node.module]
+            names.add(".".join(base))
+            names |= {".".join([*base, alias.name]) for alias in node.names}
+    return names
+
+
+def room(module: str) -> str | None:
+    """`hf_paged.cache.kv_pool` -> `cache`; None for what is not a room of this package."""
+    head, *rest = module.split(".")
+    return rest[0] if head == "hf_paged" and rest and rest[0] in LAYERS else None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    if own == "__init__":
+        return  # the front door names everything
+    assert own in LAYERS, f"{own} has no place in the import order; add it to LAYERS and to docs/architecture.md"
+    for name in imported_modules(path):
+        assert name != "hf_paged" or LAYERS[own] >= LAYERS["serving"], f"{path.name} ({own}) imports the front door"
+        other = room(name)
+        if other is None or other == own:
+            continue
+        assert LAYERS[other] < LAYERS[own], f"{path.name} ({own}) imports {name} ({other}), which stands above it"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if "generation" in p.parts], ids=lambda path: path.name)
+def test_generation_knows_no_triton(path: Path) -> None:
+    assert not [name for name in imported_modules(path) if name.split(".")[0] == "triton"]
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py" and p.parent != PACKAGE], ids=str)
+def test_inner_package_files_are_empty(path: Path) -> None:
+    assert path.read_text().strip() == ""
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_pure_modules_leave_torch_alone() -> None:
+    found = [name for name in PURE if (PACKAGE.parent / (name.replace(".", "/") + ".py")).exists()]
+    assert len(found) >= 7
+    code = f"import sys\nimport {', '.join(found)}\n"
+    assert run(code + "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])") == "[]"
+
+
+def test_import_is_light_and_fast() -> None:
+    code = (
+        "import sys, time\nstart = time.perf_counter()\nimport hf_paged\nelapsed = time.perf_counter() - start\n"
+        "assert not {'torch', 'transformers', 'triton', 'numpy'} & set(sys.modules)\nprint(elapsed)"
+    )
+    # The fastest of three: a busy machine says nothing about the import.
+    assert min(float(run(code)) for _ in range(3)) < 0.1
+
+
+def test_public_names() -> None:
+    here = {
+        name
+        for name, value in vars(hf_paged).items()
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("hf_paged.")
+    }
+    lazy = set(hf_paged._LAZY)
+    assert set(hf_paged.__all__) == here | lazy
+    assert sorted(hf_paged.__all__) == list(hf_paged.__all__)
+    for name in hf_paged.__all__:
+        assert getattr(hf_paged, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = hf_paged.no_such_name
