@@ -1,0 +1,257 @@
+"""Runs every causal-LM type of transformers as a tiny random model, paged against plain: `python sweep.py [types...]`.
+
+One forked process with a time-out per type; a JSON line per type, a summary line at the end. See docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+import hf_paged  # before transformers: the ordinary order of a user's script
+from tests.architectures.tiny import tiny_model
+
+LENGTHS = (5, 19, 12, 26)
+NEW_TOKENS = 24
+
+
+def prompts(vocab: int = 90, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids and attention_mask int64 [4, 26], left-padded with 0."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(6, vocab, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(LENGTHS):
+        mask[row, : max(LENGTHS) - length] = 0
+    return ids * mask, mask
+
+
+def examine(model_type: str, engine: bool) -> dict[str, Any]:
+    """The result of one type. `result`: identical, refused, different, crashed, or unrunnable (plain fails too)."""
+    try:
+        model = tiny_model(model_type)
+        ids, mask = prompts()
+        plain = {"greedy": _generate(model, ids, mask)}
+    except Exception as error:  # the model, not hf_paged, fails here
+        return {"result": "unrunnable", "reason": _line(error)}
+    eos = int(plain["greedy"][1, -NEW_TOKENS // 2])
+    calls = {
+        "greedy": {},
+        "again": {"eos_token_id": eos},
+        "beams": {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": eos, "max_new_tokens": 16},
+        "samples": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
+    }
+    result: dict[str, Any] = {"class": type(model).__name__, "varied": _varied(model, plain["greedy"], ids)}
+    for name, options in calls.items():
+        if name not in plain:
+            try:
+                plain[name] = _generate(model, ids, mask, **options)
+            except Exception as error:
+                result.setdefault("plain_fails", {})[name] = _line(error)
+    try:
+        report = hf_paged.check(model)
+    except Exception as error:
+        return {**result, "result": "crashed", "reason": f"check: {_line(error)}", "trace": traceback.format_exc()}
+    result["mode"] = "native" if report.native else "dense view" if report.supported else "refused"
+    result["reason"] = report.reason
+    result["layers"] = [layer.mode for layer in report.layers]
+    if not report.supported:
+        return {**result, "result": "refused"}
+    different = []
+    for name, options in calls.items():
+        if name not in plain:
+            continue
+        try:
+            with hf_paged.record_calls() as records:
+                actual = _generate(model, ids, mask, cache_implementation="paged", **options)
+        except hf_paged.UnsupportedModelError as error:
+            return {**result, "result": "crashed", "call": name, "reason": f"refused too late: {_line(error)}"}
+        except Exception as error:
+            return {
+                **result, "result": "crashed", "call": name, "reason": _line(error), "trace": traceback.format_exc(),
+            }  # fmt: skip
+        result.setdefault("routes", {})[name] = records[0].route
+        result["blocks"] = max(result.get("blocks", 0), records[0].peak_blocks_used)
+        if not torch.equal(actual, plain[name]):
+            different.append(name)
+    if left := _blocks_in_use(model):
+        different.append(f"{left} blocks left in use")
+    if not result["blocks"]:
+        different.append("nothing in blocks")
+    result["result"] = "different" if different else "identical"
+    if different:
+        result["different"] = different
+    if engine and not different:
+        result["engine"] = examine_engine(model, ids, mask)
+    return result
+
+
+def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
+    """Requests that arrive in different steps, the last one forked: each equals plain generate of its prompt alone."""
+    from transformers import GenerationConfig
+
+    solo, rows = [], []
+    for row, keep in zip(ids, mask):
+        rows.append(row[keep.bool()])
+        solo.append(_generate(model, rows[-1][None])[0, len(rows[-1]) :].tolist())
+    try:
+        engine = hf_paged.Engine(model, hf_paged.CacheConfig(block_size=4))
+    except hf_paged.UnsupportedModelError as error:
+        return f"refused: {_line(error)}"
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    forked = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=True, top_k=1, num_return_sequences=2, eos_token_id=None, pad_token_id=0
+    )
+    waiting = [(row.tolist(), config) for row in rows] + [(rows[-1].tolist(), forked)]
+    solo.append(solo[-1])
+    order, done, step = [], {}, 0
+    with engine:
+        while waiting or engine.has_unfinished_requests():
+            if waiting and step % 3 == 0:
+                order.append(engine.add_request(waiting[0][0], waiting[0][1]))
+                waiting.pop(0)
+            for output in engine.step():
+                if output.finished:
+                    done[output.request_id] = [list(completion.token_ids) for completion in output.outputs]
+            step += 1
+    wrong = [i for i, name in enumerate(order) if any(tokens != solo[i] for tokens in done[name])]
+    return f"different: requests {wrong}" if wrong else "identical"
+
+
+def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    options.setdefault("max_new_tokens", NEW_TOKENS)
+    options.setdefault("do_sample", False)
+    mask = torch.ones_like(ids) if mask is None else mask
+    result: torch.Tensor = model.generate(input_ids=ids, attention_mask=mask, **options)
+    return result
+
+
+def _varied(model: Any, greedy: torch.Tensor, ids: torch.Tensor) -> dict[str, int]:
+    """Distinct new tokens of the rows, and how many of 12 change with the first tokens of the longest prompt."""
+    changed = ids.clone()
+    changed[3, -6:-3] = torch.tensor([11, 12, 13])
+    other = _generate(model, changed, max_new_tokens=12)[3]
+    same = _generate(model, ids, max_new_tokens=12)[3]
+    return {
+        "tokens": min(len(set(row.tolist())) for row in greedy[:, -NEW_TOKENS:]),
+        "context": int((other[-12:] != same[-12:]).sum()),
+    }
+
+
+def _blocks_in_use(model: Any) -> int:
+    from hf_paged.generation import door
+
+    return sum(memory.stats().blocks_used for memory in door._idle.get(model, {}).values())
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+
+def _child(model_type: str, engine: bool, path: str) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    begin = time.perf_counter()
+    result = {"type": model_type, **examine(model_type, engine)}
+    result["seconds"] = round(time.perf_counter() - begin, 2)
+    Path(path).write_text(json.dumps(result))
+
+
+def run(types: list[str], *, jobs: int = 2, timeout: float = 240.0, engine: bool = False) -> list[dict[str, Any]]:
+    """Examine the types, `jobs` at a time; a result per type, in the order in which they end."""
+    import tempfile
+
+    import transformers.generation.utils  # imported once, before the forks
+    import transformers.modeling_utils  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    results: list[dict[str, Any]] = []
+    waiting, running = list(types), {}
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                name = waiting.pop(0)
+                path = os.path.join(folder, name)
+                process = context.Process(target=_child, args=(name, engine, path))
+                process.start()
+                running[name] = (process, path, time.monotonic() + timeout)
+            time.sleep(0.02)
+            for name, (process, path, limit) in list(running.items()):
+                late = time.monotonic() > limit
+                if late:
+                    process.kill()
+                if not process.is_alive() or late:
+                    process.join()
+                    del running[name]
+                    if os.path.exists(path):
+                        results.append(json.loads(Path(path).read_text()))
+                    else:
+                        why = f"no answer in {timeout:.0f} s" if late else f"exit code {process.exitcode}"
+                        results.append({"type": name, "result": "crashed", "reason": why})
+                    _print_line(results[-1])
+    return results
+
+
+def _print_line(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    def count(**wanted: str) -> int:
+        return sum(all(r.get(k) == v for k, v in wanted.items()) for r in results)
+
+    runnable = [r for r in results if r["result"] != "unrunnable"]
+    line = (
+        f"{len(runnable)} of {len(results)} types run: identical {count(result='identical')} "
+        f"(native {count(result='identical', mode='native')}, dense view "
+        f"{count(result='identical', mode='dense view')}), refused {count(result='refused')}, "
+        f"different {count(result='different')}, crashed {count(result='crashed')}"
+    )
+    engines = [r["engine"] for r in results if "engine" in r]
+    if engines:
+        kinds = {kind: sum(e.startswith(kind) for e in engines) for kind in ("identical", "refused", "different")}
+        line += "; engine " + ", ".join(f"{kind} {n}" for kind, n in kinds.items())
+    return line
+
+
+def all_types() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", help="types to run (default: all)")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds per type")
+    parser.add_argument("--engine", action="store_true", help="also run the engine with staggered arrivals")
+    parser.add_argument("--out", type=Path, help="write the results there as a JSON list, sorted by type")
+    args = parser.parse_args()
+    results = run(args.types or all_types(), jobs=args.jobs, timeout=args.timeout, engine=args.engine)
+    if args.out:
+        args.out.write_text(json.dumps(sorted(results, key=lambda r: r["type"]), indent=1) + "\n")
+    print(summary(results))
+    return int(any(r["result"] in ("different", "crashed") for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""A tiny random model of every causal-LM type: 4 layers of every kind its config knows, window and chunk 8, fp32.
+
+Weights are redrawn wide, so that greedy tokens vary and depend on their context. Knows transformers only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+NUM_LAYERS = 4
+WINDOW = 8
+VOCAB = 96
+
+# By the name of a config field: what a tiny model has there. A hidden size of 64 is 4 heads of 16.
+_SIZES: dict[str, Any] = {}
+
+
+def _size(value: Any, *names: str) -> None:
+    _SIZES.update(dict.fromkeys(names, value))
+
+
+_size(VOCAB, "vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
+_size(64, "hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "embedding_dim", "word_embed_proj_dim")
+_size(64, "input_embedding_size", "output_embedding_size", "attention_hidden_size", "lru_width")
+_size(
+    4, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
+    "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
+    "swa_num_attention_heads",
+)  # fmt: skip
+_size(2, "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups")
+_size(16, "head_dim", "swa_head_dim", "kv_channels", "dim_head", "d_head", "attention_head_size", "v_head_dim")
+_size(16, "qk_nope_head_dim", "index_head_dim", "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim")
+_size(8, "qk_rope_head_dim", "rotary_dim")
+_size(24, "qk_head_dim", "q_lora_rank")
+_size(16, "kv_lora_rank", "o_lora_rank", "hc_lowrank", "gated_norm_rank", "adapter_rank", "laurel_rank")
+_size(
+    NUM_LAYERS, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+    "num_encoder_layers", "num_decoder_layers",
+)  # fmt: skip
+_size(
+    96, "intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "dff", "dim_ff", "ffn_hidden_size",
+    "d_inner", "feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size", "n_inner",
+)  # fmt: skip
+_size(
+    32, "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size",
+    "hidden_size_per_layer_input", "router_hidden_size", "moe_latent_size",
+)  # fmt: skip
+_size(4, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_size(2, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_size(1, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "zero_expert_num")
+_size(1, "topk_group", "n_group", "num_expert_group", "num_nextn_predict_layers")
+_size(1, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "prefix_dense_sliding_window_pattern")
+_size(NUM_LAYERS - 1, "moe_layer_end_index")
+_size(
+    256, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "max_target_positions",
+    "context_length",
+)  # fmt: skip
+_size(64, "original_max_position_embeddings", "max_source_positions")
+_size(
+    WINDOW, "sliding_window", "sliding_window_size", "attention_chunk_size", "attention_window_size", "window_size",
+    "local_attention", "local_attention_window_len", "index_topk", "keep_window_size", "rel_extent",
+)  # fmt: skip
+_size(2, "sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers", "no_rope_layer_interval")
+_size(2, "layer_group_size", "attn_layer_period", "num_kv_shared_layers", "interleave_moe_layer_step")
+_size(0, "max_window_layers", "dropout", "attention_dropout", "hidden_dropout")
+_size(1, "attn_layer_offset")
+_size(2, "index_n_heads", "linear_num_key_heads", "linear_num_heads")
+_size(4, "linear_num_value_heads")
+_size(2, "index_topk_blocks")
+_size(4, "index_block_size")
+_size(8, "mamba_d_state", "ssm_state_size", "state_size", "mamba_dt_rank", "time_step_rank", "chunk_size")
+_size(8, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+_size(16, "mamba_d_head", "mamba_head_dim", "mamba_headdim")
+_size(1, "mamba_n_groups", "n_groups", "mamba_ngroups", "o_groups")
+_size(8, "mamba_chunk_size", "block_size")
+_size(4, "n_layers_per_attn_res_block", "num_blocks")
+_size(64, "floor_scale", "log_scaling_n_floor", "index_local_blocks")
+_size(16, "query_pre_attn_scalar", "d_rel", "shape_embed_dim", "pronunciation_embed_dim", "ple_embed_dim")
+_size(VOCAB, "shape_vocab_size", "pronunciation_vocab_size", "ngram_vocab_size_base")
+_size(2, "heads_per_ngram", "split_ngram_parts", "num_codebooks", "mamba_expand", "num_layers_per_stack")
+_size(4, "prompt_length", "prompt_mid_dim", "make_ngram_vocab_size_divisible_by", "block_multiple_of")
+_size(32, "position_bias_num_buckets", "position_bias_max_distance")
+_size(96, "encoder_hash_byte_group_vocab")
+# Parts that text generation does not run: as small as they go.
+_size(32, "image_size")
+
+_OFF = ("dropout", "drop", "_p")  # names of probabilities that must be 0 in a model that is compared
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1, "sep_token_id": 3}
+_TOKENS |= {"forced_eos_token_id": None, "forced_bos_token_id": None, "start_token_id": 1, "cls_token_id": 4}
+_TOKENS |= {"eod_token_id": 3, "unk_index": 3, "mask_index": 5, "mask_token_id": 5}
+
+# What the rules above cannot know about a type.
+_SPECIAL: dict[str, dict[str, Any]] = {}
+
+
+def special(model_type: str, **fields: Any) -> None:
+    _SPECIAL.setdefault(model_type, {}).update(fields)
+
+
+def _layer_types(types: list[str]) -> list[str]:
+    """Every kind at least once, in their order, cycled to NUM_LAYERS."""
+    kinds = list(dict.fromkeys(types))
+    return [kinds[i % len(kinds)] for i in range(max(NUM_LAYERS, len(kinds)))]
+
+
+def shrink(config: Any) -> dict[str, Any]:
+    """Keyword arguments that make a tiny config of the class of `config`."""
+    fields: dict[str, Any] = {}
+    values = config.to_dict()
+    for name, value in values.items():
+        if name in _TOKENS:
+            if value is not None:
+                fields[name] = _TOKENS[name]
+        elif name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types") and value:
+            fields[name] = _layer_types(value)
+        elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            fields[name] = _SIZES[name]
+        elif isinstance(value, float) and any(part in name for part in _OFF):
+            fields[name] = 0.0
+        elif name in config.sub_configs and value is not None:
+            fields[name] = shrink(getattr(config, name)) | {"model_type": getattr(config, name).model_type}
+    return fields
+
+
+def tiny_config(model_type: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[model_type]
+    fields = shrink(cls())
+    for name, value in _SPECIAL.get(model_type, {}).items():
+        if isinstance(value, dict) and isinstance(fields.get(name), dict):
+            fields[name] = {**fields[name], **value}
+        else:
+            fields[name] = value
+    config = cls(**fields)
+    if model_type in _DECODERS or hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    if getattr(config, "is_encoder_decoder", False):
+        config.is_encoder_decoder = False
+    return config
+
+
+_DECODERS: frozenset[str] = frozenset()
+
+
+def tiny_model(model_type: str, seed: int = 0) -> Any:
+    """An eval-mode fp32 model on the CPU, its generation config free of length and token settings."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    torch.manual_seed(seed)
+    config = tiny_config(model_type)
+    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    if cls.config_class is not None and not isinstance(config, cls.config_class):
+        # A composite config whose causal-LM class takes the text part alone.
+        config = config.get_text_config(decoder=True)
+    model = cls(config).float().eval()
+    redraw(model, seed)
+    generation = model.generation_config
+    for name in ("max_length", "max_new_tokens", "eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
+        setattr(generation, name, None)
+    for name in ("suppress_tokens", "begin_suppress_tokens", "cache_implementation"):
+        setattr(generation, name, None)
+    generation.pad_token_id = 0
+    return model
+
+
+@torch.no_grad()
+def redraw(model: nn.Module, seed: int, gain: float = 1.6) -> None:
+    """Matrices get entries that keep the scale of what passes through, vectors a little noise."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.numel() == 0 or "A_log" in name or "dt_" in name or name.endswith(("_scale", "scalar")):
+            continue
+        if id(parameter) in embeddings:
+            parameter.copy_(noise)
+        elif parameter.ndim >= 2 and "norm" not in name:
+            fan_in = parameter.shape[-1] if parameter.ndim == 2 else parameter[0].numel() // max(parameter.shape[1], 1)
+            parameter.copy_(noise * gain / math.sqrt(max(fan_in, 1)))
+        else:
+            parameter.add_(noise * 0.1)
