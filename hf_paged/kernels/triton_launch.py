@@ -1,0 +1,56 @@
+"""Launch: a kernel with its grid and arguments, made apart from running it, so that the same arguments can be compiled
+for a chip that is not there. Target: what a launch must know about a chip. Knows nothing of attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+# Read by triton when a kernel is decorated: set before the first import, or not at all.
+INTERPRET: bool = triton.knobs.runtime.interpret
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A chip. `arch`: compute capability as an integer (90) or an AMD name ("gfx942"); `num_cores`: SMs or CUs."""
+
+    backend: str  # "cuda" or "hip"
+    arch: int | str
+    num_cores: int
+
+    @property
+    def warp_size(self) -> int:
+        return 64 if self.backend == "hip" and str(self.arch).startswith("gfx9") else 32
+
+
+@functools.cache
+def target_of(device: torch.device) -> Target:
+    """The chip behind `device`; for a CPU (the interpreter) a small one, so that work is still split."""
+    if device.type == "cpu":
+        return Target("cuda", 90, 3)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Target("hip", properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+    return Target("cuda", properties.major * 10 + properties.minor, properties.multi_processor_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch. `args`: every kernel argument by name; `options`: num_warps and num_stages."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    options: dict[str, int]
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.args, **self.options)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
