@@ -1,29 +1,383 @@
-"""The torch path: what runs on a CPU without a compiler (first version: gather + one masked SDPA)."""
+"""The torch path: the three operations on a CPU that has no compiler (and wherever the native kernel does not apply).
+
+Gathers K/V slots into a workspace that all calls share, then one fused attention per bucket of sequences of similar
+length. What is computed for a sequence depends on its own lengths only, never on the other rows of the batch.
+"""
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
 
+# Sequences with at most this many new tokens are batched with others; longer ones are attended to one by one.
+_MAX_BATCHED_QUERY_LEN = 64
+# New tokens of a long prompt that share one mask and one range of keys.
+_QUERY_TILE = 256
+# A bucket is cut so that its gathered K/V stays about this large: what was just copied is then still in the cache.
+_WORKSPACE_BYTES = 4 << 20
 
-def write_kv(key, value, key_cache, value_cache, slot_mapping):
+_local = threading.local()
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
     """See `ops.write_kv`."""
-    if bool((slot_mapping < 0).any()):
-        keep = slot_mapping >= 0
+    if slot_mapping.numel() and int(slot_mapping.min()) < 0:
+        keep = (slot_mapping >= 0).nonzero().flatten()
         key, value, slot_mapping = key[keep], value[keep], slot_mapping[keep]
     key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(key_cache.dtype))
     value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(value_cache.dtype))
 
 
-def copy_blocks(caches, copies):
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
     """See `ops.copy_blocks`."""
+    sources, targets = copies[:, 0].contiguous(), copies[:, 1].contiguous()
     for cache in caches:
-        cache[copies[:, 1]] = cache[copies[:, 0]]
+        cache.index_copy_(0, targets, cache.index_select(0, sources))
 
 
-def paged_attention(query, key_cache, value_cache, metadata: AttentionMetadata, **kwargs):
-    """See `ops.paged_attention`."""
-    from hf_paged.kernels import reference
+# -- the plan of a step: which sequences are attended to together -------------------------------------------------
 
-    return reference.paged_attention(query, key_cache, value_cache, metadata, compute_dtype=torch.float32, **kwargs)
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Sequences (or one tile of a long one) attended to in one call; padded to `query_len` x `span`.
+
+    slots     int64 [num_seqs, span]: where the keys lie; padding repeats a slot of the sequence itself, so that it
+              is finite and nobody else's.
+    rows      int64 [num_seqs, query_len]: rows of the query; padding repeats the last row. None: `first_row` onwards.
+    kept      int64 [n]: the positions in `rows` that are not padding; None: all.
+    q_pos, k_pos   int64 [num_seqs, query_len], [num_seqs, span]: positions.
+    hidden    bool [num_seqs, query_len, span]: keys a query must not see; None: it sees all of them, or `causal`.
+    causal    query i sees keys 0..i (num_seqs is 1 and query_len == span).
+    consecutive   the slots are consecutive (num_seqs is 1), so that no gather is needed.
+    """
+
+    first_row: int
+    rows: torch.Tensor | None
+    kept: torch.Tensor | None
+    slots: torch.Tensor
+    q_pos: torch.Tensor
+    k_pos: torch.Tensor
+    hidden: torch.Tensor | None
+    causal: bool = False
+    consecutive: bool = False
+
+
+def _padded(length: int, quantum: int) -> int:
+    """`length` rounded up by at most a fifth (and to the quantum), so that few lengths share many sequences."""
+    step = max(quantum, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // step) * step
+
+
+def _plan(
+    metadata: AttentionMetadata,
+    block_size: int,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    whole_prompts: bool,
+    seqs: np.ndarray | None,
+) -> list[_Bucket]:
+    """`whole_prompts`: a prompt without a prefix is one bucket (masked by the kernel); otherwise it is cut in tiles."""
+    tables = metadata.block_tables.cpu().numpy()
+    seq_lens = metadata.seq_lens.cpu().numpy().astype(np.int64)
+    starts = metadata.query_start_loc.cpu().numpy().astype(np.int64)
+    query_lens = np.diff(starts)
+    device = metadata.block_tables.device
+
+    def first_key(position: int) -> int:
+        low = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+        return low if chunk_size is None else max(low, position // chunk_size * chunk_size)
+
+    def bucket(members: list[tuple[int, int, int]], query_len: int, span: int, *, causal: bool = False) -> _Bucket:
+        """members: (sequence, first query, one past its last query), queries counted within the step."""
+        index, low, high = (np.array(column)[:, None] for column in zip(*members))
+        context = seq_lens[index] - query_lens[index]
+        q_local = np.minimum(low + np.arange(query_len), high - 1)  # [n, query_len]
+        q_pos = context + q_local
+        first = np.array([first_key(int(p)) for p in q_pos[:, 0]])[:, None]
+        k_pos = first + np.arange(span)  # [n, span]
+        k_real = np.minimum(k_pos, q_pos[:, -1:])
+        blocks = np.take_along_axis(tables[index[:, 0]], k_real // block_size, axis=1).astype(np.int64)
+        slots = blocks * block_size + k_real % block_size
+        rows = starts[index] + q_local
+        hidden = None
+        if not causal:
+            hidden = k_pos[:, None, :] > q_pos[:, :, None]
+            if sliding_window is not None:
+                hidden |= k_pos[:, None, :] <= q_pos[:, :, None] - sliding_window
+            if chunk_size is not None:
+                hidden |= k_pos[:, None, :] // chunk_size != q_pos[:, :, None] // chunk_size
+            # A block that has left the window (-1) is seen by no query; read some slot that is ours instead.
+            if slots.min() < 0:
+                slots = np.where(slots < 0, slots[:, -1:], slots)
+        flat = rows.ravel()
+        regular = bool((np.diff(flat) == 1).all())
+        real = np.arange(query_len) < high - low
+        return _Bucket(
+            first_row=int(flat[0]),
+            rows=None if regular else torch.from_numpy(rows).to(device),
+            kept=None if real.all() else torch.from_numpy(real.ravel().nonzero()[0]).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            q_pos=torch.from_numpy(q_pos).to(device),
+            k_pos=torch.from_numpy(k_pos).to(device),
+            hidden=torch.from_numpy(hidden).to(device) if hidden is not None and hidden.any() else None,
+            causal=causal,
+            consecutive=len(members) == 1 and bool((np.diff(slots[0]) == 1).all()),
+        )
+
+    batched: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    buckets = []
+    for i in range(len(seq_lens)) if seqs is None else seqs.tolist():
+        query_len, seq_len = int(query_lens[i]), int(seq_lens[i])
+        if query_len == 0:
+            continue
+        if query_len <= _MAX_BATCHED_QUERY_LEN:
+            span = seq_len - first_key(seq_len - query_len)
+            key = (query_len if query_len <= 2 else _padded(query_len, 8), _padded(span, 64))
+            batched.setdefault(key, []).append((i, 0, query_len))
+        elif whole_prompts and query_len == seq_len and first_key(seq_len - 1) == 0:
+            buckets.append(bucket([(i, 0, query_len)], query_len, seq_len, causal=True))
+        else:
+            for low in range(0, query_len, _QUERY_TILE):
+                high = min(low + _QUERY_TILE, query_len)
+                context = seq_len - query_len
+                span = context + high - first_key(context + low)
+                buckets.append(bucket([(i, low, high)], high - low, span))
+    for (query_len, span), members in batched.items():
+        buckets.append(bucket(members, query_len, span))
+    return buckets
+
+
+# -- attention ----------------------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    seqs: np.ndarray | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.paged_attention`. `seqs`: do only these sequences, into `out` and `lse`."""
+    num_tokens, num_heads, _ = query.shape
+    v_head_dim = value_cache.shape[3]
+    if out is None:
+        out = query.new_empty(num_tokens, num_heads, v_head_dim)
+    if return_lse and lse is None:
+        lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
+    block_size = key_cache.shape[1]
+    whole_prompts = softcap is None and alibi_slopes is None  # else the scores of a long prompt would fill the memory
+    key = ("torch", block_size, sliding_window, chunk_size, whole_prompts)
+    buckets = metadata.scratch.get(key)
+    if buckets is None:
+        buckets = _plan(metadata, block_size, sliding_window, chunk_size, whole_prompts, seqs)
+        metadata.scratch[key] = buckets
+    options = _Options(scale, softcap, sinks, alibi_slopes)
+    row_bytes = key_cache.shape[2] * (key_cache.shape[3] + v_head_dim) * key_cache.element_size()
+    for number, bucket in enumerate(buckets):
+        num_seqs, span = bucket.slots.shape
+        step = max(1, _WORKSPACE_BYTES // (span * row_bytes))
+        for low in range(0, num_seqs, step):
+            part = metadata.scratch.get((*key, number, low, step))
+            if part is None:
+                part = metadata.scratch[(*key, number, low, step)] = _slice(bucket, low, low + step)
+            _attend_bucket(part, query, key_cache, value_cache, options, out, lse, metadata.scratch)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+
+
+def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
+    """Sequences low..high of a bucket."""
+    num_seqs, query_len = bucket.q_pos.shape
+    if low == 0 and high >= num_seqs:
+        return bucket
+    kept = bucket.kept
+    if kept is not None:
+        inside = (kept >= low * query_len) & (kept < high * query_len)
+        kept = kept[inside] - low * query_len
+    return _Bucket(
+        first_row=bucket.first_row + low * query_len,
+        rows=None if bucket.rows is None else bucket.rows[low:high],
+        kept=kept,
+        slots=bucket.slots[low:high],
+        q_pos=bucket.q_pos[low:high],
+        k_pos=bucket.k_pos[low:high],
+        hidden=None if bucket.hidden is None else bucket.hidden[low:high],
+    )
+
+
+def _attend_bucket(
+    bucket: _Bucket,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    options: _Options,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scratch: dict[Any, Any],
+) -> None:
+    num_seqs, query_len = bucket.q_pos.shape
+    num_rows = num_seqs * query_len
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    rows = slice(bucket.first_row, bucket.first_row + num_rows)
+    q = query[rows] if bucket.rows is None else query.index_select(0, bucket.rows.flatten())
+    q = q.unflatten(1, (num_kv_heads, group))  # [num_rows, num_kv_heads, group, head_dim]
+    k = _gather(key_cache, bucket, "key")  # [num_seqs, span, num_kv_heads, head_dim]
+    v = _gather(value_cache, bucket, "value")
+    packed = num_seqs > 1 or query_len <= _MAX_BATCHED_QUERY_LEN
+    if packed:
+        # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
+        q = q.unflatten(0, (num_seqs, query_len)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    else:
+        # A KV head is a batch entry, its query heads share it through a stride of zero: `causal` stays usable.
+        q = q.permute(1, 2, 0, 3)  # [num_kv_heads, group, query_len, head_dim]
+        k, v = (x[0].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
+    bias = _bias(bucket, packed, query.dtype, group, num_kv_heads, options.alibi_slopes, scratch)
+    o, row_lse = _attend(q, k, v, bias, bucket.causal, options)
+    if packed:
+        o = o.unflatten(2, (query_len, group)).permute(0, 2, 1, 3, 4).reshape(num_rows, num_heads, -1)
+        row_lse = row_lse.unflatten(2, (query_len, group)).permute(0, 2, 1, 3).reshape(num_rows, num_heads)
+    else:
+        o = o.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
+        row_lse = row_lse.permute(2, 0, 1).reshape(num_rows, num_heads)
+    if options.sinks is not None:
+        sinks = options.sinks.float()
+        o = o * torch.sigmoid(row_lse - sinks).unsqueeze(-1)
+        row_lse = torch.logaddexp(row_lse, sinks)
+    if bucket.rows is None:
+        out[rows] = o
+        if lse is not None:
+            lse[rows] = row_lse
+        return
+    targets = bucket.rows.flatten()
+    if bucket.kept is not None:
+        o, row_lse, targets = (x.index_select(0, bucket.kept) for x in (o, row_lse, targets))
+    out.index_copy_(0, targets, o.to(out.dtype))
+    if lse is not None:
+        lse.index_copy_(0, targets, row_lse)
+
+
+def _gather(cache: torch.Tensor, bucket: _Bucket, name: str) -> torch.Tensor:
+    """The bucket's slots of a cache [num_blocks, block_size, heads, dim], as [num_seqs, span, heads, dim]."""
+    num_seqs, span = bucket.slots.shape
+    heads, dim = cache.shape[2:]
+    flat = cache.flatten(0, 1)
+    if bucket.consecutive:
+        start = int(bucket.slots[0, 0])
+        return flat[start : start + span].unsqueeze(0)
+    needed = num_seqs * span * heads * dim
+    buffers: dict[Any, torch.Tensor] = _local.__dict__.setdefault("buffers", {})
+    buffer = buffers.get((name, cache.dtype, cache.device))
+    if buffer is None or buffer.numel() < needed:
+        buffer = buffers[(name, cache.dtype, cache.device)] = cache.new_empty(needed)
+    gathered = buffer[:needed].view(num_seqs * span, heads, dim)
+    torch.index_select(flat, 0, bucket.slots.flatten(), out=gathered)
+    return gathered.view(num_seqs, span, heads, dim)
+
+
+def _bias(
+    bucket: _Bucket,
+    packed: bool,
+    dtype: torch.dtype,
+    group: int,
+    num_kv_heads: int,
+    alibi_slopes: torch.Tensor | None,
+    scratch: dict[Any, Any],
+) -> torch.Tensor | None:
+    """What is added to the scores: -inf where hidden, ALiBi. Broadcasts to [batch, heads, rows, span]."""
+    if bucket.hidden is None and alibi_slopes is None:
+        return None
+    key = ("torch bias", id(bucket), packed, dtype, group)
+    mask = scratch.get(key)
+    if mask is None and bucket.hidden is not None:
+        mask = torch.zeros(bucket.hidden.shape, dtype=dtype, device=bucket.hidden.device)
+        mask.masked_fill_(bucket.hidden, -torch.inf)
+        if packed and mask.shape[1] == 1:
+            mask = mask.unsqueeze(1).expand(-1, -1, group, -1)
+        elif packed:
+            mask = mask.repeat_interleave(group, dim=1).unsqueeze(1)
+        else:
+            mask = mask.unsqueeze(1)
+        scratch[key] = mask
+    if alibi_slopes is None:
+        return mask
+    distance = (bucket.k_pos[:, None, :] - bucket.q_pos[:, :, None]).float()  # [num_seqs, query_len, span]
+    slopes = alibi_slopes.float().view(num_kv_heads, group)
+    if packed:
+        bias = slopes[None, :, None, :, None] * distance[:, None, :, None, :]
+        bias = bias.flatten(2, 3)  # [num_seqs, num_kv_heads, query_len * group, span]
+    else:
+        bias = slopes[:, :, None, None] * distance  # [num_kv_heads, group, query_len, span]
+    if bucket.causal:
+        bias = bias.masked_fill(distance > 0, -torch.inf)
+    return bias if mask is None else bias + mask
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [a, b, rows, head_dim], k, v [a, b, span, (v_)head_dim] -> out [a, b, rows, v_head_dim], lse [a, b, rows]."""
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    if options.softcap is not None or q.device.type != "cpu":
+        return _attend_unfused(q, k, v, bias, causal, options)
+    if head_dim < v_head_dim:  # the fused kernel wants equal sizes; zeros change no product
+        q, k = (torch.nn.functional.pad(x, (0, v_head_dim - head_dim)) for x in (q, k))
+    elif v_head_dim < head_dim:
+        v = torch.nn.functional.pad(v, (0, head_dim - v_head_dim))
+    if bias is not None:
+        causal = False
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias, scale=options.scale
+    )
+    return o[..., :v_head_dim], lse
+
+
+def _attend_unfused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in fp32 products, for scores that need more than a bias."""
+    q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(options.scale)
+    if options.softcap is not None:
+        scores.div_(options.softcap).tanh_().mul_(options.softcap)
+    if bias is not None:
+        scores += bias
+    elif causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(future, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return torch.matmul(scores.sub_(lse.unsqueeze(-1)).exp_(), v), lse

@@ -1,0 +1,143 @@
+"""Random ragged batches over a pool whose unowned slots are NaN, for the tests of all kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class Case:
+    """lens: (query_len, seq_len) of each sequence. `shared`: leading blocks that all sequences have in common."""
+
+    lens: tuple[tuple[int, int], ...]
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 32
+    v_head_dim: int | None = None
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    shared: int = 0
+    consecutive: bool = False
+    strided: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Batch:
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    metadata: AttentionMetadata
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, impl: str, **kwargs: Any) -> Any:
+        metadata = replace(self.metadata, scratch={})
+        return ops.paged_attention(
+            self.query, self.key_cache, self.value_cache, metadata, impl=impl, **self.options, **kwargs
+        )
+
+    def only(self, seqs: list[int]) -> Batch:
+        """The same K/V and the same queries, for some of the sequences."""
+        m = self.metadata
+        starts = m.query_start_loc.tolist()
+        rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in seqs])
+        counts = torch.tensor([0] + [starts[i + 1] - starts[i] for i in seqs])
+        metadata = AttentionMetadata(
+            block_tables=m.block_tables[seqs],
+            seq_lens=m.seq_lens[seqs],
+            query_start_loc=counts.cumsum(0).to(torch.int32),
+            slot_mapping=m.slot_mapping[rows],
+            max_query_len=int(counts.max()),
+            max_seq_len=int(m.seq_lens[seqs].max()),
+        )
+        return Batch(self.query[rows], self.key_cache, self.value_cache, metadata, self.options)
+
+    def rows(self, seq: int) -> slice:
+        starts = self.metadata.query_start_loc.tolist()
+        return slice(starts[seq], starts[seq + 1])
+
+
+def make_batch(case: Case, device: str = "cpu") -> Batch:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    num_heads, num_kv_heads = case.heads
+    v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
+    bs = case.block_size
+    needed = [-(-seq_len // bs) for _, seq_len in case.lens]
+    total = case.shared + sum(max(0, n - case.shared) for n in needed) + 3
+    ids = torch.arange(total) if case.consecutive else torch.randperm(total, generator=generator)
+    table = torch.full((len(case.lens), max([*needed, 1]) + 1), -1, dtype=torch.int32)
+    key_cache = torch.full((total, bs, num_kv_heads, case.head_dim), torch.nan)
+    value_cache = torch.full((total, bs, num_kv_heads, v_head_dim), torch.nan)
+    common, rest = ids[: case.shared], ids[case.shared :].tolist()
+    slots = []
+    for i, (query_len, seq_len) in enumerate(case.lens):
+        private = max(0, needed[i] - case.shared)
+        blocks = torch.cat([common[: needed[i]], torch.tensor(rest[:private], dtype=torch.long)])
+        rest = rest[private:]
+        table[i, : needed[i]] = blocks.to(torch.int32)
+        position = torch.arange(seq_len)
+        where = (blocks[position // bs], position % bs) if seq_len else (position, position)
+        fresh = key_cache[where].isnan().any(-1).any(-1)
+        where = (where[0][fresh], where[1][fresh])
+        key_cache[where] = randn(int(fresh.sum()), num_kv_heads, case.head_dim)
+        value_cache[where] = randn(int(fresh.sum()), num_kv_heads, v_head_dim)
+        if case.sliding_window is not None:  # blocks that no query of this step can see have been given back
+            dropped = max(0, seq_len - query_len - case.sliding_window + 1) // bs
+            if dropped > case.shared:
+                key_cache[table[i, case.shared : dropped].long()] = torch.nan
+                table[i, :dropped] = -1
+        slots.append(blocks[position // bs] * bs + position % bs if seq_len else position)
+        slots[-1] = slots[-1][seq_len - query_len :]
+    query_lens = torch.tensor([0] + [q for q, _ in case.lens])
+    num_tokens = int(query_lens.sum())
+    query = randn(num_tokens, num_heads, case.head_dim)
+    if case.strided:  # as after `qkv.unbind` and a transpose
+        query = randn(num_heads, num_tokens, 3, case.head_dim)[:, :, 1].transpose(0, 1)
+    options: dict[str, Any] = {"scale": case.head_dim**-0.5}
+    for name in ("sliding_window", "chunk_size", "softcap"):
+        if getattr(case, name) is not None:
+            options[name] = getattr(case, name)
+    if case.sinks:
+        options["sinks"] = randn(num_heads).to(device)
+    if case.alibi:
+        options["alibi_slopes"] = (2.0 ** -torch.arange(1, num_heads + 1)).to(device)
+    metadata = AttentionMetadata(
+        block_tables=table.to(device),
+        seq_lens=torch.tensor([s for _, s in case.lens], dtype=torch.int32, device=device),
+        query_start_loc=query_lens.cumsum(0).to(torch.int32).to(device),
+        slot_mapping=torch.cat(slots).to(device),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=max(s for _, s in case.lens),
+    )
+    return Batch(
+        query.to(device, case.dtype),
+        key_cache.to(device, case.dtype),
+        value_cache.to(device, case.dtype),
+        metadata,
+        options,
+    )
+
+
+def check(batch: Batch, impl: str) -> None:
+    """Compare with the reference; fp32 closely, half precision against twice what rounding the result alone costs."""
+    expected, expected_lse = batch.run("reference", return_lse=True)
+    exact, exact_lse = expected.double(), expected_lse.double()
+    actual, lse = batch.run(impl, return_lse=True)
+    assert actual.dtype == batch.query.dtype and lse.dtype == torch.float32
+    tolerance = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.6e-2}[batch.query.dtype]
+    torch.testing.assert_close(actual.double(), exact, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
