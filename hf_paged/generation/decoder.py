@@ -117,13 +117,13 @@ class PackedDecoder:
         return self._next_id
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the last token."""
+        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the ends."""
         heads = input_ids[:: self._expand]
         self.length = input_ids.shape[1]
         if attention_mask is None:
             padding = [0] * len(heads)
         else:
-            padding = (self.length - attention_mask[:: self._expand].sum(dim=1)).tolist()
+            padding = (attention_mask[:: self._expand] == 0).sum(dim=1).tolist()
         prompts = [self._new_id() for _ in heads]
         logits = self._compute(prompts, [head[pad:] for head, pad in zip(heads, padding)])
         self.rows, self.padding = [], []

@@ -51,6 +51,10 @@ class CallRecord:
     kv_bytes_used: int = 0
     kv_bytes_filled: int = 0
     kv_bytes_contiguous: int = 0
+    _copies_before: int = 0  # of earlier calls, in the memory that this call takes over
+
+    def start(self, memory: PagedMemory) -> None:
+        self._copies_before = memory.stats().cow_copies
 
     def observe(self, memory: PagedMemory) -> None:
         """Note the state after one step."""
@@ -59,7 +63,7 @@ class CallRecord:
         self.block_size = memory.block_size
         self.peak_blocks_shared = max(self.peak_blocks_shared, stats.blocks_shared)
         self.kv_bytes_reserved = max(self.kv_bytes_reserved, stats.bytes_reserved)
-        self.cow_copies = stats.cow_copies
+        self.cow_copies = stats.cow_copies - self._copies_before
         if stats.blocks_used >= self.peak_blocks_used:
             self.peak_blocks_used = stats.blocks_used
             self.kv_bytes_used = stats.bytes_used
@@ -168,6 +172,7 @@ def generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kw
     token = _current.set(call)
     try:
         result = function(model, *args, **kwargs)
+        _observe_end(call, result)
         for records in _recorders.get():
             records.append(call.record)
         return result
@@ -253,16 +258,19 @@ def prepare_cache_for_generation(
     if given is not None:
         given._is_user_defined = True
         call.cache, call.memory, call.returned = given, given.memory, True
+        call.record.start(call.memory)
         return None
     call.expand = max(config.num_beams, config.num_return_sequences)
     if obstacle is None:
         windows = _window_groups(call.report, config.max_length, whole=call.returned)
         call.key = (cache_config.block_size, cache_config.num_blocks, windows)
         call.memory = _take_memory(model, call.key)
+        call.record.start(call.memory)
         model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
         return None
     call.key = (cache_config.block_size, cache_config.num_blocks, ((None, None),))
     call.memory = _take_memory(model, call.key)
+    call.record.start(call.memory)
     call.cache = PagedKVCache(model.config, memory=call.memory)
     if config.is_assistant:
         call.cache.activate_past_recording()
@@ -297,9 +305,15 @@ def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> st
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         return "the attention mask is not a padding mask"
-    if mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all()):
+    if mask is not None and not _is_left_padding(mask):
         return "the attention mask is not left padding"
     return None
+
+
+def _is_left_padding(mask: torch.Tensor) -> bool:
+    """mask [rows, length]: zeros, then ones, in every row."""
+    binary = (mask == 0) | (mask == 1)
+    return bool(binary.all() & (mask[:, 1:] >= mask[:, :-1]).all())
 
 
 def _window_groups(
@@ -333,21 +347,23 @@ def sample(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwar
     """Before GenerationMixin._sample."""
     call = _active(model)
     if call is None or call.decoder is None:
-        return _observe_end(call, function(model, *args, **kwargs))
+        return function(model, *args, **kwargs)
     decoder = call.decoder
     decoder.criteria = RecordingCriteria(kwargs["stopping_criteria"])
-    if kwargs.get("synced_gpus") or _sees_every_row(kwargs):
+    # Without an EOS id the loop writes no padding after a row's end: it goes on with that row's own tokens.
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in decoder.criteria)
+    if not pads or kwargs.get("synced_gpus") or _sees_every_row(kwargs):
         decoder.keep_finished = True
     result = function(decoder, *args, **{**kwargs, "stopping_criteria": decoder.criteria})
-    return _observe_end(call, _with_cache(call, result))
+    return _with_cache(call, result)
 
 
 def beam_search(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin._beam_search."""
     call = _active(model)
     if call is None or call.decoder is None:
-        return _observe_end(call, function(model, *args, **kwargs))
-    return _observe_end(call, _with_cache(call, function(call.decoder, *args, **kwargs)))
+        return function(model, *args, **kwargs)
+    return _with_cache(call, function(call.decoder, *args, **kwargs))
 
 
 def _sees_every_row(kwargs: dict[str, Any]) -> bool:
@@ -367,10 +383,11 @@ def _with_cache(call: _Call, result: Any) -> Any:
     return result
 
 
-def _observe_end(call: _Call | None, result: Any) -> Any:
-    if call is not None and call.observed and call.memory is not None:
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        if call.decoder is None:
-            call.record.observe(call.memory)
+def _observe_end(call: _Call, result: Any) -> None:
+    if not call.observed or call.memory is None:
+        return
+    if call.decoder is None:
+        call.record.observe(call.memory)
+    sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
+    if sequences is not None:
         call.record.finish(call.memory, sequences.shape[0], sequences.shape[1])
-    return result

@@ -1,0 +1,165 @@
+"""What the tests share: one thread, fixed seeds, and the comparison of a paged generate call with the plain one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import models
+import pytest
+import torch
+
+import hf_paged
+from hf_paged.cache import memory as memory_module
+
+torch.set_num_threads(1)
+
+_memories: weakref.WeakSet[memory_module.PagedMemory] = weakref.WeakSet()
+_init = memory_module.PagedMemory.__init__
+
+
+def _tracked_init(self: memory_module.PagedMemory, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    _memories.add(self)
+
+
+memory_module.PagedMemory.__init__ = _tracked_init  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=models.FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each of the six families; the model is `models.shared(family)`."""
+    return str(request.param)
+
+
+def blocks_in_use() -> int:
+    """Over every PagedMemory of the process; each one's invariants are checked on the way."""
+    used = 0
+    for memory in list(_memories):
+        memory.check_integrity()
+        used += sum(manager.allocator.num_used for manager in memory.managers)
+    return used
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """What a generate call must leave as it was."""
+    modules = list(model.modules())
+    return {
+        "attention": [m.config._attn_implementation for m in modules if hasattr(m, "config")],
+        "training": [m.training for m in modules],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules],
+        "attributes": sorted(vars(model)),
+        "forward": "forward" in vars(model),
+        "generation_config": copy.deepcopy(vars(model.generation_config)),
+        "config": model.config.to_dict(),
+        "gradients": [(p.requires_grad, p.grad is None) for p in model.parameters()],
+        "class": sorted(vars(type(model))),
+        "grad_enabled": torch.is_grad_enabled(),
+    }
+
+
+def assert_same(actual: Any, expected: Any, name: str = "output") -> None:
+    """Integers exactly, floats within 1e-3 (infinities exactly), structure, shapes and dtypes exactly."""
+    assert type(actual) is type(expected), f"{name}: {type(actual)} instead of {type(expected)}"
+    if isinstance(expected, torch.Tensor):
+        assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, plain {tuple(expected.shape)}"
+        assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, plain {expected.dtype}"
+        assert actual.device == expected.device
+        if expected.is_floating_point():
+            torch.testing.assert_close(
+                actual, expected, atol=1e-3, rtol=1e-3, equal_nan=True, msg=lambda m: f"{name}: {m}"
+            )
+        else:
+            assert torch.equal(actual, expected), f"{name}:\npaged {actual.tolist()}\nplain {expected.tolist()}"
+    elif isinstance(expected, (tuple, list)):
+        assert len(actual) == len(expected), f"{name}: {len(actual)} items, plain {len(expected)}"
+        for i, (a, e) in enumerate(zip(actual, expected)):
+            assert_same(a, e, f"{name}[{i}]")
+    else:
+        assert actual == expected, f"{name}: {actual!r}, plain {expected!r}"
+
+
+def assert_same_output(actual: Any, expected: Any) -> None:
+    """A tensor, or a ModelOutput with the same fields; past_key_values by length and class of the paged one."""
+    if isinstance(expected, torch.Tensor):
+        assert_same(actual, expected)
+        return
+    assert type(actual) is type(expected)
+    assert list(actual.keys()) == list(expected.keys())
+    for name in expected:
+        if name == "past_key_values":
+            assert isinstance(actual[name], hf_paged.PagedKVCache)
+            assert actual[name].get_seq_length() == expected[name].get_seq_length()
+        else:
+            assert_same(actual[name], expected[name], name)
+
+
+class Comparison:
+    """What `paged_equals_plain` found: both outputs, and the CallRecord of the paged call."""
+
+    def __init__(self, plain: Any, paged: Any, record: hf_paged.CallRecord) -> None:
+        self.plain, self.paged, self.record = plain, paged, record
+
+
+def compare(
+    model: Any,
+    *args: Any,
+    fresh: Callable[[], dict[str, Any]] = dict,
+    route: str | None = "engine",
+    seed: int = 1234,
+    **kwargs: Any,
+) -> Comparison:
+    """Run `model.generate(*args, **kwargs)` plain and paged; assert that nothing tells them apart.
+
+    `fresh` makes the arguments that keep state (processors, streamers), anew for each call. `route`: how the paged
+    call has to be served (None: either way).
+    """
+    before = state_of(model)
+    used = blocks_in_use()
+    torch.manual_seed(seed)
+    plain = model.generate(*args, **copy.deepcopy(kwargs), **fresh())
+    plain_random = torch.random.get_rng_state()
+    assert state_of(model) == before
+    torch.manual_seed(seed)
+    with hf_paged.record_calls() as records:
+        paged = model.generate(*args, **copy.deepcopy(kwargs), **fresh(), cache_implementation="paged")
+    assert torch.equal(torch.random.get_rng_state(), plain_random), "the random state moved differently"
+    after = state_of(model)
+    assert after == before, [name for name in before if after[name] != before[name]]
+    assert_same_output(paged, plain)
+    record = records[-1]
+    if route is not None:
+        assert record.route == route, f"served by {record.route}: {record.reason}"
+    assert record.peak_blocks_used > 0
+    cache = None if isinstance(paged, torch.Tensor) else paged.past_key_values
+    if cache is not None:
+        cache.check_integrity()
+        cache.reset()
+    assert blocks_in_use() == used, "blocks were left in use"
+    return Comparison(plain, paged, record)
+
+
+@pytest.fixture
+def paged_equals_plain() -> Callable[..., Comparison]:
+    """See `compare`."""
+    return compare
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_between_tests() -> Iterator[None]:
+    yield
+    hf_paged.release_memory()

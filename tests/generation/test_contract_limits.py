@@ -1,0 +1,141 @@
+"""Where generation stops: lengths, time, EOS, stop strings, criteria; against plain generate, on every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+Compare = Callable[..., Any]
+
+LENGTHS = (5, 19, 1, 16)
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": models.PAD}
+MODES = {
+    "greedy": GREEDY,
+    "sample": {**GREEDY, "do_sample": True, "temperature": 3.0, "num_return_sequences": 2},
+    "beams": {**GREEDY, "num_beams": 3},
+}
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(MODES[request.param])
+
+
+def test_max_new_tokens(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
+    inputs = models.batch(*LENGTHS)
+    for limit in (1, 2, 17):
+        paged_equals_plain(models.shared(family), **inputs, **mode, max_new_tokens=limit)
+
+
+def test_max_length(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
+    result = paged_equals_plain(models.shared(family), **models.batch(*LENGTHS), **mode, max_length=27)
+    assert result.paged.shape[1] <= 27
+
+
+def test_no_limit_at_all_is_20_new_tokens(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
+    mode["eos_token_id"] = None
+    result = paged_equals_plain(models.shared(family), **models.batch(*LENGTHS), **mode)
+    assert result.paged.shape[1] == max(LENGTHS) + 20
+
+
+@pytest.mark.parametrize("limit", [{"min_length": 30}, {"min_new_tokens": 9}])
+def test_minima(family: str, mode: dict[str, Any], limit: dict[str, int], paged_equals_plain: Compare) -> None:
+    model, inputs = models.shared(family), models.batch(*LENGTHS)
+    eos = models.ending(model, inputs)
+    free = model.generate(**inputs, **GREEDY, eos_token_id=eos, max_new_tokens=16)
+    held = model.generate(**inputs, **GREEDY, eos_token_id=eos, max_new_tokens=16, **limit)
+    assert free.tolist() != held.tolist(), "the limit must matter"
+    paged_equals_plain(model, **inputs, **mode, eos_token_id=eos, max_new_tokens=16, **limit)
+
+
+def test_several_eos(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
+    model, inputs = models.shared(family), models.batch(*LENGTHS)
+    text = model.generate(**inputs, **GREEDY, eos_token_id=None, max_new_tokens=8)[:, max(LENGTHS) :]
+    eos = [int(text[0, 2]), int(text[1, 4]), int(text[3, 6])]
+    paged_equals_plain(model, **inputs, **mode, eos_token_id=eos, max_new_tokens=12)
+
+
+def test_all_rows_end_at_once(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
+    model, inputs = models.shared(family), models.batch(*LENGTHS)
+    eos = list(range(0 if mode.get("num_beams", 1) == 1 else 2, models.VOCAB))
+    result = paged_equals_plain(model, **inputs, **mode, eos_token_id=eos, max_new_tokens=12)
+    assert result.paged.shape[1] <= max(LENGTHS) + 2
+
+
+def test_max_time(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
+    model, inputs = models.shared(family), models.batch(*LENGTHS)
+    mode["eos_token_id"] = None
+    # Over before it begins: both stop after the first token.
+    result = paged_equals_plain(model, **inputs, **mode, max_new_tokens=12, max_time=-1.0)
+    assert result.paged.shape[1] == max(LENGTHS) + 1
+    paged_equals_plain(model, **inputs, **mode, max_new_tokens=12, max_time=3600.0)
+
+
+@pytest.mark.parametrize("with_eos", [True, False])
+def test_stop_strings(family: str, mode: dict[str, Any], with_eos: bool, paged_equals_plain: Compare) -> None:
+    """Without an EOS id plain generate writes on in the rows that have stopped, until all have."""
+    model, inputs = models.shared(family), models.batch(*LENGTHS)
+    mode["eos_token_id"] = models.EOS if with_eos else None
+    tokenizer = models.tokenizer()
+    text = model.generate(**inputs, **GREEDY, eos_token_id=None, max_new_tokens=12)[:, max(LENGTHS) :]
+    stops = [tokenizer.decode(text[0, 2:4]), tokenizer.decode(text[1, 5])]
+    free = model.generate(**inputs, **mode, max_new_tokens=12)
+    result = paged_equals_plain(
+        model, **inputs, **mode, max_new_tokens=12, stop_strings=stops, fresh=lambda: {"tokenizer": tokenizer}
+    )
+    if with_eos and not mode["do_sample"]:
+        assert result.paged.tolist() != free.tolist(), "the strings must occur"
+
+
+class _Recorder(StoppingCriteria):
+    """Stops a row at a token; writes down all that it is shown."""
+
+    def __init__(self, stop: int) -> None:
+        self.stop = stop
+        self.seen: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append((input_ids.clone(), type(scores), None if scores is None else len(scores), sorted(kwargs)))
+        return input_ids[:, -1] % self.stop == 0
+
+
+@pytest.mark.parametrize("with_eos", [True, False])
+@pytest.mark.parametrize("given", [{}, {"return_dict_in_generate": True, "output_scores": True}])
+def test_stopping_criteria(
+    family: str, mode: dict[str, Any], with_eos: bool, given: dict[str, Any], paged_equals_plain: Compare
+) -> None:
+    """Each criterion is shown the rows and the history that plain generate shows it."""
+    model, inputs = models.shared(family), models.batch(*LENGTHS)
+    mode["eos_token_id"] = models.ending(model, inputs) if with_eos else None
+    recorders: list[_Recorder] = []
+
+    def fresh() -> dict[str, Any]:
+        recorders.append(_Recorder(5))
+        return {"stopping_criteria": StoppingCriteriaList([recorders[-1]])}
+
+    paged_equals_plain(model, **inputs, **mode, max_new_tokens=14, **given, fresh=fresh)
+    plain, paged = recorders
+    assert len(plain.seen) == len(paged.seen) > 0
+    for expected, actual in zip(plain.seen, paged.seen):
+        assert torch.equal(actual[0], expected[0])
+        assert actual[1:] == expected[1:]
+
+
+def test_synced_gpus(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
+    """With one process the flag must change nothing, and every row is computed to the end."""
+    model, inputs = models.shared(family), models.batch(*LENGTHS)
+    eos = models.ending(model, inputs)
+    try:
+        model.generate(**inputs, **mode, synced_gpus=True, eos_token_id=eos, max_new_tokens=10)
+    except (ValueError, RuntimeError) as error:
+        with pytest.raises(type(error)):
+            model.generate(
+                **inputs, **mode, synced_gpus=True, eos_token_id=eos, max_new_tokens=10, cache_implementation="paged"
+            )
+        return
+    paged_equals_plain(model, **inputs, **mode, eos_token_id=eos, max_new_tokens=10, synced_gpus=True)

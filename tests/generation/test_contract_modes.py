@@ -1,0 +1,176 @@
+"""Decoding modes of `generate(cache_implementation="paged")` against plain generate, on every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+
+Compare = Callable[..., Any]
+
+RAGGED = (5, 19, 1, 16)
+
+
+def _ragged(model: Any) -> dict[str, Any]:
+    inputs = models.batch(*RAGGED)
+    return {**inputs, "eos_token_id": models.ending(model, inputs), "pad_token_id": models.PAD}
+
+
+def _one(model: Any, length: int = 21) -> dict[str, Any]:
+    return {"input_ids": models.prompts(length, seed=3)[0][None], "pad_token_id": models.PAD}
+
+
+def test_greedy(family: str, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    result = paged_equals_plain(model, **_ragged(model), max_new_tokens=24, do_sample=False)
+    text = result.plain[:, max(RAGGED) :]
+    assert len(set(text.flatten().tolist())) > 8, "the text is too monotonous to tell anything"
+    assert (text[0] == models.PAD).any(), "row 0 ends early"
+
+
+def test_greedy_without_eos(family: str, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    inputs = {**_ragged(model), "eos_token_id": None}
+    result = paged_equals_plain(model, **inputs, max_new_tokens=20, do_sample=False)
+    assert result.plain.shape == (4, max(RAGGED) + 20)
+
+
+def test_sampling(family: str, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    options = {"do_sample": True, "temperature": 3.0}
+    result = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options)
+    other = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options, seed=99)
+    assert result.plain.tolist() != other.plain.tolist(), "the seed must matter, or equal tokens say nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.7, 4.0])
+def test_parallel_sampling(family: str, temperature: float, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    options = {"do_sample": True, "temperature": temperature, "num_return_sequences": 3}
+    result = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options)
+    assert result.record.cow_copies > 0
+    assert result.record.peak_blocks_shared > 0
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_beam_search(family: str, early_stopping: bool | str, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    options = {"num_beams": 3, "do_sample": False, "early_stopping": early_stopping}
+    result = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options)
+    assert result.record.cow_copies > 0
+
+
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_beam_search_length_penalty(
+    family: str, length_penalty: float, early_stopping: bool | str, paged_equals_plain: Compare
+) -> None:
+    model = models.shared(family)
+    options = {"num_beams": 4, "length_penalty": length_penalty, "early_stopping": early_stopping, "do_sample": False}
+    paged_equals_plain(model, **_ragged(model), max_new_tokens=10, num_return_sequences=2, **options)
+
+
+@pytest.mark.parametrize(("num_beams", "num_return_sequences"), [(2, 1), (2, 2), (5, 3)])
+def test_beams_and_return_sequences(
+    family: str, num_beams: int, num_return_sequences: int, paged_equals_plain: Compare
+) -> None:
+    model = models.shared(family)
+    options = {"num_beams": num_beams, "num_return_sequences": num_return_sequences, "do_sample": False}
+    result = paged_equals_plain(model, **_ragged(model), max_new_tokens=20, **options)
+    assert len(result.paged) == len(RAGGED) * num_return_sequences
+
+
+@pytest.mark.parametrize("num_return_sequences", [1, 2])
+def test_beam_sampling(family: str, num_return_sequences: int, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    options = {"num_beams": 3, "do_sample": True, "temperature": 2.0, "num_return_sequences": num_return_sequences}
+    paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_assisted_decoding(family: str, do_sample: bool, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    # The same model with slightly other weights: some drafts are accepted, some are not.
+    assistant = models.build(family)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.mul_(1.02)
+    options = {"assistant_model": assistant, "do_sample": do_sample, "max_new_tokens": 16}
+    paged_equals_plain(model, **_one(model), **options, fresh=lambda: {}, route="hf_loop")
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_prompt_lookup_decoding(family: str, do_sample: bool, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    inputs = _one(model)
+    inputs["input_ids"] = inputs["input_ids"].repeat(1, 2)
+    options = {"prompt_lookup_num_tokens": 4, "do_sample": do_sample, "max_new_tokens": 16}
+    paged_equals_plain(model, **inputs, **options, route="hf_loop")
+
+
+def _decode(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """A decoding method of a user's own: greedy, every second token banned."""
+    cache, config = kwargs["past_key_values"], kwargs["generation_config"]
+    tokens = input_ids
+    while input_ids.shape[1] < config.max_length:
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), input_ids.shape[1] - mask.shape[1])], dim=1)
+        output = model(tokens, attention_mask=mask, past_key_values=cache, use_cache=True)
+        logits = output.logits[:, -1].clone()
+        logits[:, kwargs["odd"] :: 2] = -torch.inf
+        tokens = logits.argmax(-1, keepdim=True)
+        input_ids = torch.cat([input_ids, tokens], dim=1)
+    return input_ids
+
+
+@pytest.mark.parametrize("num_return_sequences", [1, 2])
+def test_custom_generate_callable(family: str, num_return_sequences: int, paged_equals_plain: Compare) -> None:
+    def custom(model: Any, input_ids: torch.Tensor, odd: int, **kwargs: Any) -> torch.Tensor:
+        return _decode(model, input_ids, odd=odd, **kwargs)
+
+    model = models.shared(family)
+    options = {"custom_generate": custom, "odd": 1, "do_sample": True, "num_return_sequences": num_return_sequences}
+    paged_equals_plain(model, **_ragged(model), max_new_tokens=8, **options, route="hf_loop")
+
+
+def test_custom_generate_that_calls_sample(family: str, paged_equals_plain: Compare) -> None:
+    """A callable may build on transformers' own loops."""
+
+    def custom(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return model._sample(*args, **kwargs)
+
+    model = models.shared(family)
+    paged_equals_plain(model, **_ragged(model), max_new_tokens=8, custom_generate=custom, route="hf_loop")
+
+
+def test_identical_prompts(family: str, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    ids = models.prompts(18, seed=5)[0].repeat(4, 1)
+    paged_equals_plain(model, input_ids=ids, max_new_tokens=10, do_sample=True, temperature=3.0, pad_token_id=0)
+    paged_equals_plain(model, input_ids=ids, max_new_tokens=10, num_beams=2, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_chunked_prefill(family: str, chunk: int, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    inputs = {"input_ids": torch.stack(models.prompts(23, 23)), "pad_token_id": models.PAD}
+    paged_equals_plain(model, **inputs, max_new_tokens=8, prefill_chunk_size=chunk, do_sample=False)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_block_sizes(family: str, block_size: int, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    options = {"num_beams": 3, "do_sample": False, "num_return_sequences": 2}
+    plain = model.generate(**_ragged(model), max_new_tokens=12, **options)
+    paged = model.generate(
+        **_ragged(model),
+        max_new_tokens=12,
+        **options,
+        cache_implementation="paged",
+        cache_config={"block_size": block_size},
+    )
+    assert torch.equal(plain, paged)
