@@ -1,0 +1,143 @@
+"""The inside of both attention kernels: one tile of query rows against a range of keys, online softmax in base 2.
+
+A row is one query head of one token; the heads of a GQA group lie next to each other, so that a tile of rows reads each
+K/V head once. Knows positions and blocks; never which sequence a program works on.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lower_bound(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that a query at `position` sees; never falls as `position` grows."""
+    bound = position * 0
+    if WINDOW > 0:
+        bound = tl.maximum(bound, position - WINDOW + 1)
+    if CHUNK > 0:
+        bound = tl.maximum(bound, position // CHUNK * CHUNK)
+    return bound
+
+
+@triton.jit
+def load_block_ids(table, start, lo, hi, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """Block ids of keys start .. start + BN: one id where they share a block, else one a key. 0 outside [lo, hi)."""
+    if BLOCK_SIZE % BN == 0:
+        ids = tl.load(table + start // BLOCK_SIZE, mask=(start < hi) & (start + BN > lo), other=0)
+    else:
+        keys = start + tl.arange(0, BN)
+        ids = tl.load(table + keys // BLOCK_SIZE, mask=(keys >= lo) & (keys < hi), other=0)
+    return ids.to(tl.int64)
+
+
+@triton.jit
+def attend(
+    q, acc, peak, total, key_cache, value_cache, table, first, last, lo, hi, positions, slopes, qk_scale, softcap,
+    kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys of tiles [first, last) into acc [BM, BLOCK_DV], peak [BM] and total [BM].
+
+    first is a multiple of BN. Keys outside [lo, hi) are not loaded, nor their block ids. Without MASKED every row sees
+    every key of the range. Scores are logarithms to base 2: qk_scale, softcap and slopes hold a factor log2(e).
+    """
+    offsets = tl.arange(0, BN)
+    k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    # The ids of the next tile travel in registers: a load whose address comes from a load of the same iteration would
+    # cost the pipeline half of its buffers.
+    ids = load_block_ids(table, first, lo, hi, BLOCK_SIZE, BN)
+    for start in tl.range(first, last, BN, num_stages=STAGES):
+        keys = start + offsets
+        slots = keys % BLOCK_SIZE
+        k_rows = ids * kc_block_stride + slots * kc_slot_stride
+        v_rows = ids * vc_block_stride + slots * vc_slot_stride
+        k_pointers = key_cache + k_rows[:, None] + k_dims[None, :]
+        v_pointers = value_cache + v_rows[:, None] + v_dims[None, :]
+        if MASKED:
+            # Slots outside may hold anything, NaN included: 0 * NaN would reach the output through V.
+            inside = ((keys >= lo) & (keys < hi))[:, None]
+            k = tl.load(k_pointers, mask=inside & (k_dims < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_pointers, mask=inside & (v_dims < V_HEAD_DIM)[None, :], other=0.0)
+        else:
+            if HEAD_DIM == BLOCK_D:
+                k = tl.load(k_pointers)
+            else:
+                k = tl.load(k_pointers, mask=(k_dims < HEAD_DIM)[None, :], other=0.0)
+            if V_HEAD_DIM == BLOCK_DV:
+                v = tl.load(v_pointers)
+            else:
+                v = tl.load(v_pointers, mask=(v_dims < V_HEAD_DIM)[None, :], other=0.0)
+        ids = load_block_ids(table, start + BN, lo, hi, BLOCK_SIZE, BN)
+
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BM, BN]
+        if SCALE_FIRST:
+            scores *= qk_scale
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (e^2x + 1) has no overflow: e^2x = inf gives 1. qk_scale makes log2(e^2x) of the score.
+            scores = softcap - 2.0 * softcap / (tl.exp2(scores) + 1.0)
+        if ALIBI:
+            scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+        if MASKED:
+            visible = keys[None, :] <= positions[:, None]
+            if WINDOW > 0 or CHUNK > 0:
+                visible &= keys[None, :] >= lower_bound(positions, WINDOW, CHUNK)[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
+
+        if SCALE_FIRST:
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+        else:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
+        shift = new_peak
+        if MASKED:  # a row that has seen no key yet
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        if SCALE_FIRST:
+            weights = tl.exp2(scores - shift[:, None])
+        else:
+            weights = tl.exp2(scores * qk_scale - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def load_rows(
+    query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride, q_head_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr, with_sinks,
+):  # fmt: skip
+    """q [BM, BLOCK_D], slopes, peak and total [BM] before the first key. A sink is a key of weight one, without a value."""
+    dims = tl.arange(0, BLOCK_D)
+    rows = tokens * q_token_stride + heads * q_head_stride
+    q = tl.load(query + rows[:, None] + dims[None, :], mask=valid[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    slopes = tl.zeros([tokens.shape[0]], tl.float32)
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+    peak = tl.full([tokens.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([tokens.shape[0]], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=valid & with_sinks, other=float("-inf")).to(tl.float32)
+        peak = sink * 1.4426950408889634
+        total = tl.where(peak == float("-inf"), 0.0, 1.0)
+    return q, slopes, peak, total
+
+
+@triton.jit
+def finish(
+    out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride,
+    NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Write the rows that are final: the output, and the natural logarithm of the sum where `lse` is wanted."""
+    dims = tl.arange(0, BLOCK_DV)
+    rows = tokens * out_token_stride + heads * out_head_stride
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] + dims[None, :], result, mask=valid[:, None] & (dims < V_HEAD_DIM)[None, :])
+    if lse is not None:
+        tl.store(lse + tokens * NUM_HEADS + heads, (peak + tl.log2(total)) * 0.6931471805599453, mask=valid)

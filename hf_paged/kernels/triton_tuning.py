@@ -1,0 +1,45 @@
+"""Tile shapes for every chip, dtype and head size: one table, no search at run time.
+
+A change here is checked by compiling offline (no spills, shared memory within the chip) and measured on a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_paged.kernels.triton_launch import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """rows x keys of one step of the inner loop, and how it is compiled."""
+
+    bm: int
+    bn: int
+    num_warps: int
+    num_stages: int
+
+
+def small_tile(target: Target, element_size: int, head_dim: int, rows: int) -> Tile:
+    """For few rows (decode): as wide in keys as registers allow. head_dim: the larger one, padded to a power of two."""
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    size = head_dim * element_size  # bytes of a key
+    bn = 64 if size <= 256 else 32 if size <= 512 else 16
+    if target.backend == "hip":
+        return Tile(bm, bn, 4, 2 if size <= 256 else 1)
+    warps = 4 if size <= 512 or bm == 16 else 8
+    return Tile(bm, bn, warps, 3)
+
+
+def large_tile(target: Target, element_size: int, head_dim: int) -> Tile:
+    """For many rows (prefill): 64 or 128 rows, two warp groups on sm90 so that its matrix units are fed."""
+    size = head_dim * element_size
+    if target.backend == "hip":
+        return Tile(128, 64, 4, 1) if size <= 256 else Tile(64, 32, 4, 1)
+    if element_size == 4:  # fp32 runs on the ordinary cores; small tiles keep it in registers
+        return Tile(64, 32, 8, 2) if head_dim <= 128 else Tile(32, 16, 8, 2)
+    if size <= 128:
+        return Tile(128, 64, 4, 3)
+    if size <= 256:
+        return Tile(128, 128, 8, 2) if target.arch in (90, 100) else Tile(128, 64, 8, 2)
+    return Tile(64, 64, 8, 2) if size <= 512 else Tile(64, 32, 8, 1)
