@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +62,21 @@ _GENERATION_OPTIONS: dict[str, tuple[type, str]] = {
     "no_repeat_ngram_size": (int, "no run of this many tokens occurs twice"),
 }
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+
+# transformers takes some of these values for "off" without a word.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "max_new_tokens": (lambda x: x >= 1, "at least 1"),
+    "min_new_tokens": (lambda x: x >= 0, "0 or more"),
+    "num_beams": (lambda x: x >= 1, "at least 1"),
+    "num_return_sequences": (lambda x: x >= 1, "at least 1"),
+    "temperature": (lambda x: x > 0, "a number above 0"),
+    "top_k": (lambda x: x >= 0, "at least 1, or 0 for no limit"),
+    "top_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "typical_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "repetition_penalty": (lambda x: x > 0, "a number above 0"),
+    "no_repeat_ngram_size": (lambda x: x >= 0, "0 or more"),
+}
 
 
 def _parsers() -> dict[str, tuple[_Parser, Callable[[argparse.Namespace], int]]]:
@@ -176,16 +192,18 @@ def _find_checkpoint(name: str) -> str:
             raise UsageError(f"{name} is no checkpoint: it holds no config.json; give a folder made by save_pretrained")
     elif folder.exists():
         raise UsageError(f"{name} is a file; give the folder of a checkpoint, made by save_pretrained")
-    elif name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UsageError(f"{name} is no folder here and no name on the hub (owner/name); check the spelling")
+    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" in name and Path(name).parent.is_dir()):
+        raise UsageError(f"there is no folder {name}; give the folder of a checkpoint, or its name on the hub")
     return name
 
 
 def _from_pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
+    from safetensors import SafetensorError
+
     try:
         return loader.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"cannot load the {what} of {name}: {reason}") from error
 
 
@@ -196,9 +214,9 @@ def _load_model(args: argparse.Namespace, *, random_weights: bool = False) -> An
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = _from_pretrained(AutoConfig, args.checkpoint, "configuration")
-    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     device = _device(args.device)
     if random_weights:
         dtype = config.dtype or torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -267,9 +285,9 @@ def _generation_options(args: argparse.Namespace, defaults: Any) -> dict[str, An
         value = options.get(name, getattr(defaults, name, None))
         return otherwise if value is None else value
 
-    for name in ("max_new_tokens", "num_beams", "num_return_sequences"):
-        if options.get(name, 1) < 1:
-            raise UsageError(f"{spelt(name)}: at least 1 is needed")
+    for name, (fits, words) in _RANGES.items():
+        if name in options and not fits(options[name]):
+            raise UsageError(f"{spelt(name)} is out of range; give {words}")
     if args.batch_size < 1:
         raise UsageError(f"--batch-size {args.batch_size}: at least 1 is needed")
     sampled, beams = bool(effective("do_sample", False)), int(effective("num_beams", 1))
@@ -314,8 +332,10 @@ def _load(args: argparse.Namespace) -> _Loaded:
     prompts = _read_prompts(args)
     _find_checkpoint(args.checkpoint)
     hf_paged.CacheConfig(**_cache_options(args))
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+    # The small files first: most mistakes show before the weights are read.
+    _from_pretrained(AutoConfig, args.checkpoint, "configuration")
     with contextlib.suppress(OSError):
         # A checkpoint without this file has no defaults of its own.
         _generation_options(args, GenerationConfig.from_pretrained(args.checkpoint))
@@ -342,10 +362,12 @@ def _cache_options(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    # verbose=False: a prompt that is too long gets our error, not the tokenizer's warning.
     if chat:
         message = [{"role": "user", "content": prompt}]
-        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
-    return list(tokenizer(prompt)["input_ids"])
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(prompt, verbose=False)["input_ids"])
 
 
 def _check_lengths(model: Any, ids: list[list[int]], options: dict[str, Any]) -> None:
