@@ -10,19 +10,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.errors import OutOfBlocks, UnsupportedModelError
+from hf_paged.errors import OutOfBlocks, QueueFull, UnsupportedModelError
 from hf_paged.integration.hook import install, uninstall
 
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
     from hf_paged.generation.door import CallRecord, record_calls, release_memory
+    from hf_paged.generation.engine import Engine
+    from hf_paged.generation.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
     from hf_paged.integration.support import SupportReport, check
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "CallRecord": "hf_paged.generation.door",
+    "CompletionOutput": "hf_paged.generation.outputs",
+    "Engine": "hf_paged.generation.engine",
+    "EngineStats": "hf_paged.generation.outputs",
     "PagedKVCache": "hf_paged.cache.paged_cache",
+    "RequestMetrics": "hf_paged.generation.outputs",
+    "RequestOutput": "hf_paged.generation.outputs",
     "SupportReport": "hf_paged.integration.support",
     "check": "hf_paged.integration.support",
     "record_calls": "hf_paged.generation.door",
@@ -32,8 +39,14 @@ _LAZY = {
 __all__ = [
     "CacheConfig",
     "CallRecord",
+    "CompletionOutput",
+    "Engine",
+    "EngineStats",
     "OutOfBlocks",
     "PagedKVCache",
+    "QueueFull",
+    "RequestMetrics",
+    "RequestOutput",
     "SchedulerConfig",
     "SupportReport",
     "UnsupportedModelError",

@@ -46,7 +46,7 @@ class KVPool:
     def layer_for(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
         """The tensors of a layer, allocated on its first write.
 
-        key [..., num_kv_heads, head_dim], value [..., num_kv_heads, v_head_dim]: their last two sizes, dtype and device.
+        key [..., num_kv_heads, head_dim], value [..., num_kv_heads, v_head_dim]: they give sizes, dtype and device.
         """
         layer = self._layers.get(layer_idx)
         if layer is None:
@@ -79,6 +79,10 @@ class KVPool:
                 grown.append(new)
             self._layers[layer_idx] = LayerKV(*grown)
         self.num_blocks = num_blocks
+
+    def release(self) -> None:
+        """Forget all tensors; the next write would allocate them anew."""
+        self._layers.clear()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Do all copy-on-writes of a step, for all layers, in one launch. `copies`: (src, dst) block ids."""

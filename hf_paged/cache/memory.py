@@ -193,6 +193,12 @@ class PagedMemory:
             )
         return records, torch.from_numpy(positions).to(device, non_blocking=True)
 
+    def release(self) -> None:
+        """Give the tensors back to the system; every sequence must have been freed."""
+        for group in self.groups:
+            assert not len(group.manager), "sequences still hold blocks"
+            group.pool.release()
+
     # -- figures ------------------------------------------------------------------------------------------------
 
     def stats(self) -> MemoryStats:

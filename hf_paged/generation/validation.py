@@ -41,17 +41,26 @@ def check_prompts(model: Any, ids: Any, name: str) -> None:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: the list of prompts is empty; give at least one prompt")
     if ids.shape[1] == 0:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: the prompt is empty; give at least one token")
-    config = model.config.get_text_config(decoder=True)
     low, high = int(ids.min()), int(ids.max())
     vocab = model.get_input_embeddings().weight.shape[0]
     if low < 0 or high >= vocab:
         bad = low if low < 0 else high
         raise ValueError(f"token id {bad} in {name} is outside the vocabulary of {vocab} (ids 0 to {vocab - 1})")
-    limit = getattr(config, "max_position_embeddings", None)
-    if isinstance(limit, int) and limit > 0 and ids.shape[1] > limit and not _extends_positions(config):
+    limit = position_limit(model)
+    if limit is not None and ids.shape[1] > limit:
         raise ValueError(
-            f"{name} has {ids.shape[1]} tokens a row, the model's max_position_embeddings is {limit}; shorten the prompt"
+            f"{name} has {ids.shape[1]} tokens a row, the model's max_position_embeddings is {limit}; "
+            "shorten the prompt"
         )
+
+
+def position_limit(model: Any) -> int | None:
+    """The longest sequence the model was made for; None if it says nothing, or scales its positions beyond."""
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0 or _extends_positions(config):
+        return None
+    return limit
 
 
 def _extends_positions(config: Any) -> bool:

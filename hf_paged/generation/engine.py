@@ -1,0 +1,438 @@
+"""Engine: continuous batching of requests over one model (SOSP'23 sections 4 and 5).
+
+A step is: schedule, run, sample, update. Who runs is the scheduler's, what the device does the runner's, which token
+comes next the request's; here they meet, and here a failure is confined to the requests concerned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hf_paged.cache.prefix_cache import root_digest
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.generation.outputs import EngineStats, RequestOutput
+from hf_paged.generation.prepare import as_prompt, prepare_request
+from hf_paged.generation.request import BeamRequest, Fork, Reorder, Request, SampleRequest, new_request
+from hf_paged.generation.runner import Runner
+from hf_paged.generation.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.sequence import FinishReason, Sequence
+from hf_paged.generation.sizing import open_memory
+
+Prompt = SequenceOf[int] | torch.Tensor
+
+
+class Engine:
+    """Serves requests that come and go at any step, each with its own GenerationConfig.
+
+    Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
+    method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
+
+    model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only.
+    Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache_config: CacheConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        self.model = model
+        self.cache_config = cache_config or CacheConfig()
+        self.scheduler_config = scheduler_config or SchedulerConfig()
+        self.tokenizer = tokenizer
+        opened = open_memory(model, self.cache_config, self.scheduler_config)
+        self._model = opened.packed.model
+        self._memory = opened.memory
+        self._host_managers = opened.host_managers
+        self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
+        self._runner = Runner(opened.packed, opened.memory, opened.host_pools)
+        self._requests: dict[str, Request] = {}
+        self._undelivered: list[RequestOutput] = []  # of requests that ended between two steps
+        self._inboxes: dict[str, dict[str, RequestOutput]] = {}  # of streams, by request
+        self._lock = threading.RLock()
+        self._ids = itertools.count()
+        self._closed = False
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_ids: Prompt,
+        generation_config: Any = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queue a request; returns its id. Lower `priority` runs first; equal ones in order of arrival.
+
+        prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate`
+        (None = the model's); its attribute `seed` gives the request random numbers of its own. cache_salt: requests
+        share cached prefixes only with others of the same salt. Raises ValueError at once on a request that can
+        never run, QueueFull when `max_waiting` wait already.
+        """
+        ids = as_prompt(self._model, prompt_ids)
+        if adapter is not None:
+            raise ValueError(
+                f"adapter={adapter!r}: switch adapters on the model (set_adapter); one is active at a time"
+            )
+        with self._lock:
+            self._check_open()
+            if request_id is None:
+                request_id = f"request-{next(self._ids)}"
+            prepared = prepare_request(
+                self._model,
+                ids.to(self._model.device),
+                generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                tokenizer=self.tokenizer,
+            )
+            root = root_digest(type(self._model).__name__, adapter, cache_salt)
+            group, kind = new_request(prepared, request_id, priority=priority, cache_root=root)
+            request = kind(group, prepared, self._generator(generation_config))
+            self._scheduler.add(group)
+            self._requests[request_id] = request
+            self._prompt_tokens += request.prompt_length
+            return request_id
+
+    def _generator(self, generation_config: Any) -> torch.Generator | None:
+        seed = getattr(generation_config, "seed", None)
+        if seed is None:
+            return None
+        return torch.Generator(device=self._model.device).manual_seed(seed)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is. False if it is unknown or finished.
+
+        Its last RequestOutput, with finish_reason "abort" and what was generated so far, comes with the next step.
+        """
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None:
+                return False
+            self._end(request, FinishReason.ABORT, None)
+            return True
+
+    def has_unfinished_requests(self) -> bool:
+        """True while a step would have something to do or to deliver."""
+        return bool(self._requests or self._undelivered)
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+        """Finish a request from outside its own decoding; its output waits for the next step."""
+        request.stop_all(reason)
+        request.error = error
+        self._scheduler.finish_group(request.group, reason)
+        self._undelivered.append(self._finished(request))
+
+    def _finished(self, request: Request) -> RequestOutput:
+        request.metrics = replace(
+            request.metrics, finish_time=time.monotonic(), num_preemptions=request.group.num_preemptions
+        )
+        del self._requests[request.request_id]
+        return request.output(finished=True)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration over the batch; returns the outputs that changed, as snapshots."""
+        with self._lock:
+            self._check_open()
+            changed, self._undelivered = self._undelivered, []
+            if self._scheduler.has_unfinished():
+                changed += self._iterate()
+                # Failures inside the step.
+                changed += self._undelivered
+                self._undelivered = []
+            for output in changed:
+                inbox = self._inboxes.get(output.request_id)
+                if inbox is not None:
+                    inbox[output.request_id] = output
+            return changed
+
+    @torch.no_grad()
+    def _iterate(self) -> list[RequestOutput]:
+        output = self._scheduler.schedule()
+        self._steps += 1
+        for group in output.failed:
+            request = self._requests[group.request_id]
+            request.stop_all(FinishReason.ERROR)
+            request.error = group.error
+            self._undelivered.append(self._finished(request))
+        try:
+            result = self._runner.run(output)
+        except BaseException as error:
+            self._scheduler.rollback(output)
+            if not isinstance(error, Exception):
+                raise
+            # Nobody can tell whose tokens the forward stumbled over: all requests of the step fail, with the cause.
+            self._fail_step(output, f"the forward failed: {type(error).__name__}: {error}")
+            return []
+        self._scheduler.update(output)
+        if result.logits is None:
+            return []
+        return self._sample(result.seqs, result.logits)
+
+    def _fail_step(self, output: SchedulerOutput, cause: str) -> None:
+        for request_id in dict.fromkeys(seq.group.request_id for seq, _ in output.scheduled):
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._end(request, FinishReason.ERROR, cause)
+
+    def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[RequestOutput]:
+        """logits [num_seqs, vocab] of the sequences that continue now, neighbours of one request in a run."""
+        logits = logits.float()
+        logsumexp = torch.logsumexp(logits, dim=-1)
+        greedy_tokens = logits.argmax(dim=-1)
+        greedy_logprobs = (logits.gather(1, greedy_tokens[:, None]).squeeze(1) - logsumexp).tolist()
+        tokens, sums = greedy_tokens.tolist(), logsumexp.tolist()
+        now = time.monotonic()
+        changed, start = [], 0
+        for group, members in itertools.groupby(seqs, key=lambda seq: seq.group):
+            own = list(members)
+            rows = slice(start, start + len(own))
+            start += len(own)
+            request = self._requests[group.request_id]
+            if any(value != value for value in sums[rows]):
+                self._end(request, FinishReason.ERROR, "the model's logits are NaN")
+                continue
+            try:
+                if request.is_plain_greedy:
+                    assert isinstance(request, SampleRequest)
+                    decision: list[Fork] | Reorder = request.accept(tokens[rows], greedy_logprobs[rows])
+                else:
+                    decision = request.advance(own, logits[rows], logsumexp[rows])
+            except Exception as error:  # a processor or criterion of the caller's: the others go on
+                self._end(request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+                continue
+            if request.metrics.first_token_time is None:
+                request.metrics = replace(request.metrics, first_token_time=now)
+            self._apply(request, decision)
+            self._generated_tokens += request.num_rows
+            changed.append(self._finished(request) if group.is_finished else request.output(finished=False))
+        return changed
+
+    def _apply(self, request: Request, decision: list[Fork] | Reorder) -> None:
+        scheduler = self._scheduler
+        if isinstance(decision, Reorder):
+            assert isinstance(request, BeamRequest)
+            if decision.tokens:
+                scheduler.reorder(request.group, decision.parents, decision.tokens)
+            else:
+                scheduler.finish_group(request.group, FinishReason.STOP)
+            return
+        assert isinstance(request, SampleRequest)
+        for seq, tokens in decision:
+            if len(tokens) == 1:
+                seq.token_ids.append(tokens[0])
+                family = [seq]
+            elif tokens:
+                family = scheduler.fork(seq, tokens)
+            else:
+                scheduler.finish(seq, FinishReason.STOP)
+                family = []
+            request.forked(seq, family)
+
+    # -- whole requests -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        generation_config: Any | SequenceOf[Any] = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their end; the outputs are in the order of the prompts.
+
+        generation_config: one for all, or one for each. progress: a bar with tokens/s on stderr (None = on a terminal).
+        """
+        with self._progress(len(prompts), progress) as bar:
+            finished: dict[str, RequestOutput] = {}
+            ids = self._add_all(prompts, generation_config)
+            started, before = time.monotonic(), self._generated_tokens
+            for output in self._follow(ids):
+                if output.finished:
+                    finished[output.request_id] = output
+                    rate = (self._generated_tokens - before) / max(time.monotonic() - started, 1e-9)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                    bar.update()
+        return [finished[request_id] for request_id in ids]
+
+    def stream(self, prompts: SequenceOf[Prompt], generation_config: Any = None) -> Iterator[RequestOutput]:
+        """Yield an output whenever a request has changed (a slow reader gets the latest state, not every one).
+
+        Closing the iterator early aborts what is unfinished.
+        """
+        ids = self._add_all(prompts, generation_config)
+        return self._follow(ids)
+
+    async def astream(self, prompts: SequenceOf[Prompt], generation_config: Any = None) -> AsyncIterator[RequestOutput]:
+        """`stream` for asyncio: steps run in a worker thread, several streams share them."""
+        outputs = self.stream(prompts, generation_config)
+        try:
+            while (output := await asyncio.to_thread(next, outputs, None)) is not None:
+                yield output
+        finally:
+            await asyncio.to_thread(outputs.close)  # type: ignore[attr-defined]
+
+    def _add_all(self, prompts: SequenceOf[Prompt], generation_config: Any | SequenceOf[Any]) -> list[str]:
+        if isinstance(prompts, torch.Tensor) or not prompts:
+            prompts = list(prompts)
+        if not prompts:
+            raise ValueError("prompts=[]: give at least one prompt")
+        configs = generation_config
+        if not isinstance(configs, (list, tuple)):
+            configs = [configs] * len(prompts)
+        if len(configs) != len(prompts):
+            raise ValueError(f"{len(configs)} generation configs for {len(prompts)} prompts: give one, or one for each")
+        ids: list[str] = []
+        with self._lock:
+            inbox: dict[str, RequestOutput] = {}
+            try:
+                for prompt, config in zip(prompts, configs):
+                    ids.append(self.add_request(prompt, config))
+            except BaseException:
+                for request_id in ids:
+                    self._scheduler.abort(request_id)
+                    del self._requests[request_id]
+                raise
+            for request_id in ids:
+                self._inboxes[request_id] = inbox
+        return ids
+
+    def _follow(self, ids: list[str]) -> Iterator[RequestOutput]:
+        inbox, unfinished = self._inboxes[ids[0]], set(ids)
+        try:
+            while unfinished:
+                with self._lock:
+                    if not inbox:
+                        self.step()
+                    outputs = list(inbox.values())
+                    inbox.clear()
+                for output in outputs:
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            with self._lock:
+                for request_id in unfinished:
+                    self.abort(request_id)
+                for request_id in ids:
+                    self._inboxes.pop(request_id, None)
+                self._undelivered = [o for o in self._undelivered if o.request_id not in unfinished]
+
+    def _progress(self, total: int, progress: bool | None) -> Any:
+        from tqdm.auto import tqdm
+
+        wanted = sys.stderr.isatty() if progress is None else progress
+        return tqdm(total=total, unit="request", disable=not wanted)
+
+    # -- prefixes, figures, the end -----------------------------------------------------------------------------
+
+    def cache_prefix(self, prompt_ids: Prompt, *, cache_salt: str | None = None) -> int:
+        """Compute a prefix (a system prompt, say) and keep its full blocks until `release_prefix`.
+
+        Returns the number of tokens held: a multiple of `block_size`.
+        """
+        ids = as_prompt(self._model, prompt_ids)
+        cache = self._scheduler.prefix_cache
+        if cache is None:
+            raise ValueError("there is no prefix cache: prefix_caching=False, or the model has sliding windows")
+        from transformers import GenerationConfig
+
+        with self._lock:
+            config = GenerationConfig(max_new_tokens=1, do_sample=False)
+            request_id = self.add_request(ids, config, cache_salt=cache_salt, priority=-(2**31))
+            while request_id in self._requests:
+                self._undelivered += [o for o in self.step() if o.request_id != request_id]
+            return cache.pin(ids[0].tolist(), root_digest(type(self._model).__name__, None, cache_salt))
+
+    def release_prefix(self, prompt_ids: Prompt, *, cache_salt: str | None = None) -> bool:
+        """Let a prefix of `cache_prefix` be evicted again. False if it was not held."""
+        ids = as_prompt(self._model, prompt_ids)
+        cache = self._scheduler.prefix_cache
+        with self._lock:
+            root = root_digest(type(self._model).__name__, None, cache_salt)
+            return cache is not None and cache.unpin(ids[0].tolist(), root)
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every cached prefix: call this when the model's weights have changed."""
+        with self._lock:
+            if self._scheduler.prefix_cache is not None:
+                self._scheduler.prefix_cache.clear()
+
+    def stats(self) -> EngineStats:
+        """Figures at this moment."""
+        with self._lock:
+            memory, scheduler, cache = self._memory.stats(), self._scheduler, self._scheduler.prefix_cache
+            allocators = [manager.allocator for manager in self._memory.managers]
+            return EngineStats(
+                num_blocks=memory.num_blocks,
+                blocks_free=sum(a.num_free for a in allocators),
+                blocks_used=memory.blocks_used,
+                blocks_shared=memory.blocks_shared,
+                blocks_cached=sum(a.num_cached for a in allocators),
+                blocks_swapped=sum(m.allocator.num_used for m in self._host_managers),
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_swapped=scheduler.num_swapped,
+                cow_copies=memory.cow_copies,
+                kv_bytes_reserved=memory.bytes_reserved,
+                kv_bytes_used=memory.bytes_used,
+                kv_bytes_saved_by_sharing=memory.bytes_saved_by_sharing,
+                kv_waste_ratio=1 - memory.bytes_filled / memory.bytes_used if memory.bytes_used else 0.0,
+                preemptions_recompute=scheduler.num_preemptions_recompute,
+                preemptions_swap=scheduler.num_preemptions_swap,
+                prefix_cache_query_tokens=cache.query_tokens if cache is not None else 0,
+                prefix_cache_hit_tokens=cache.hit_tokens if cache is not None else 0,
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=self._generated_tokens,
+                steps=self._steps,
+            )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
+        with self._lock:
+            self._scheduler.check_integrity()
+            assert set(self._requests) == {group.request_id for group in self._scheduler.groups}
+
+    def close(self) -> None:
+        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once."""
+        with self._lock:
+            if self._closed:
+                return
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            self._closed = True
+            self._memory.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,69 @@
+"""Runner: does on the device what a SchedulerOutput says. The only place that turns sequences into tensors.
+
+Knows block tables and tokens; never queues, requests or sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_paged.cache.kv_pool import HostPool
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation.scheduler import SchedulerOutput
+from hf_paged.generation.sequence import Sequence
+from hf_paged.integration.forward import PackedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """seqs: the sequences whose gap this step closed, in the order of the plan; logits [len(seqs), vocab] of them."""
+
+    seqs: list[Sequence]
+    logits: torch.Tensor | None
+
+
+class Runner:
+    """One model over one PagedMemory, with host pools (one a layer group) to swap to."""
+
+    def __init__(self, packed: PackedModel, memory: PagedMemory, host_pools: list[HostPool]) -> None:
+        self._packed = packed
+        self._memory = memory
+        self._host_pools = host_pools
+        self._device = packed.model.device
+
+    def run(self, output: SchedulerOutput) -> StepResult:
+        """Swaps, block copies, then one forward of all scheduled tokens."""
+        self._move_blocks(output)
+        plan = output.scheduled
+        if not plan:
+            return StepResult([], None)
+        counts = [count for _, count in plan]
+        tokens = np.empty(sum(counts), dtype=np.int64)
+        seqs, rows, end = [], [], 0
+        for seq, count in plan:
+            first = seq.num_computed_tokens
+            if count == 1:
+                tokens[end] = seq.token_ids[first]
+            else:
+                tokens[end : end + count] = seq.token_ids[first : first + count]
+            end += count
+            if first + count == seq.num_tokens:
+                seqs.append(seq)
+                rows.append(end - 1)
+        metadata, positions = self._memory.step_metadata([seq.seq_id for seq, _ in plan], counts, self._device)
+        # Every token's logits are wanted in a pure decode step: no index, no copy of the hidden states.
+        wanted = None if len(rows) == len(tokens) else torch.tensor(rows, dtype=torch.int64, device=self._device)
+        ids = torch.from_numpy(tokens).to(self._device, non_blocking=True)
+        logits = self._packed.forward(ids, positions, metadata, wanted)
+        return StepResult(seqs, logits if seqs else None)
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        for index, group in enumerate(self._memory.groups):
+            if moves := output.swap_out[index]:
+                group.pool.read_blocks([m.src for m in moves], self._host_pools[index], [m.dst for m in moves])
+            if moves := output.swap_in[index]:
+                group.pool.write_blocks([m.dst for m in moves], self._host_pools[index], [m.src for m in moves])
+            group.pool.copy_blocks(output.block_copies[index])

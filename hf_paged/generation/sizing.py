@@ -1,0 +1,156 @@
+"""How much K/V memory an engine gets, and from where: measured on the model itself, never guessed from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.kv_pool import HostPool
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.forward import PackedModel
+from hf_paged.integration.support import SupportReport, refuse_unsupported
+
+DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
+"""Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
+that no sequence has used cost nothing there."""
+
+MAX_DEFAULT_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedMemory:
+    """What an engine needs to run: the model bound to its memory, and the swap space of each layer group."""
+
+    packed: PackedModel
+    memory: PagedMemory
+    host_managers: list[BlockManager]
+    host_pools: list[HostPool]
+
+
+def open_memory(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> OpenedMemory:
+    """Bind the model to a memory of the configured size.
+
+    Raises UnsupportedModelError, or ValueError if the memory holds no block.
+    """
+    model = _generating_model(model)
+    report = refuse_unsupported(model)
+    if not report.native:
+        raise UnsupportedModelError(
+            f"{report.model} runs through the dense view ({report.reason}), which the engine does not batch; "
+            "use model.generate(..., cache_implementation='paged')"
+        )
+    if model.training and _drops(model):
+        raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
+    memory = PagedMemory(cache_config.block_size, 1, windows=_windows(report))
+    packed = PackedModel(model, memory)
+    _measure(packed, scheduler_config)
+    bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
+    num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)
+    for group in memory.groups:
+        group.pool.resize(num_blocks)
+        group.manager.allocator.grow(num_blocks)
+    host_blocks = num_blocks
+    if cache_config.swap_bytes is not None:
+        host_blocks = cache_config.swap_bytes // bytes_per_block
+    if scheduler_config.preemption == "recompute":
+        host_blocks = 0
+    if not host_blocks:
+        if scheduler_config.preemption == "swap":
+            raise ValueError(
+                f"preemption='swap' needs swap memory, but swap_memory={cache_config.swap_memory!r} holds no block of "
+                f"{bytes_per_block} bytes; give it more, or use preemption='recompute'"
+            )
+        return OpenedMemory(packed, memory, [], [])
+    host_managers = [
+        BlockManager(BlockAllocator(host_blocks), cache_config.block_size, sliding_window=manager.sliding_window)
+        for manager in memory.managers
+    ]
+    return OpenedMemory(packed, memory, host_managers, [HostPool(host_blocks) for _ in memory.groups])
+
+
+def _generating_model(model: Any) -> Any:
+    """The transformers model that a PEFT wrapper generates through."""
+    base = getattr(model, "get_base_model", None)
+    if base is None:
+        return model
+    if getattr(model.active_peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            "prompt-learning adapters change the inputs of generate; merge or unload the adapter"
+        )
+    return base()
+
+
+def _drops(model: Any) -> bool:
+    return any(m.p > 0 for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)) or bool(
+        getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0.0)
+    )
+
+
+def _windows(report: SupportReport) -> tuple[tuple[frozenset[int] | None, int | None], ...]:
+    by_window: dict[int | None, set[int]] = {}
+    for layer in report.layers:
+        by_window.setdefault(layer.sliding_window, set()).add(layer.index)
+    if set(by_window) == {None}:
+        return ((None, None),)
+    return tuple((frozenset(layers), window) for window, layers in by_window.items())
+
+
+@torch.no_grad()
+def _measure(packed: PackedModel, scheduler_config: SchedulerConfig) -> None:
+    """One forward, so that every layer has told the shape of its K/V. On a GPU it is as large as a step may be, so
+    that what is free afterwards is free in every step.
+    """
+    memory, device = packed.memory, packed.model.device
+    count = 1
+    if device.type == "cuda":
+        limit = getattr(packed.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
+        count = min(scheduler_config.max_num_batched_tokens, limit)
+    if count > memory.block_size:
+        blocks = -(-count // memory.block_size)
+        for group in memory.groups:
+            group.pool.resize(blocks)
+            group.manager.allocator.grow(blocks)
+    memory.append([("measure", count)])
+    metadata, positions = memory.step_metadata(["measure"], [count], device)
+    ids = torch.zeros(count, dtype=torch.int64, device=device)
+    packed.forward(ids, positions, metadata, torch.tensor([count - 1], device=device))
+    memory.free("measure")
+
+
+def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, bytes_per_block: int) -> int:
+    if cache_config.num_blocks is not None:
+        return cache_config.num_blocks
+    if cache_config.memory_bytes is not None:
+        num_blocks, source = cache_config.memory_bytes // bytes_per_block, f"memory={cache_config.memory!r}"
+    else:
+        fraction = cache_config.memory_fraction
+        free = _free_bytes(model.device)
+        share = DEFAULT_FRACTION.get(model.device.type, 0.3) if fraction is None else fraction
+        num_blocks, source = int(free * share) // bytes_per_block, f"{share:g} of {free} free bytes"
+        if fraction is None:
+            num_blocks = min(num_blocks, _most_blocks(model, cache_config, scheduler_config))
+    if num_blocks < 1:
+        raise ValueError(f"{source} holds no block: one takes {bytes_per_block} bytes; give the cache more memory")
+    return num_blocks
+
+
+def _most_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
+    """More than this a full batch of longest sequences could not use."""
+    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
+    tokens = min(scheduler_config.max_num_seqs * length, MAX_DEFAULT_TOKENS)
+    return -(-tokens // cache_config.block_size) + scheduler_config.max_num_seqs
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return int(psutil.virtual_memory().available)
