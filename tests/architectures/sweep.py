@@ -141,7 +141,7 @@ def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, *
 def _varied(model: Any, greedy: torch.Tensor, ids: torch.Tensor) -> dict[str, int]:
     """Distinct new tokens of the rows, and how many of 12 change with the first tokens of the longest prompt."""
     changed = ids.clone()
-    changed[3, -6:-3] = torch.tensor([11, 12, 13])
+    changed[3, -4:-1] = torch.tensor([11, 12, 13])
     other = _generate(model, changed, max_new_tokens=12)[3]
     same = _generate(model, ids, max_new_tokens=12)[3]
     return {

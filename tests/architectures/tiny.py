@@ -89,7 +89,6 @@ _size(96, "encoder_hash_byte_group_vocab")
 # Parts that text generation does not run: as small as they go.
 _size(32, "image_size")
 
-_OFF = ("dropout", "drop", "_p")  # names of probabilities that must be 0 in a model that is compared
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1, "sep_token_id": 3}
 _TOKENS |= {"forced_eos_token_id": None, "forced_bos_token_id": None, "start_token_id": 1, "cls_token_id": 4}
 _TOKENS |= {"eod_token_id": 3, "unk_index": 3, "mask_index": 5, "mask_token_id": 5}
@@ -100,6 +99,48 @@ _SPECIAL: dict[str, dict[str, Any]] = {}
 
 def special(model_type: str, **fields: Any) -> None:
     _SPECIAL.setdefault(model_type, {}).update(fields)
+
+
+# Fields that a checkpoint always sets and some classes leave open.
+_REQUIRED = ("num_key_value_heads", "head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+
+
+def _specials() -> None:
+    special("bamba", attn_layer_indices=[1, 3])
+    special("bert-generation", hidden_size=64)
+    special(
+        "dbrx",
+        attn_config={"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 64},
+    )
+    special("falcon_h1", mamba_d_ssm=128)
+    special("gpt_neo", attention_types=[[["global", "local"], 2]])
+    special("granitemoehybrid", layer_types=["mamba", "attention", "mamba", "attention"])
+    special("hrm_text", num_hidden_layers=2, num_layers_per_stack=None, H_cycles=2, L_cycles=2)
+    special("lfm2", layer_types=["conv", "full_attention"] * 2)
+    special("lfm2_moe", layer_types=["conv", "full_attention"] * 2)
+    special("mamba2", num_heads=8)
+    for name in ("qwen4_exp", "qwen4_exp_text"):
+        text = {
+            "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+            "indexer_compress_ratio": 2, "eos_token_id": 2, "ple_layer_ids": [1, 3],
+        }  # fmt: skip
+        special(name, **({"text_config": text} if name == "qwen4_exp" else text))
+    special("reformer", axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32])
+    special("xmod", default_language="en_XX")
+    special(
+        "cohere_compass_text", layer_types=["full_attention", "sliding_attention"] * 2,
+        rope_parameters={k: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+                         for k in ("full_attention", "sliding_attention")},
+    )  # fmt: skip
+    special("xlstm", num_blocks=4, num_hidden_layers=4)
+    special("zamba", attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)
+    special("zamba2", attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)
+    special("zaya", num_experts_per_tok=1)
+    for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
+        layers = ["full_attention", "sliding_attention"] * 2
+        special(name, use_sliding_window=True, sliding_window=WINDOW, layer_types=layers)
+    special("gemma4_text", num_kv_shared_layers=2)
 
 
 def _layer_types(types: list[str]) -> list[str]:
@@ -120,11 +161,18 @@ def shrink(config: Any) -> dict[str, Any]:
             fields[name] = _layer_types(value)
         elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and value > 0:
             fields[name] = _SIZES[name]
-        elif isinstance(value, float) and any(part in name for part in _OFF):
+        elif value is None and name in _REQUIRED:
+            fields[name] = _SIZES[name]
+        elif isinstance(value, float) and "drop" in name:
             fields[name] = 0.0
         elif name in config.sub_configs and value is not None:
             fields[name] = shrink(getattr(config, name)) | {"model_type": getattr(config, name).model_type}
+    if "kv_lora_rank" in values:  # latent attention: a KV head per head, rotary parts of their own size
+        fields |= {"num_key_value_heads": 4, "head_dim": _SIZES["qk_rope_head_dim"]}
     return fields
+
+
+_specials()
 
 
 def tiny_config(model_type: str) -> Any:
@@ -138,14 +186,11 @@ def tiny_config(model_type: str) -> Any:
         else:
             fields[name] = value
     config = cls(**fields)
-    if model_type in _DECODERS or hasattr(config, "is_decoder"):
-        config.is_decoder = True
-    if getattr(config, "is_encoder_decoder", False):
-        config.is_encoder_decoder = False
+    config.is_decoder = True  # encoder families attend causally and keep a cache only then
+    config.is_encoder_decoder = False
+    for part in (config, config.get_text_config(decoder=True)):
+        part.tie_word_embeddings = False  # a tied model tends to repeat its last token
     return config
-
-
-_DECODERS: frozenset[str] = frozenset()
 
 
 def tiny_model(model_type: str, seed: int = 0) -> Any:
@@ -170,9 +215,12 @@ def tiny_model(model_type: str, seed: int = 0) -> Any:
     return model
 
 
+_QK = ("q_", "k_", "query", "key", "qkv", "c_attn", "q.", "k.")
+
+
 @torch.no_grad()
-def redraw(model: nn.Module, seed: int, gain: float = 1.6) -> None:
-    """Matrices get entries that keep the scale of what passes through, vectors a little noise."""
+def redraw(model: nn.Module, seed: int) -> None:
+    """Small embeddings, so that what layers add decides; queries and keys moderate, so that attention stays broad."""
     generator = torch.Generator().manual_seed(seed + 1)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, parameter in model.named_parameters():
@@ -180,9 +228,13 @@ def redraw(model: nn.Module, seed: int, gain: float = 1.6) -> None:
         if parameter.numel() == 0 or "A_log" in name or "dt_" in name or name.endswith(("_scale", "scalar")):
             continue
         if id(parameter) in embeddings:
-            parameter.copy_(noise)
+            parameter.copy_(noise * 0.5)
         elif parameter.ndim >= 2 and "norm" not in name:
             fan_in = parameter.shape[-1] if parameter.ndim == 2 else parameter[0].numel() // max(parameter.shape[1], 1)
+            gain = 1.5 if any(part in name for part in _QK) else 1.2 if "att" in name else 2.0
+            # Without their means: the common part of ReLU-like activations would drown what differs between tokens.
+            noise -= noise.mean(-1, keepdim=True)
+            noise -= noise.mean(-2, keepdim=True)
             parameter.copy_(noise * gain / math.sqrt(max(fan_in, 1)))
         else:
             parameter.add_(noise * 0.1)
