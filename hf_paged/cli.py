@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
-    except (UsageError, ValueError, OSError, hf_paged.OutOfBlocks) as error:
+    except (UsageError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             # Python flushes standard output once more on exit; let that go nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -448,8 +448,14 @@ def _generate_batch(args: argparse.Namespace, loaded: _Loaded, batch: list[list[
         kwargs["tokenizer"] = tokenizer
     if args.stream:
         kwargs["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    with _progress(model, enabled=not args.stream):
-        output = model.generate(rows, attention_mask=mask, cache_implementation="paged", **kwargs)
+    try:
+        with _progress(model, enabled=not args.stream):
+            output = model.generate(rows, attention_mask=mask, cache_implementation="paged", **kwargs)
+    except hf_paged.OutOfBlocks as error:
+        raise UsageError(
+            f"--num-blocks {args.num_blocks} is too few for {len(batch)} prompts at once ({error.needed} more needed "
+            f"at {error.available} free); give more, or a smaller --batch-size"
+        ) from error
     answers = [_answer(loaded, tokens) for tokens in output[:, width:].tolist()]
     each = len(answers) // len(batch)
     return [answers[i : i + each] for i in range(0, len(answers), each)]

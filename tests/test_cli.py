@@ -1,0 +1,279 @@
+"""The command line on the shipped checkpoint: texts equal plain generate's, errors are one line and exit code 2."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
+
+import hf_paged
+from hf_paged.cli import main
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+QA = str(EXAMPLES / "pydoc-lm-qa")
+BASE = str(EXAMPLES / "pydoc-lm-base")
+QUESTIONS = ["What does str.capitalize() do?", "Explain the if statement."]
+
+
+def plain(checkpoint: str, prompt: str, *, chat: bool, **options: Any) -> list[str]:
+    """What transformers alone generates for one prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    ids = inputs["input_ids"]
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return list(tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True))
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    status = main(list(argv))
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    lines = [json.loads(line) for line in run(capsys, "generate", "--json", *argv).splitlines()]
+    return lines[:-1], lines[-1]["stats"]
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [output["text"] for output in answer["outputs"]]
+
+
+# -- what it prints ------------------------------------------------------------------------------------------------
+
+
+def test_prints_texts_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "generate", QA, *QUESTIONS, "--max-new-tokens", "24")
+    for number, question in enumerate(QUESTIONS, 1):
+        assert f"[{number}/2] {question}" in out
+        assert plain(QA, question, chat=True, max_new_tokens=24)[0] in out
+    for words in ("tokens/s", "used at the peak", "shared", "copied on write", "reserved", "filled", "contiguous"):
+        assert words in out.split("-" * 40)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "kwargs"),
+    [
+        ([], {}),
+        (["--num-beams", "3"], {"num_beams": 3}),
+        (["--num-beams", "4", "--num-return-sequences", "2"], {"num_beams": 4, "num_return_sequences": 2}),
+        (["--repetition-penalty", "1.3"], {"repetition_penalty": 1.3}),
+        (["--no-repeat-ngram-size", "2"], {"no_repeat_ngram_size": 2}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_texts_equal_plain_generate(
+    capsys: pytest.CaptureFixture[str], options: list[str], kwargs: dict[str, Any]
+) -> None:
+    answers, stats = run_json(capsys, QA, *QUESTIONS, "--max-new-tokens", "20", *options)
+    assert [answer["prompt"] for answer in answers] == QUESTIONS
+    for answer in answers:
+        assert texts(answer) == plain(QA, answer["prompt"], chat=True, max_new_tokens=20, **kwargs)
+    generated = [output["num_tokens"] for answer in answers for output in answer["outputs"]]
+    assert stats["generated_tokens"] == sum(generated)
+    assert 0 < stats["kv_bytes_filled"] <= stats["kv_bytes_used"] <= stats["kv_bytes_reserved"]
+    assert stats["route"] == "engine" and stats["block_size"] == 16
+
+
+def test_base_checkpoint_continues_text(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = 'The "if" statement is used'
+    answers, _ = run_json(capsys, BASE, prompt, "--max-new-tokens", "20", "--block-size", "4")
+    assert texts(answers[0]) == plain(BASE, prompt, chat=False, max_new_tokens=20)
+
+
+def test_no_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    answers, _ = run_json(capsys, QA, QUESTIONS[0], "--no-chat", "--max-new-tokens", "12")
+    assert texts(answers[0]) == plain(QA, QUESTIONS[0], chat=False, max_new_tokens=12)
+
+
+def test_sampling_is_reproducible_and_shares_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    question = "What does the documentation say about the class definitions and their decorators?"
+    options = [QA, question, "--do-sample", "--temperature", "1.5", "--num-return-sequences", "3"]
+    first, stats = run_json(capsys, *options, "--seed", "1", "--max-new-tokens", "16")
+    second, _ = run_json(capsys, *options, "--seed", "1", "--max-new-tokens", "16")
+    third, _ = run_json(capsys, *options, "--seed", "2", "--max-new-tokens", "16")
+    assert first == second
+    assert first != third
+    assert stats["peak_blocks_shared"] >= 1
+    assert stats["cow_copies"] >= 1
+
+
+def test_stream_prints_the_same_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "generate", QA, *QUESTIONS, "--stream", "--no-stats", "--max-new-tokens", "12")
+    expected = [plain(QA, question, chat=True, max_new_tokens=12)[0] for question in QUESTIONS]
+    assert out == "".join(f"[{i}/2] {q}\n{text}\n" for i, (q, text) in enumerate(zip(QUESTIONS, expected), 1))
+
+
+def test_prompts_from_standard_input_and_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ["--max-new-tokens", "4", "--batch-size", "2"]
+    expected, _ = run_json(capsys, QA, "one", "two", "three", *options)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\nthree\n"))
+    assert run_json(capsys, QA, *options)[0] == expected
+    (tmp_path / "prompts").write_text("two\nthree")
+    assert run_json(capsys, QA, "one", "--file", str(tmp_path / "prompts"), *options)[0] == expected
+
+
+def test_options_between_prompts_and_a_prompt_with_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    answers, _ = run_json(capsys, QA, "one", "--max-new-tokens", "2", "two", "--", "-x")
+    assert [answer["prompt"] for answer in answers] == ["one", "two", "-x"]
+
+
+def test_stop_strings_and_finish_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = plain(QA, QUESTIONS[0], chat=True, max_new_tokens=100)[0]
+    stop = whole.split()[3]
+    answers, _ = run_json(capsys, QA, *QUESTIONS, "--max-new-tokens", "100", "--stop-strings", stop)
+    output = answers[0]["outputs"][0]
+    assert output["finish_reason"] == "stop"
+    assert output["text"].endswith(stop) and whole.startswith(output["text"])
+    answers, _ = run_json(capsys, QA, QUESTIONS[0], "--max-new-tokens", "5")
+    assert answers[0]["outputs"][0]["finish_reason"] == "length"
+    assert answers[0]["outputs"][0]["num_tokens"] == 5
+
+
+def test_default_length_stays_inside_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "is " * 1000
+    answers, stats = run_json(capsys, BASE, prompt)
+    limit = AutoModelForCausalLM.from_pretrained(BASE).config.max_position_embeddings
+    assert stats["prompt_tokens"] + answers[0]["outputs"][0]["num_tokens"] <= limit
+
+
+# -- what it refuses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["no command", "--help"]),
+        (["genrate", QA], ["'genrate'", "did you mean generate"]),
+        (["generate"], ["CHECKPOINT"]),
+        (["generate", QA], ["no prompt", "--file"]),
+        (["generate", QA, "x", ""], ["prompt 2", "empty"]),
+        (["generate", QA, "  "], ["prompt 1", "empty"]),
+        (["generate", QA, "x", "--num-beam", "4"], ["--num-beam", "did you mean --num-beams"]),
+        (["generate", QA, "x", "--temprature=1"], ["--temprature=1", "did you mean --temperature"]),
+        (["generate", QA, "x", "--top-k", "many"], ["--top-k", "'many'"]),
+        (["generate", QA, "x", "--top-p", "1.5", "--do-sample"], ["--top-p 1.5", "at most 1"]),
+        (["generate", QA, "x", "--max-new-tokens", "0"], ["--max-new-tokens 0", "at least 1"]),
+        (["generate", QA, "x", "--batch-size", "0"], ["--batch-size 0", "at least 1"]),
+        (["generate", QA, "x", "--temperature", "0.5"], ["--temperature 0.5", "--do-sample"]),
+        (["generate", QA, "x", "--length-penalty", "2"], ["--length-penalty 2.0", "--num-beams"]),
+        (["generate", QA, "x", "--num-return-sequences", "3"], ["--num-return-sequences 3", "--do-sample"]),
+        (["generate", QA, "x", "--num-return-sequences", "5", "--num-beams", "2"], ["5", "--num-beams"]),
+        (["generate", QA, "x", "--stream", "--num-beams", "2"], ["--stream", "--num-beams 2"]),
+        (["generate", QA, "x", "--stream", "--json"], ["--stream", "--json"]),
+        (["generate", QA, "x", "--min-new-tokens", "9", "--max-new-tokens", "3"], ["--min-new-tokens 9"]),
+        (["generate", QA, "x", "--block-size", "0"], ["block_size=0", "at least 1"]),
+        (["generate", QA, "x", "--device", "mars"], ["--device mars", "cpu"]),
+        (["generate", QA, "is " * 2000], ["prompt 1", "1024", "shorten"]),
+        (["generate", QA, "x", "--max-new-tokens", "5000"], ["--max-new-tokens 5000", "1024", "or less"]),
+        (["generate", QA, "x", "--num-blocks", "1"], ["--num-blocks 1", "more"]),
+        (["generate", BASE, "x", "--chat"], ["--chat", "no chat template"]),
+        (["generate", str(EXAMPLES), "x"], [str(EXAMPLES), "config.json", "save_pretrained"]),
+        (["generate", "no/such/folder", "x"], ["no/such/folder", "folder"]),
+        (["generate", str(EXAMPLES / "pydoc-lm-qx"), "x"], ["pydoc-lm-qx", "no folder"]),
+        (["generate", __file__, "x"], ["test_cli.py", "file"]),
+        (["generate", QA, "--file", "no-such-file"], ["no-such-file", "No such file"]),
+        (["check", str(EXAMPLES)], ["config.json"]),
+    ],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,
+)
+def test_one_line_errors(
+    argv: list[str], words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(argv) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and captured.err.startswith("hf-paged: error: ")
+    for word in words:
+        assert word in captured.err
+
+
+def test_a_broken_checkpoint_is_one_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for file in Path(QA).iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[:1000] if file.suffix == ".safetensors" else data)
+    assert main(["generate", str(tmp_path), "x"]) == 2
+    assert str(tmp_path) in capfd.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert main(["generate", str(tmp_path), "x"]) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "config" in error
+
+
+# -- check, build --------------------------------------------------------------------------------------------------
+
+
+def test_check_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(QA)
+    assert run(capsys, "check", QA) == f"{hf_paged.check(model)}\n"
+    assert run(capsys, "check", QA, "--config-only") == f"{hf_paged.check(model)}\n"
+
+
+def test_check_refuses_an_encoder_decoder_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path), "--config-only"]) == 1
+    assert "encoder-decoder" in capsys.readouterr().out
+
+
+# -- as a process --------------------------------------------------------------------------------------------------
+
+COMMAND = [sys.executable, "-m", "hf_paged.cli"]
+
+
+def test_help_is_fast_and_light() -> None:
+    elapsed = []
+    for argument in ("--help", "--version", "--help"):
+        started = time.perf_counter()
+        result = subprocess.run([*COMMAND, argument], capture_output=True, text=True, check=True)
+        elapsed.append(time.perf_counter() - started)
+        assert result.stderr == ""
+    assert "generate" in result.stdout
+    # The fastest of three: a busy machine says nothing about the command.
+    assert min(elapsed) < 1
+    code = "import sys; from hf_paged.cli import main; main(['generate', '--help']); assert 'torch' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--num-return-sequences" in result.stdout
+
+
+def test_a_reader_that_goes_away() -> None:
+    prompts = [str(number) for number in range(40)]
+    argv = [*COMMAND, "generate", QA, *prompts, "--max-new-tokens", "4", "--batch-size", "1"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "[1/40] 0\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
+
+
+def test_interrupt() -> None:
+    argv = [*COMMAND, "generate", QA, "x", "--stream", "--max-new-tokens", "1000", "--min-new-tokens", "1000"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "[1/1] x\n"
+        process.send_signal(signal.SIGINT)
+        error = process.stderr.read()
+        assert process.wait(60) == 130
+    assert error.strip() == "hf-paged: interrupted"
