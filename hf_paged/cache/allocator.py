@@ -27,7 +27,7 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._ref_counts = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self.on_evict = on_evict  # told of every cached block that `allocate` takes back
+        self.on_evict = on_evict  # told of every block whose content must not be found again
 
     @property
     def num_blocks(self) -> int:
@@ -51,7 +51,16 @@ class BlockAllocator:
         return len(self._free) + len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
-        return self._ref_counts[block_id]
+        if 0 <= block_id < len(self._ref_counts):
+            return self._ref_counts[block_id]
+        raise ValueError(f"block {block_id} does not exist: there are {self.num_blocks}")
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._cached
+
+    def is_held(self, block_id: int) -> bool:
+        """Used or cached: its content has a meaning."""
+        return self.ref_count(block_id) > 0 or block_id in self._cached
 
     def allocate(self) -> int:
         """A block with `ref_count` 1. Evicts the least recently used cached block if none is free.
@@ -62,8 +71,7 @@ class BlockAllocator:
             block_id = self._free.pop()
         elif self._cached:
             block_id, _ = self._cached.popitem(last=False)
-            if self.on_evict is not None:
-                self.on_evict(block_id)
+            self.forget(block_id)
         else:
             raise OutOfBlocks(1, 0, "free sequences or give the cache more blocks")
         self._ref_counts[block_id] = 1
@@ -71,7 +79,7 @@ class BlockAllocator:
 
     def share(self, block_id: int) -> None:
         """One more table holds `block_id`; a cached block comes back into use."""
-        if self._ref_counts[block_id] == 0:
+        if self.ref_count(block_id) == 0:
             if block_id not in self._cached:
                 raise ValueError(f"block {block_id} is free and cannot be shared")
             del self._cached[block_id]
@@ -79,9 +87,7 @@ class BlockAllocator:
 
     def free(self, block_id: int, *, keep: bool = False) -> int:
         """One table less holds `block_id`; returns the new `ref_count`. At 0 it is free, or cached if `keep`."""
-        if block_id < 0:
-            raise ValueError(f"block {block_id} does not exist")
-        count = self._ref_counts[block_id] - 1
+        count = self.ref_count(block_id) - 1
         if count < 0:
             raise ValueError(f"block {block_id} is not in use (freed twice?)")
         self._ref_counts[block_id] = count
@@ -99,8 +105,10 @@ class BlockAllocator:
         del self._cached[block_id]
         self._free.append(block_id)
 
-    def is_cached(self, block_id: int) -> bool:
-        return block_id in self._cached
+    def forget(self, block_id: int) -> None:
+        """The content of `block_id` is about to be overwritten: tell the prefix cache, if there is one."""
+        if self.on_evict is not None:
+            self.on_evict(block_id)
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`; never shrinks."""

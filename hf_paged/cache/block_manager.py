@@ -40,7 +40,7 @@ class BlockManager:
 
     Invariants: a table has `ceil(num_tokens / block_size)` entries; only its last block may be partly filled;
     `ref_count(b)` is the number of tables that hold `b`; a slot is only ever written in a block with `ref_count` 1
-    that the prefix cache does not know.
+    that the prefix cache does not know (any more).
     With `sliding_window` W, blocks that no later token can attend to are freed as the sequence grows
     (their entries become NULL_BLOCK), so that at most `ceil(W / block_size) + 1` blocks a sequence stay alive
     between two appends of one token.
@@ -61,8 +61,8 @@ class BlockManager:
         self.allocator = allocator
         self.block_size = block_size
         self.sliding_window = sliding_window
-        # Blocks whose content the prefix cache knows by hash: kept (not freed) when their last table lets go, and
-        # never written again.
+        # Blocks whose content the prefix cache knows by hash: kept (not freed) when their last table lets go. Before
+        # one is written again (only a crop leads there), the cache is told to forget it.
         self.cached_blocks = cached_blocks
         self._tables: dict[SeqId, _Table] = {}
         self.num_copies = 0  # copy-on-writes since the start
@@ -144,17 +144,11 @@ class BlockManager:
             needed += -(-(table.num_tokens + num_tokens) // size) - len(table.blocks)
             if num_tokens > 0 and table.num_tokens % size:
                 last = table.blocks[-1]
-                if last in self.cached_blocks:
-                    needed += 1
-                else:
-                    sharers[last] = sharers.get(last, 0) + 1
+                sharers[last] = sharers.get(last, 0) + 1
         return needed + sum(min(count, ref_count(block_id) - 1) for block_id, count in sharers.items())
 
     def _must_copy_last(self, table: _Table) -> bool:
-        if table.num_tokens % self.block_size == 0:
-            return False
-        last = table.blocks[-1]
-        return self.allocator.ref_count(last) > 1 or last in self.cached_blocks
+        return table.num_tokens % self.block_size > 0 and self.allocator.ref_count(table.blocks[-1]) > 1
 
     # -- the verbs ----------------------------------------------------------------------------------------------
 
@@ -162,30 +156,27 @@ class BlockManager:
         """Make room for `num_tokens` more tokens at the end of `seq_id` (a new id starts an empty sequence).
 
         Returns the copy-on-writes that the device must do before it writes the new slots: at most one, when the
-        partly filled last block is shared (or, after a crop, known to the prefix cache). Raises OutOfBlocks, all or
-        nothing.
+        partly filled last block is shared. The source stays with the other tables, so it is not the destination of
+        another copy until they are freed. Raises OutOfBlocks, all or nothing.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative")
         table = self._tables.get(seq_id)
-        if table is not None:
-            offset = table.num_tokens % self.block_size
-            # Most appends of a decode step end here.
-            if offset and offset + num_tokens <= self.block_size and not self._must_copy_last(table):
-                table.num_tokens += num_tokens
-                return []
         needed = self.num_blocks_to_append(seq_id, num_tokens)
         if needed > self.allocator.num_available:
             raise OutOfBlocks(needed, self.allocator.num_available)
         if table is None:
             table = self._tables[seq_id] = _Table()
         copies: list[BlockCopy] = []
-        if num_tokens > 0 and self._must_copy_last(table):
-            src, dst = table.blocks[-1], self.allocator.allocate()
-            table.blocks[-1] = dst
-            self._free_block(src)
-            copies.append(BlockCopy(src, dst))
-            self.num_copies += 1
+        if num_tokens > 0 and table.num_tokens % self.block_size:
+            last = table.blocks[-1]
+            if self.allocator.ref_count(last) > 1:
+                table.blocks[-1] = self.allocator.allocate()
+                self.allocator.free(last)
+                copies.append(BlockCopy(last, table.blocks[-1]))
+                self.num_copies += 1
+            elif last in self.cached_blocks:
+                self.allocator.forget(last)
         table.num_tokens += num_tokens
         for _ in range(-(-table.num_tokens // self.block_size) - len(table.blocks)):
             table.blocks.append(self.allocator.allocate())
@@ -231,9 +222,13 @@ class BlockManager:
         if seq_id in self._tables:
             raise ValueError(f"sequence {seq_id!r} exists already")
         table = _Table()
-        for block_id in block_ids:
+        table.blocks.extend(block_ids)
+        if len(set(table.blocks)) < len(table.blocks):
+            raise ValueError(f"block_ids={list(table.blocks)}: a block is there twice")
+        if unwritten := [block_id for block_id in table.blocks if not self.allocator.is_held(block_id)]:
+            raise ValueError(f"block {unwritten[0]} is free: it holds nothing that could be adopted")
+        for block_id in table.blocks:
             self.allocator.share(block_id)
-            table.blocks.append(block_id)
         table.num_tokens = len(table.blocks) * self.block_size
         self._tables[seq_id] = table
 

@@ -1,0 +1,377 @@
+"""Block tables against a model of plain lists, after every operation, with the device's slots simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.block_manager import NULL_BLOCK, BlockCopy, BlockManager
+from hf_paged.cache.prefix_cache import PrefixCache, root_digest
+from hf_paged.errors import OutOfBlocks
+
+ROOT = root_digest("model")
+TOKENS = st.integers(0, 1)  # few, so that prefixes meet
+PICK = st.integers(0, 10**6)
+
+
+def kv_of(tokens: list[int], position: int) -> bytes:
+    """What the forward writes for one token: like K/V it depends on the whole prefix."""
+    return sha256(repr((position, tokens[: position + 1])).encode()).digest()
+
+
+@dataclass
+class Store:
+    """A manager and the memory it manages. `seqs` is the model: what every sequence should read back."""
+
+    manager: BlockManager
+    slots: dict[int, bytes] = field(default_factory=dict)
+    seqs: dict[int, list[int]] = field(default_factory=dict)
+    readable_from: dict[int, int] = field(default_factory=dict)  # positions below left the window
+
+    def state(self) -> object:
+        manager, allocator = self.manager, self.manager.allocator
+        tables = {s: (manager.num_tokens(s), list(manager.block_table(s))) for s in manager.seq_ids}
+        counts = [allocator.ref_count(b) for b in range(allocator.num_blocks)]
+        return tables, counts, allocator.num_free, allocator.num_cached, manager.num_copies
+
+    def copy(self, copies: list[BlockCopy], source: Store) -> None:
+        """Do the copies of one step in any order: they must not depend on each other."""
+        size = self.manager.block_size
+        sources, destinations = [c.src for c in copies], [c.dst for c in copies]
+        assert len(set(destinations)) == len(destinations)
+        assert source is not self or not set(sources) & set(destinations)
+        for src, dst in copies:
+            for offset in range(size):
+                if (slot := src * size + offset) in source.slots:
+                    self.slots[dst * size + offset] = source.slots[slot]
+                else:
+                    self.slots.pop(dst * size + offset, None)
+
+    def write(self, seq_id: int, start: int) -> None:
+        tokens, size = self.seqs[seq_id], self.manager.block_size
+        for position, slot in enumerate(self.manager.slots(seq_id, start, len(tokens)), start):
+            assert self.manager.allocator.ref_count(slot // size) == 1, "a shared block is written"
+            assert slot // size not in self.manager.cached_blocks, "a block that can be found by hash is written"
+            self.slots[slot] = kv_of(tokens, position)
+
+    def check(self, pinned: int = 0) -> None:
+        manager, allocator, size = self.manager, self.manager.allocator, self.manager.block_size
+        manager.check_integrity()
+        assert allocator.num_free + allocator.num_used + allocator.num_cached == allocator.num_blocks
+        assert len(manager) == len(self.seqs) + pinned
+        held: dict[int, int] = {}
+        for seq_id in manager.seq_ids:
+            table = [b for b in manager.block_table(seq_id) if b != NULL_BLOCK]
+            assert len(set(table)) == len(table)
+            for block_id in table:
+                held[block_id] = held.get(block_id, 0) + 1
+        assert allocator.num_used == len(held)
+        assert all(allocator.ref_count(b) == held.get(b, 0) for b in range(allocator.num_blocks))
+        for seq_id, tokens in self.seqs.items():
+            assert manager.num_tokens(seq_id) == len(tokens)
+            assert len(manager.block_table(seq_id)) == -(-len(tokens) // size)
+            start = self.readable_from[seq_id]
+            read = [self.slots.get(slot) for slot in manager.slots(seq_id, start, len(tokens))]
+            assert read == [kv_of(tokens, position) for position in range(start, len(tokens))]
+
+
+class BlockMachine(RuleBasedStateMachine):
+    """Every verb of BlockManager on a device store and a host store."""
+
+    window: int | None = None
+    caching = False
+
+    @initialize(
+        num_blocks=st.integers(1, 12), num_host_blocks=st.integers(0, 6), block_size=st.integers(1, 4), data=st.data()
+    )
+    def start(self, num_blocks: int, num_host_blocks: int, block_size: int, data: st.DataObject) -> None:
+        window = None if self.window is None else data.draw(st.integers(1, self.window))
+        self.device = Store(BlockManager(BlockAllocator(num_blocks), block_size, sliding_window=window))
+        self.host = Store(BlockManager(BlockAllocator(num_host_blocks), block_size, sliding_window=window))
+        self.cache = PrefixCache(self.device.manager) if self.caching else None
+        self.preempted: list[list[int]] = []  # by recompute
+        self.next_id = 0
+
+    # -- choosing -----------------------------------------------------------------------------------------------
+
+    def pick(self, number: int, store: Store | None = None) -> int:
+        seqs = list((store or self.device).seqs)
+        return seqs[number % len(seqs)]
+
+    def new_id(self) -> int:
+        self.next_id += 1
+        return self.next_id
+
+    def has_seqs(self) -> bool:
+        return bool(self.device.seqs)
+
+    def has_swapped(self) -> bool:
+        return bool(self.host.seqs)
+
+    def has_preempted(self) -> bool:
+        return bool(self.preempted)
+
+    def has_cache(self) -> bool:
+        return self.caching
+
+    # -- the verbs ----------------------------------------------------------------------------------------------
+
+    def append_to(self, appends: list[tuple[int, list[int]]]) -> bool:
+        """One step: make room for all, copy, write. False if there is no room, and then nothing has changed."""
+        store, manager = self.device, self.device.manager
+        counts = [(seq_id, len(tokens)) for seq_id, tokens in appends]
+        needed, available = manager.num_blocks_to_append_all(counts), manager.allocator.num_available
+        before = store.state()
+        if needed > available:
+            if len(counts) == 1:
+                with pytest.raises(OutOfBlocks) as error:
+                    manager.append(*counts[0])
+                assert (error.value.needed, error.value.available) == (needed, available)
+            assert store.state() == before
+            return False
+        copies = [copy for seq_id, count in counts for copy in manager.append(seq_id, count)]
+        assert available - manager.allocator.num_available == needed
+        store.copy(copies, store)
+        for seq_id, tokens in appends:
+            old = store.seqs.setdefault(seq_id, [])
+            store.readable_from.setdefault(seq_id, 0)
+            old.extend(tokens)
+            store.write(seq_id, len(old) - len(tokens))
+            self.register(seq_id)
+        return True
+
+    def forget(self, store: Store, seq_id: int) -> list[int]:
+        del store.readable_from[seq_id]
+        return store.seqs.pop(seq_id)
+
+    @rule(tokens=st.lists(TOKENS, max_size=9))
+    def create(self, tokens: list[int]) -> None:
+        self.append_to([(self.new_id(), tokens)])
+
+    @precondition(has_seqs)
+    @rule(number=PICK, tokens=st.lists(TOKENS, max_size=5))
+    def append(self, number: int, tokens: list[int]) -> None:
+        self.append_to([(self.pick(number), tokens)])
+
+    @precondition(has_seqs)
+    @rule(count=st.integers(1, 6), token=TOKENS, branch=st.booleans())
+    def decode(self, count: int, token: int, branch: bool) -> None:
+        """One token for several sequences in one step."""
+        seqs = list(self.device.seqs)[:count]
+        self.append_to([(seq_id, [token ^ (branch and seq_id & 1)]) for seq_id in seqs])
+
+    @precondition(has_seqs)
+    @rule(number=PICK)
+    def fork(self, number: int) -> None:
+        parent, child, available = self.pick(number), self.new_id(), self.device.manager.allocator.num_available
+        self.device.manager.fork(parent, child)
+        assert self.device.manager.allocator.num_available == available
+        self.device.seqs[child] = self.device.seqs[parent][:]
+        self.device.readable_from[child] = self.device.readable_from[parent]
+        with pytest.raises(ValueError, match="exists already"):
+            self.device.manager.fork(parent, child)
+
+    @precondition(has_seqs)
+    @rule(number=PICK)
+    def free(self, number: int) -> None:
+        seq_id = self.pick(number)
+        self.device.manager.free(seq_id)
+        self.forget(self.device, seq_id)
+        with pytest.raises(KeyError):
+            self.device.manager.free(seq_id)
+
+    @precondition(has_seqs)
+    @rule(number=PICK)
+    def rename(self, number: int) -> None:
+        old, new = self.pick(number), self.new_id()
+        self.device.manager.rename(old, new)
+        self.device.readable_from[new] = self.device.readable_from[old]
+        self.device.seqs[new] = self.forget(self.device, old)
+
+    @precondition(has_seqs)
+    @rule(number=PICK, share=st.floats(0, 1))
+    def crop(self, number: int, share: float) -> None:
+        seq_id, manager = self.pick(number), self.device.manager
+        tokens = self.device.seqs[seq_id]
+        keep, before = int(share * len(tokens)), self.device.state()
+        with pytest.raises(ValueError, match="has"):
+            manager.crop(seq_id, len(tokens) + 1)
+        try:
+            manager.crop(seq_id, keep)
+        except ValueError:
+            assert self.device.state() == before
+            # A token at `keep` would see a block that is gone.
+            first_seen = max(keep - manager.sliding_window + 1, 0)  # type: ignore[operator]
+            assert manager.block_table(seq_id)[first_seen // manager.block_size] == NULL_BLOCK
+            return
+        del tokens[keep:]
+        self.device.readable_from[seq_id] = min(self.device.readable_from[seq_id], keep)
+
+    @precondition(has_seqs)
+    @rule(number=PICK)
+    def preempt(self, number: int) -> None:
+        seq_id = self.pick(number)
+        self.device.manager.free(seq_id)
+        self.preempted.append(self.forget(self.device, seq_id))
+
+    @precondition(has_preempted)
+    @rule(number=PICK)
+    def resume(self, number: int) -> None:
+        """Recompute from the prefix cache's hit on, if there is one."""
+        tokens, seq_id, store = self.preempted.pop(number % len(self.preempted)), self.new_id(), self.device
+        hits = [] if self.cache is None else self.cache.match(tokens, ROOT)
+        num_hits = len(hits) * store.manager.block_size
+        assert num_hits < len(tokens) or not hits
+        store.manager.adopt(seq_id, hits)
+        store.seqs[seq_id], store.readable_from[seq_id] = tokens[:num_hits], 0
+        store.check(self.num_pins)
+        if not self.append_to([(seq_id, tokens[num_hits:])]):
+            self.preempted.append(tokens)
+            store.manager.free(seq_id)
+            self.forget(store, seq_id)
+
+    def move(self, seq_ids: list[int], source: Store, target: Store) -> None:
+        before = source.state(), target.state()
+        shared = sum(len(set(source.manager.block_table(s)) - {NULL_BLOCK}) for s in seq_ids)
+        try:
+            copies = source.manager.move_to(target.manager, seq_ids)
+        except OutOfBlocks as error:
+            assert error.needed > error.available == target.manager.allocator.num_available
+            assert (source.state(), target.state()) == before
+            return
+        assert len({copy.src for copy in copies}) == len(copies) <= shared, "a shared block is copied once"
+        target.copy(copies, source)
+        for seq_id in seq_ids:
+            target.readable_from[seq_id] = source.readable_from[seq_id]
+            target.seqs[seq_id] = self.forget(source, seq_id)
+
+    @precondition(has_seqs)
+    @rule(first=PICK, count=st.integers(1, 3))
+    def swap_out(self, first: int, count: int) -> None:
+        seqs = list(self.device.seqs)
+        start = first % len(seqs)
+        self.move(seqs[start : start + count], self.device, self.host)
+
+    @precondition(has_swapped)
+    @rule(first=PICK, count=st.integers(1, 3))
+    def swap_in(self, first: int, count: int) -> None:
+        seqs = list(self.host.seqs)
+        start = first % len(seqs)
+        self.move(seqs[start : start + count], self.host, self.device)
+
+    @rule(more=st.integers(0, 2))
+    def grow(self, more: int) -> None:
+        allocator = self.device.manager.allocator
+        if allocator.num_blocks < 20:
+            allocator.grow(allocator.num_blocks + more)
+
+    @precondition(has_seqs)
+    @rule()
+    def step_done(self) -> None:
+        """Blocks outside the window go; what the next token sees stays."""
+        for seq_id in self.device.seqs:
+            self.drop(seq_id)
+
+    def drop(self, seq_id: int) -> None:
+        manager = self.device.manager
+        dropped, length = manager.drop_outside_window(seq_id), len(self.device.seqs[seq_id])
+        if manager.sliding_window is None:
+            assert dropped == 0
+            return
+        first = max(length - manager.sliding_window + 1, 0)
+        self.device.readable_from[seq_id] = max(self.device.readable_from[seq_id], first)
+        alive = [b for b in manager.block_table(seq_id) if b != NULL_BLOCK]
+        assert len(alive) <= -(-manager.sliding_window // manager.block_size) + 1
+
+    @precondition(lambda self: self.window is not None and bool(self.device.seqs))
+    @rule(number=PICK, count=st.integers(1, 12))
+    def decode_long(self, number: int, count: int) -> None:
+        """The memory of a windowed sequence is bounded however long it gets."""
+        seq_id = self.pick(number)
+        for _ in range(count):
+            self.append_to([(seq_id, [0])])
+            self.drop(seq_id)
+
+    # -- the prefix cache ---------------------------------------------------------------------------------------
+
+    @property
+    def num_pins(self) -> int:
+        return 0 if self.cache is None else len(self.cache.pins)
+
+    def register(self, seq_id: int) -> None:
+        if self.cache is None:
+            return
+        tokens, digests = self.device.seqs[seq_id], []
+        self.cache.extend_digests(digests, tokens, ROOT, len(tokens) // self.cache.block_size)
+        for block_id, digest in zip(self.device.manager.block_table(seq_id), digests):
+            self.cache.register(block_id, digest)
+
+    @precondition(has_cache)
+    @rule(tokens=st.lists(TOKENS, max_size=12))
+    def adopt(self, tokens: list[int]) -> None:
+        """A new request whose prefix is known: it reads what the others wrote."""
+        self.preempted.append(tokens)
+        self.resume(len(self.preempted) - 1)
+
+    @precondition(has_cache)
+    @rule(tokens=st.lists(TOKENS, max_size=8), pin=st.booleans())
+    def pin(self, tokens: list[int], pin: bool) -> None:
+        assert self.cache is not None
+        if pin:
+            held = self.cache.pin(tokens, ROOT)
+            assert held <= len(tokens)
+            assert len(self.cache.match([*tokens, 0], ROOT)) * self.device.manager.block_size == held
+        else:
+            self.cache.unpin(tokens, ROOT)
+
+    @precondition(has_cache)
+    @rule()
+    def clear(self) -> None:
+        assert self.cache is not None
+        self.cache.clear()
+        assert len(self.cache) == self.device.manager.allocator.num_cached == self.num_pins == 0
+
+    # -- always -------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def tables_are_right(self) -> None:
+        if not hasattr(self, "device"):
+            return
+        self.device.check(self.num_pins)
+        self.host.check()
+        if self.cache is not None:
+            self.cache.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "device"):
+            return
+        if self.cache is not None:
+            self.cache.clear()
+        for store in (self.device, self.host):
+            for seq_id in store.manager.seq_ids:
+                store.manager.free(seq_id)
+            assert store.manager.allocator.num_free == store.manager.allocator.num_blocks
+
+
+class WindowMachine(BlockMachine):
+    window = 6
+
+
+class PrefixMachine(BlockMachine):
+    caching = True
+
+
+MACHINE_SETTINGS = settings(
+    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+TestBlocks = BlockMachine.TestCase
+TestWindow = WindowMachine.TestCase
+TestPrefix = PrefixMachine.TestCase
+TestBlocks.settings = TestWindow.settings = TestPrefix.settings = MACHINE_SETTINGS
