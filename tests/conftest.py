@@ -128,12 +128,12 @@ def compare(
     `fresh` makes the arguments that keep state (processors, streamers), anew for each call. `route`: how the paged
     call has to be served (None: either way).
     """
-    before = state_of(model)
     used = blocks_in_use()
     torch.manual_seed(seed)
     plain = model.generate(*args, **copy.deepcopy(kwargs), **fresh())
     plain_random = torch.random.get_rng_state()
-    assert state_of(model) == before
+    # Taken after the plain call: transformers itself leaves hooks on a model that has shown its attentions once.
+    before = state_of(model)
     torch.manual_seed(seed)
     with hf_paged.record_calls() as records:
         paged = model.generate(*args, **copy.deepcopy(kwargs), **fresh(), cache_implementation="paged")
@@ -161,5 +161,6 @@ def paged_equals_plain() -> Callable[..., Comparison]:
 
 @pytest.fixture(autouse=True)
 def _no_memory_between_tests() -> Iterator[None]:
+    _memories.clear()
     yield
     hf_paged.release_memory()

@@ -64,7 +64,9 @@ class PagedKVCache(Cache):
 
     def _own_layer(self, index: int, layer: Any) -> Any:
         # Exactly these two hold K/V and nothing else; other kinds (recurrent states, indexers, none) stay as they are.
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) is DynamicSlidingWindowLayer:
+            return PagedLayer(self, index, sliding_window=layer.sliding_window)
+        if type(layer) is DynamicLayer:
             return PagedLayer(self, index)
         return layer
 
@@ -261,40 +263,43 @@ class PagedKVCache(Cache):
             except OutOfBlocks as error:
                 raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
         kv = self._pool.layer_for(layer.index, key.transpose(1, 2), value.transpose(1, 2))
-        slots = [
-            slot
-            for row, padding in zip(self._rows, self._padding)
-            for slot in self._manager.slots(row, start - padding, stop - padding)
-        ]
-        mapping = torch.tensor(slots, dtype=torch.int64).to(key.device, non_blocking=True)
+        mapping = self._slots(start, stop, hole=-1).flatten().to(key.device, non_blocking=True)
         flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
         flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
         ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping)
         layer.length = stop
 
-    def _dense(self, layer: PagedLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's K and V as [batch, num_kv_heads, length, head size], gathered; padding reads as zeros."""
+    def _slots(self, start: int, stop: int, *, hole: int) -> torch.Tensor:
+        """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; `hole` = padding."""
+        slots = torch.full((len(self._rows), stop - start), hole, dtype=torch.int64)
+        for i, (row, padding) in enumerate(zip(self._rows, self._padding)):
+            first = min(max(start, padding), stop)
+            slots[i, first - start :] = torch.tensor(self._manager.slots(row, first - padding, stop - padding))
+        return slots
+
+    def _dense(self, layer: PagedLayer, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's K and V from position `start` on as [batch, num_kv_heads, length - start, head size], gathered.
+
+        Padding reads as zeros.
+        """
         kv = self._pool[layer.index]
         length, size = layer.length, self.memory.block_size
         if any(self._padding):
-            index = torch.zeros(len(self._rows), length, dtype=torch.int64)
-            stored = torch.zeros(len(self._rows), length, dtype=torch.bool)
-            for i, (row, padding) in enumerate(zip(self._rows, self._padding)):
-                slots = self._manager.slots(row, 0, max(length - padding, 0))
-                index[i, padding:] = torch.tensor(slots)
-                stored[i, padding:] = True
-            index, hole = index.to(kv.key.device), ~stored.to(kv.key.device)
-            gathered = []
-            for tensor in kv:
-                dense = tensor.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
-                gathered.append(dense.masked_fill_(hole[..., None, None], 0).transpose(1, 2))
-            return gathered[0], gathered[1]
-        blocks = -(-length // size)
-        table = torch.tensor([list(self._manager.block_table(row)[:blocks]) for row in self._rows])
-        table = table.to(kv.key.device, non_blocking=True)
+            index = self._slots(start, length, hole=-1).to(kv.key.device, non_blocking=True)
+            hole = (index < 0)[..., None, None]
+            index = index.clamp(min=0)
+            dense_key, dense_value = (
+                tensor.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).masked_fill_(hole, 0)
+                for tensor in kv
+            )
+            return dense_key.transpose(1, 2), dense_value.transpose(1, 2)
+        first, last = start // size, -(-length // size)
+        table = torch.tensor([list(self._manager.block_table(row)[first:last]) for row in self._rows])
+        table = table.to(kv.key.device, non_blocking=True).flatten().long()
+        span = slice(start - first * size, length - first * size)
         dense_key, dense_value = (
-            tensor.index_select(0, table.flatten().long())
-            .view(len(self._rows), blocks * size, *tensor.shape[2:])[:, :length]
+            tensor.index_select(0, table)
+            .view(len(self._rows), (last - first) * size, *tensor.shape[2:])[:, span]
             .transpose(1, 2)
             for tensor in kv
         )
@@ -302,17 +307,25 @@ class PagedKVCache(Cache):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's view of a PagedKVCache: how far it has been written. The blocks belong to the cache."""
+    """One layer's view of a PagedKVCache: how far it has been written. The blocks belong to the cache.
 
-    is_sliding = False
+    With a `sliding_window`, `update` returns and the mask sizes cover what transformers' sliding layer would hold: the
+    window of the first new token, and the new tokens.
+    """
+
     is_compileable = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: PagedKVCache, index: int) -> None:
+    def __init__(self, cache: PagedKVCache, index: int, *, sliding_window: int | None = None) -> None:
         self._cache = cache
         self.index = index
+        self.sliding_window = sliding_window
         self.length = 0
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.sliding_window is not None
 
     @property
     def is_initialized(self) -> bool:
@@ -334,11 +347,17 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self._first_visible()
         self._cache._write(self, key_states, value_states)
-        return self._cache._dense(self)
+        return self._cache._dense(self, start)
+
+    def _first_visible(self) -> int:
+        """The first position that the next token attends to."""
+        return 0 if self.sliding_window is None else max(self.length - self.sliding_window + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        start = self._first_visible()
+        return self.length - start + query_length, start
 
     def get_seq_length(self) -> int:
         return self.length

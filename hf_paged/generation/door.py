@@ -135,12 +135,13 @@ class _Call:
     cache: PagedKVCache | None = None
     decoder: PackedDecoder | None = None
     expand: int = 1
+    given: bool = False  # the caller's own cache is continued
     returned: bool = False  # the caller keeps the cache
     config: CacheConfig = field(default_factory=CacheConfig)
 
-    def close(self) -> None:
-        """No block stays in use, unless the caller was given the cache."""
-        if self.returned or self.memory is None or self.key is None:
+    def close(self, *, failed: bool) -> None:
+        """No block stays in use, unless the caller has the cache."""
+        if self.given or self.memory is None or self.key is None or (self.returned and not failed):
             return
         if self.decoder is not None:
             self.decoder.free()
@@ -169,16 +170,18 @@ def generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kw
             _current.reset(token)
     call = _open_call(model, args, kwargs)
     kwargs.pop("cache_implementation", None)
+    failed = True
     token = _current.set(call)
     try:
         result = function(model, *args, **kwargs)
         _observe_end(call, result)
         for records in _recorders.get():
             records.append(call.record)
+        failed = False
         return result
     finally:
         _current.reset(token)
-        call.close()
+        call.close(failed=failed)
 
 
 def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -257,7 +260,7 @@ def prepare_cache_for_generation(
     call.record.route, call.record.reason = ("engine", None) if obstacle is None else ("hf_loop", obstacle)
     if given is not None:
         given._is_user_defined = True
-        call.cache, call.memory, call.returned = given, given.memory, True
+        call.cache, call.memory, call.given = given, given.memory, True
         call.record.start(call.memory)
         return None
     call.expand = max(config.num_beams, config.num_return_sequences)
