@@ -1,0 +1,316 @@
+"""Around the call: spelling, the model afterwards, other threads, repeated calls, conversations; uninstall."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import conftest
+import models
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+
+import hf_paged
+
+Compare = Callable[..., Any]
+
+LENGTHS = (5, 19, 1, 16)
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sample": {"do_sample": True, "temperature": 2.5, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
+}
+
+
+def _inputs(model: Any) -> dict[str, Any]:
+    inputs = models.batch(*LENGTHS)
+    return {**inputs, "eos_token_id": models.ending(model, inputs), "pad_token_id": models.PAD, "max_new_tokens": 9}
+
+
+# -- spelling ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generation_config_spelling(family: str, mode: str) -> None:
+    model, inputs = models.shared(family), models.batch(*LENGTHS)
+    config = GenerationConfig(**MODES[mode], max_new_tokens=9, pad_token_id=0, eos_token_id=models.EOS)
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, generation_config=config)
+    config.cache_implementation = "paged"
+    for call in (
+        lambda: model.generate(**inputs, generation_config=config),
+        lambda: model.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"]),
+    ):
+        torch.manual_seed(3)
+        with hf_paged.record_calls() as records:
+            paged = call()
+        assert torch.equal(paged, plain)
+        assert len(records) == 1 and records[0].route == "engine"
+    assert config.cache_implementation == "paged", "the caller's config is left alone"
+
+
+def test_model_generation_config_defaults(family: str) -> None:
+    """What model.generation_config says applies, the cache implementation included."""
+    model, inputs = models.build(family), models.batch(*LENGTHS)
+    defaults = {
+        "num_beams": 2,
+        "repetition_penalty": 1.7,
+        "max_new_tokens": 7,
+        "do_sample": False,
+        "num_return_sequences": 2,
+    }
+    model.generation_config.update(**defaults)
+    plain = model.generate(**inputs)
+    assert torch.equal(model.generate(**inputs, cache_implementation="paged"), plain)
+    model.generation_config.cache_implementation = "paged"
+    with hf_paged.record_calls() as records:
+        assert torch.equal(model.generate(**inputs), plain)
+        assert len(records) == 1
+        # An explicit other cache wins over the default.
+        assert torch.equal(model.generate(**inputs, cache_implementation="dynamic"), plain)
+        assert len(records) == 1
+
+
+def test_kwarg_beats_generation_config() -> None:
+    model, inputs = models.shared("llama"), models.batch(5, 9)
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, cache_implementation="dynamic")
+    with hf_paged.record_calls() as records:
+        model.generate(**inputs, generation_config=config, cache_implementation="paged")
+        model.generate(**inputs, generation_config=config)
+    assert len(records) == 1
+
+
+def test_custom_generate_from_a_folder(tmp_path: Path) -> None:
+    """Code named by a string gets the arguments as they are, the cache implementation included."""
+    folder = tmp_path / "custom_generate"
+    folder.mkdir()
+    (folder / "generate.py").write_text(
+        "def generate(model, input_ids, cache_implementation=None, **kwargs):\n"
+        "    assert cache_implementation == 'paged'\n"
+        "    kwargs.pop('custom_generate', None)\n"
+        "    return model.generate(input_ids, cache_implementation=cache_implementation, max_new_tokens=5)\n"
+    )
+    model, ids = models.shared("llama"), models.prompts(9)[0][None]
+    plain = model.generate(ids, max_new_tokens=5)
+    with hf_paged.record_calls() as records:
+        paged = model.generate(
+            input_ids=ids, custom_generate=str(tmp_path), trust_remote_code=True, cache_implementation="paged"
+        )
+    assert torch.equal(paged, plain)
+    assert len(records) == 1
+
+
+# -- the model afterwards ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_mode_without_dropout(family: str, mode: str, paged_equals_plain: Compare) -> None:
+    """Trainers generate in training mode; the flag stays."""
+    model = models.build(family, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, dropout=0.0, attention_dropout=0.0)
+    model.train()
+    paged_equals_plain(model, **_inputs(model), **MODES[mode])
+    assert model.training
+
+
+def test_training_mode_with_dropout_takes_the_batch_layout(paged_equals_plain: Compare) -> None:
+    """With dropout on, the random state decides: only the same layout gives the same text."""
+    model = models.build("llama", attention_dropout=0.1)
+    model.train()
+    paged_equals_plain(
+        model, **models.batch(9, 9), max_new_tokens=6, do_sample=False, eos_token_id=None, route="hf_loop"
+    )
+
+
+def test_gradients_are_left_alone(paged_equals_plain: Compare) -> None:
+    model = models.build("llama")
+    ids = models.prompts(9)[0][None]
+    model(ids, labels=ids).loss.backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    paged_equals_plain(model, ids, max_new_tokens=5, do_sample=False)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before))
+    model(ids, labels=ids).loss.backward()
+
+
+def test_hooks_of_the_user_run_and_stay(paged_equals_plain: Compare) -> None:
+    model, calls = models.build("llama"), []
+    handle = model.model.layers[1].register_forward_hook(lambda *args: calls.append(1))
+    paged_equals_plain(model, **models.batch(5, 9), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert len(calls) >= 10
+    handle.remove()
+
+
+def test_ordinary_generate_is_bit_for_bit_what_it_was(family: str) -> None:
+    """Installed and uninstalled, before and after paged calls: plain generate gives the very same bits."""
+    model, inputs = models.shared(family), _inputs(models.shared(family))
+    options = {**inputs, "return_dict_in_generate": True, "output_logits": True, "num_beams": 2, "do_sample": False}
+    hf_paged.uninstall()
+    try:
+        expected = model.generate(**options)
+    finally:
+        hf_paged.install()
+    for _ in range(2):
+        actual = model.generate(**options)
+        assert torch.equal(actual.sequences, expected.sequences)
+        assert all(torch.equal(a, e) for a, e in zip(actual.logits, expected.logits))
+        assert type(actual.past_key_values) is type(expected.past_key_values)
+        model.generate(**inputs, cache_implementation="paged")
+
+
+def test_an_error_inside_the_call_leaves_nothing_behind(family: str) -> None:
+    class Fails(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            if input_ids.shape[1] > max(LENGTHS) + 3:
+                raise RuntimeError("the processor broke")
+            return scores
+
+    model = models.shared(family)
+    before = conftest.state_of(model)
+    for mode in (*MODES.values(), {"prompt_lookup_num_tokens": 2}, {"return_dict_in_generate": True}):
+        inputs = _inputs(model)
+        if "prompt_lookup_num_tokens" in mode:
+            inputs = {**inputs, "input_ids": inputs["input_ids"][1:2], "attention_mask": None}
+        inputs["eos_token_id"] = None
+        with pytest.raises(RuntimeError, match="the processor broke"):
+            model.generate(**inputs, **mode, logits_processor=[Fails()], cache_implementation="paged")
+        assert conftest.state_of(model) == before
+        assert conftest.blocks_in_use() == 0
+
+
+def test_second_call_reuses_the_memory() -> None:
+    model, inputs = models.shared("llama"), _inputs(models.shared("llama"))
+    with hf_paged.record_calls() as records:
+        model.generate(**inputs, cache_implementation="paged")
+        count = len(conftest._memories)
+        for _ in range(3):
+            model.generate(**inputs, cache_implementation="paged")
+    assert len(conftest._memories) == count
+    assert len({record.kv_bytes_reserved for record in records}) == 1
+    assert len({record.peak_blocks_used for record in records}) == 1
+
+
+def test_release_memory() -> None:
+    model, inputs = models.shared("llama"), _inputs(models.shared("llama"))
+    model.generate(**inputs, cache_implementation="paged")
+    hf_paged.release_memory(model)
+    count = len(conftest._memories)
+    model.generate(**inputs, cache_implementation="paged")
+    assert len(conftest._memories) <= count + 1
+    hf_paged.release_memory()
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_plain_generate_in_another_thread_meanwhile(family: str) -> None:
+    """Paged and plain calls on one model at once: each gets what it gets alone."""
+    model = models.shared(family)
+    jobs = []
+    for i in range(4):
+        inputs = {**models.batch(5 + i, 19, 3, seed=i), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+        jobs.append((inputs, model.generate(**inputs)))
+    before = conftest.state_of(model)
+    errors: list[str] = []
+    start = threading.Barrier(4)
+
+    def work(index: int, given: dict[str, Any]) -> None:
+        inputs, expected = jobs[index]
+        start.wait()
+        for _ in range(4):
+            if not torch.equal(model.generate(**inputs, **given), expected):
+                errors.append(f"thread {index} {given}")
+
+    paged: dict[str, Any] = {"cache_implementation": "paged"}
+    threads = [threading.Thread(target=work, args=(i, paged if i % 2 else {})) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert conftest.state_of(model) == before
+    assert conftest.blocks_in_use() == 0
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    """Counts the tokens that go through the model's embedding."""
+
+    def __init__(self, model: Any) -> None:
+        self.tokens = 0
+        self.handle = model.get_input_embeddings().register_forward_hook(self._count)
+
+    def _count(self, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        self.tokens += args[0].numel()
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_multi_turn(family: str, mode: str) -> None:
+    """Pass the returned cache back with the longer conversation: same text, only the new tokens are computed."""
+    model = models.build(family)
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
+    options |= {"do_sample": mode == "sample", "temperature": 2.5}
+    histories = []
+    counts = []
+    for given in ({}, {"cache_implementation": "paged"}):
+        torch.manual_seed(11)
+        counter = _Counter(model)
+        ids, cache, history = models.prompts(18)[0][None], None, []
+        per_turn = []
+        for turn in range(3):
+            counter.tokens = 0
+            output = model.generate(ids, past_key_values=cache, **options, **given)
+            per_turn.append(counter.tokens)
+            cache = output.past_key_values
+            history.append(output.sequences)
+            ids = torch.cat([output.sequences, models.prompts(7, seed=turn)[0][None]], dim=1)
+        counter.handle.remove()
+        histories.append(history)
+        counts.append(per_turn)
+    for plain, paged in zip(*histories):
+        assert torch.equal(paged, plain)
+    assert isinstance(cache, hf_paged.PagedKVCache)
+    # The last token said, the 7 new ones, and one for each but the last token to say.
+    assert counts[1][1:] == counts[0][1:] == [1 + 7 + 5] * 2
+    cache.check_integrity()
+    cache.reset()
+    assert conftest.blocks_in_use() == 0
+
+
+def test_multi_turn_batch(family: str) -> None:
+    """A left-padded batch of conversations."""
+    model, inputs = models.shared(family), models.batch(5, 19, 12)
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    options["return_dict_in_generate"] = True
+    results = []
+    for given in ({}, {"cache_implementation": "paged"}):
+        first = model.generate(**inputs, **options, **given)
+        more = torch.stack(models.prompts(4, 4, 4, seed=8))
+        ids = torch.cat([first.sequences, more], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, 10, dtype=torch.int64)], dim=1)
+        second = model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **options, **given)
+        results.append(second)
+    assert torch.equal(results[1].sequences, results[0].sequences)
+    cache = results[1].past_key_values
+    assert cache.get_seq_length() == results[0].past_key_values.get_seq_length()
+    # Left padding took no memory: each row stores its own tokens only.
+    cache.check_integrity()
+    assert cache.padding == [14, 0, 7]
+
+
+def test_beams_after_a_conversation(family: str) -> None:
+    """A returned cache of one row, repeated for the beams of the next turn as transformers' users do it."""
+    model, ids = models.shared(family), models.prompts(21)[0][None]
+    options = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    results = []
+    for given in ({}, {"cache_implementation": "paged"}):
+        first = model.generate(ids, **options, return_dict_in_generate=True, **given)
+        cache = copy.deepcopy(first.past_key_values) if not given else first.past_key_values
+        cache.batch_repeat_interleave(3)
+        longer = torch.cat([first.sequences, models.prompts(3)[0][None]], dim=1)
+        results.append(model.generate(longer, past_key_values=cache, **options, num_beams=3, **given))
+    assert torch.equal(results[1], results[0])
