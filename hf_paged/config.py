@@ -32,6 +32,10 @@ def _check_int(name: str, value: object, minimum: int) -> None:
         raise ValueError(f"{name}={value!r}: an integer of at least {minimum} is needed")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """How much K/V memory there is and how it is cut.
@@ -63,7 +67,7 @@ class CacheConfig:
         if self.swap_memory is not None:
             parse_bytes(self.swap_memory)
         fraction = self.memory_fraction
-        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+        if fraction is not None and not (_is_number(fraction) and 0 < fraction <= 1):
             raise ValueError(f"memory_fraction={fraction!r}: a number above 0 and at most 1 is needed")
 
     @property
@@ -97,7 +101,7 @@ class SchedulerConfig:
             raise ValueError(f"preemption={self.preemption!r}: use 'auto', 'recompute' or 'swap'")
         if not isinstance(self.prefix_caching, bool):
             raise ValueError(f"prefix_caching={self.prefix_caching!r}: use True or False")
-        if not (isinstance(self.watermark, (int, float)) and 0 <= self.watermark < 1):
+        if not (_is_number(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark={self.watermark!r}: a share of the blocks, 0 <= watermark < 1")
         if self.max_waiting is not None:
             _check_int("max_waiting", self.max_waiting, 1)

@@ -1,0 +1,129 @@
+"""BlockAllocator: the three states of a block, the order of reuse, and errors that name the block."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.errors import OutOfBlocks
+
+
+def test_fresh_blocks_come_in_ascending_order() -> None:
+    allocator = BlockAllocator(4)
+    assert [allocator.allocate() for _ in range(4)] == [0, 1, 2, 3]
+    allocator.check_integrity()
+
+
+def test_the_block_freed_last_is_used_first() -> None:
+    allocator = BlockAllocator(4)
+    for _ in range(4):
+        allocator.allocate()
+    allocator.free(1)
+    allocator.free(3)
+    assert allocator.allocate() == 3
+    assert allocator.allocate() == 1
+
+
+def test_running_out_changes_nothing() -> None:
+    allocator = BlockAllocator(1)
+    allocator.allocate()
+    with pytest.raises(OutOfBlocks, match=r"1 block\(s\) needed, 0 available") as error:
+        allocator.allocate()
+    assert (error.value.needed, error.value.available) == (1, 0)
+    assert isinstance(error.value, MemoryError)
+    assert (allocator.num_used, allocator.num_free) == (1, 0)
+    allocator.check_integrity()
+
+
+def test_a_shared_block_is_free_after_its_last_holder() -> None:
+    allocator = BlockAllocator(2)
+    block_id = allocator.allocate()
+    allocator.share(block_id)
+    assert allocator.ref_count(block_id) == 2
+    assert allocator.free(block_id) == 1
+    assert allocator.num_used == 1
+    assert allocator.free(block_id) == 0
+    assert (allocator.num_used, allocator.num_free) == (0, 2)
+
+
+def test_cached_blocks_are_used_last_and_evicted_least_recently_used_first() -> None:
+    evicted: list[int] = []
+    allocator = BlockAllocator(4, on_evict=evicted.append)
+    blocks = [allocator.allocate() for _ in range(4)]
+    allocator.free(blocks[2], keep=True)
+    allocator.free(blocks[0], keep=True)
+    allocator.free(blocks[1])
+    assert (allocator.num_used, allocator.num_cached, allocator.num_free, allocator.num_available) == (1, 2, 1, 3)
+    assert [allocator.allocate() for _ in range(3)] == [1, 2, 0]
+    assert evicted == [2, 0]
+    allocator.check_integrity()
+
+
+def test_a_cached_block_comes_back_and_is_then_the_most_recent() -> None:
+    allocator = BlockAllocator(2)
+    for block_id in (allocator.allocate(), allocator.allocate()):
+        allocator.free(block_id, keep=True)
+    allocator.share(0)
+    assert (allocator.is_cached(0), allocator.ref_count(0)) == (False, 1)
+    allocator.free(0, keep=True)
+    assert [allocator.allocate(), allocator.allocate()] == [1, 0]
+
+
+def test_a_cached_block_can_be_dropped() -> None:
+    allocator = BlockAllocator(1)
+    allocator.free(allocator.allocate(), keep=True)
+    allocator.drop_cached(0)
+    assert (allocator.num_cached, allocator.num_free) == (0, 1)
+    with pytest.raises(ValueError, match="block 0 is not cached"):
+        allocator.drop_cached(0)
+
+
+def test_keep_means_nothing_while_somebody_else_holds_the_block() -> None:
+    allocator = BlockAllocator(1)
+    allocator.share(allocator.allocate())
+    allocator.free(0, keep=True)
+    assert (allocator.num_cached, allocator.ref_count(0)) == (0, 1)
+
+
+def test_new_blocks_are_used_after_the_free_ones() -> None:
+    allocator = BlockAllocator(2)
+    allocator.allocate()
+    allocator.grow(4)
+    assert allocator.num_blocks == 4
+    assert [allocator.allocate() for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(ValueError, match="num_blocks=3: cannot shrink from 4"):
+        allocator.grow(3)
+
+
+@pytest.mark.parametrize("block_id", [-1, 2, 99])
+def test_a_block_that_does_not_exist(block_id: int) -> None:
+    allocator = BlockAllocator(2)
+    for verb in (allocator.share, allocator.free, allocator.ref_count):
+        with pytest.raises(ValueError, match=f"block {block_id} does not exist: there are 2"):
+            verb(block_id)
+
+
+def test_wrong_use_names_the_block() -> None:
+    allocator = BlockAllocator(2)
+    with pytest.raises(ValueError, match="block 1 is free and cannot be shared"):
+        allocator.share(1)
+    with pytest.raises(ValueError, match="block 1 is not in use"):
+        allocator.free(1)
+    allocator.free(allocator.allocate(), keep=True)
+    with pytest.raises(ValueError, match="block 0 is not in use"):
+        allocator.free(0)
+    with pytest.raises(ValueError, match="num_blocks=-1"):
+        BlockAllocator(-1)
+
+
+def test_check_integrity_sees_damage() -> None:
+    allocator = BlockAllocator(3)
+    allocator.allocate()
+    allocator.check_integrity()
+    allocator._ref_counts[0] = 0
+    with pytest.raises(AssertionError, match="block 0"):
+        allocator.check_integrity()
+    allocator._ref_counts[0] = 1
+    allocator._free.append(1)
+    with pytest.raises(AssertionError, match="twice"):
+        allocator.check_integrity()

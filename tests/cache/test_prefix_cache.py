@@ -1,0 +1,170 @@
+"""PrefixCache: which prefixes are found, and which are evicted first."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.prefix_cache import PrefixCache, root_digest
+
+ROOT = root_digest("model")
+
+
+class Cached:
+    """A manager with a prefix cache, and sequences that are computed at once."""
+
+    def __init__(self, num_blocks: int = 16, block_size: int = 4) -> None:
+        self.manager = BlockManager(BlockAllocator(num_blocks), block_size)
+        self.cache = PrefixCache(self.manager)
+
+    def compute(self, seq_id: str, tokens: list[int], root: bytes = ROOT) -> int:
+        """Returns the number of tokens that were found."""
+        hits = self.cache.match(tokens, root)
+        self.manager.adopt(seq_id, hits)
+        found = self.manager.num_tokens(seq_id)
+        self.manager.append(seq_id, len(tokens) - found)
+        digests: list[bytes] = []
+        self.cache.extend_digests(digests, tokens, root, len(tokens) // self.manager.block_size)
+        for block_id, digest in zip(self.manager.block_table(seq_id), digests):
+            self.cache.register(block_id, digest)
+        self.cache.check_integrity()
+        return found
+
+
+def test_only_full_blocks_are_found_and_one_token_is_left_to_compute() -> None:
+    cached = Cached()
+    assert cached.compute("a", list(range(10))) == 0
+    assert len(cached.cache) == 2
+    for length, found in [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (10, 8), (12, 8)]:
+        assert len(cached.cache.match(list(range(length)), ROOT)) * 4 == found
+    assert cached.cache.match([0, 1, 2, 3, 9, 9, 9, 9, 9], ROOT) == [0]
+    assert cached.cache.match([9, 1, 2, 3, 4, 5, 6, 7, 8], ROOT) == []
+    assert cached.cache.match([], ROOT) == []
+
+
+def test_a_block_counts_only_after_the_same_prefix() -> None:
+    cached = Cached()
+    cached.compute("a", [1, 1, 1, 1, 2, 2, 2, 2])
+    assert cached.cache.match([2, 2, 2, 2, 0], ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "other", [root_digest("other"), root_digest("model", "adapter"), root_digest("model", None, "salt")]
+)
+def test_other_models_adapters_and_salts_share_nothing(other: bytes) -> None:
+    cached = Cached()
+    cached.compute("a", list(range(9)))
+    assert cached.compute("b", list(range(9)), other) == 0
+    assert cached.compute("c", list(range(9))) == 8
+
+
+def test_roots_are_not_concatenations() -> None:
+    roots = [root_digest("m", "a", "b"), root_digest("m", "ab"), root_digest("m", "a,b"), root_digest("m", None, "ab")]
+    assert len(set(roots)) == len(roots)
+
+
+def test_large_token_ids_are_told_apart() -> None:
+    cached = Cached()
+    cached.compute("a", [2**31 + 5] * 4)
+    assert cached.cache.match([5] * 5, ROOT) == []
+
+
+def test_freed_blocks_are_found_until_they_are_needed() -> None:
+    cached = Cached(num_blocks=4)
+    cached.compute("a", list(range(8)))
+    cached.manager.free("a")
+    assert cached.manager.allocator.num_cached == 2
+    assert cached.compute("b", list(range(9))) == 8
+    cached.manager.free("b")
+    cached.compute("c", [7] * 12)  # takes the free blocks and evicts the tail of the prefix
+    assert cached.cache.match(list(range(9)), ROOT) == [0]
+    cached.manager.append("c", 4)
+    assert cached.cache.match(list(range(9)), ROOT) == []
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    cached = Cached(num_blocks=4)
+    for name, token in [("a", 1), ("b", 2), ("c", 3)]:
+        cached.compute(name, [token] * 4)
+    for name in "bac":
+        cached.manager.free(name)
+    cached.compute("again", [1] * 5)
+    cached.manager.free("again")
+    cached.compute("new", [9] * 8)
+    found = [bool(cached.cache.match([token] * 5, ROOT)) for token in (1, 2, 3)]
+    assert found == [True, False, True]
+
+
+def test_two_sequences_that_computed_the_same_keep_one_entry() -> None:
+    cached = Cached()
+    cached.manager.append("a", 4)
+    cached.manager.append("b", 4)
+    digests: list[bytes] = []
+    cached.cache.extend_digests(digests, [1] * 4, ROOT, 1)
+    assert cached.cache.register(0, digests[0])
+    assert not cached.cache.register(1, digests[0])
+    cached.manager.free("b")
+    assert cached.manager.allocator.num_cached == 0
+    cached.manager.free("a")
+    assert cached.manager.allocator.num_cached == 1
+    cached.cache.check_integrity()
+
+
+def test_pinned_blocks_stay() -> None:
+    cached = Cached(num_blocks=4)
+    prefix = list(range(9))
+    assert cached.cache.pin(prefix, ROOT) == 0
+    assert cached.cache.pins == []
+    cached.compute("a", prefix)
+    assert cached.cache.pin(prefix, ROOT) == 8
+    assert cached.cache.pin(prefix, ROOT) == 8
+    cached.manager.free("a")
+    assert cached.manager.allocator.num_used == 2
+    cached.compute("b", [5] * 8)
+    cached.manager.free("b")
+    cached.compute("c", [6] * 8)
+    assert len(cached.cache.match(prefix, ROOT)) == 2
+    assert cached.cache.unpin(prefix, ROOT)
+    assert not cached.cache.unpin(prefix, ROOT)
+    assert not cached.cache.unpin([1], ROOT)
+    cached.manager.append("c", 8)
+    assert cached.cache.match(prefix, ROOT) == []
+
+
+def test_a_pin_grows_with_what_is_cached() -> None:
+    cached = Cached()
+    cached.compute("a", list(range(5)))
+    assert cached.cache.pin(list(range(8)), ROOT) == 4
+    cached.compute("b", list(range(8)))
+    assert cached.cache.pin(list(range(8)), ROOT) == 8
+    assert len(cached.cache.pins) == 1
+
+
+def test_clear_forgets_all_and_takes_no_block_from_a_sequence() -> None:
+    cached = Cached()
+    cached.compute("a", list(range(9)))
+    cached.compute("b", [3] * 8)
+    cached.cache.pin([3] * 8, ROOT)
+    cached.manager.free("b")
+    cached.cache.clear()
+    assert len(cached.cache) == cached.manager.allocator.num_cached == 0
+    assert cached.manager.seq_ids == ["a"]
+    assert cached.cache.match(list(range(9)), ROOT) == []
+    cached.manager.free("a")
+    assert cached.manager.allocator.num_free == 16
+
+
+def test_hit_rate_counts() -> None:
+    cached = Cached()
+    cached.cache.count(10, 4)
+    cached.cache.count(5, 0)
+    assert (cached.cache.query_tokens, cached.cache.hit_tokens) == (15, 4)
+
+
+def test_what_cannot_be_cached_is_refused() -> None:
+    with pytest.raises(ValueError, match="sliding window"):
+        PrefixCache(BlockManager(BlockAllocator(4), 4, sliding_window=8))
+    cached = Cached()
+    with pytest.raises(ValueError, match="another prefix cache"):
+        PrefixCache(cached.manager)
