@@ -1,7 +1,252 @@
-"""The native CPU implementation: not built yet."""
+"""The native CPU implementation: C kernels that read the blocks where they lie. Needs a C compiler, once a machine.
+
+Long prompts are left to the torch path, whose fused attention multiplies matrices better than this kernel does; which
+of the two computes a sequence depends on its own lengths only. Knows tensors; `native_build` knows compilers.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import weakref
+
+import numpy as np
+import torch
+
+from hf_paged.kernels import cpu, native_build
+from hf_paged.kernels.metadata import AttentionMetadata
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Sequences with more new tokens than this in a step are the torch path's.
+_MAX_QUERY_LEN = 32
+# Queries (of one sequence, or of several that share blocks) that read a chunk together, and their rows a KV head.
+_MAX_ITEM_QUERIES = 16
+_MAX_ITEM_ROWS = 64
+
+_Call = ctypes.c_int64 * 29  # struct Call of paged.c
+_local = threading.local()
+
 
 def is_available() -> bool:
-    return False
+    """Whether this process has the kernels. The first question may start a background build for later processes."""
+    return native_build.library() is not None
+
+
+def status() -> str:
+    """One line for people: which CPU kernels this process has, or why it has none."""
+    return native_build.status()
+
+
+def build() -> None:
+    """Compile the kernels now if they are not in the cache, and use them in this process from now on.
+
+    Raises NativeBuildError if there is no compiler or it fails.
+    """
+    from hf_paged.kernels import ops
+
+    native_build.build()
+    ops.refresh()
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether attention and writes have code for the dtype on this machine (block copies have, for any)."""
+    return dtype in (torch.float32, torch.bfloat16) or (dtype == torch.float16 and bool(_library().hfp_has_f16()))
+
+
+def _library() -> ctypes.CDLL:
+    library = native_build.library()
+    if library is None:
+        raise RuntimeError(f"impl='native': {native_build.status()}; hf_paged.kernels.cpu_native.build() compiles them")
+    return library
+
+
+class _Plan:
+    """The work items of one step for one window: made once, used by all layers of the group."""
+
+    __slots__ = ("__weakref__", "handle", "prompts", "workspace")
+
+    def __init__(
+        self, metadata: AttentionMetadata, block_size: int, window: int, chunk_size: int, group: int, share: bool
+    ) -> None:
+        library = _library()
+        query_lens = np.diff(metadata.query_start_loc.numpy())
+        mine = np.ascontiguousarray((query_lens <= _MAX_QUERY_LEN).nonzero()[0], dtype=np.int32)
+        self.prompts = None if len(mine) == len(query_lens) else (query_lens > _MAX_QUERY_LEN).nonzero()[0]
+        tables = metadata.block_tables
+        self.handle = library.hfp_plan(
+            tables.data_ptr(),
+            tables.stride(0),
+            metadata.seq_lens.data_ptr(),
+            metadata.query_start_loc.data_ptr(),
+            mine.ctypes.data,
+            len(mine),
+            block_size,
+            window,
+            chunk_size,
+            max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
+            share,
+        )
+        if not self.handle:
+            raise MemoryError("no memory for the plan of an attention step")
+        self.workspace: dict[tuple[int, ...], int] = {}  # bytes by shape
+        weakref.finalize(self, library.hfp_plan_free, self.handle)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Work items, queries in them, queries with several chunks, partial results."""
+        counts = (ctypes.c_int64 * 4)()
+        _library().hfp_plan_counts(self.handle, counts)
+        return tuple(counts)  # type: ignore[return-value]
+
+
+def _workspace(num_bytes: int) -> int:
+    """Address of memory, aligned to 64 bytes, that the next call of this thread may overwrite."""
+    buffer: torch.Tensor | None = getattr(_local, "buffer", None)
+    if buffer is None or buffer.numel() < num_bytes:
+        buffer = _local.buffer = torch.empty(num_bytes + num_bytes // 2, dtype=torch.uint8)
+    return buffer.data_ptr()
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    share: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.paged_attention`. `share`: read blocks that several sequences hold once for all of them."""
+    library = _library()
+    dtype = query.dtype
+    num_tokens, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, v_head_dim = value_cache.shape
+    if not (dtype == key_cache.dtype == value_cache.dtype) or dtype not in _DTYPES:
+        raise ValueError(
+            f"impl='native' needs query and caches of one dtype, fp32, bf16 or fp16; these are {dtype}, "
+            f"{key_cache.dtype} and {value_cache.dtype}"
+        )
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, v_head_dim), dtype=dtype)
+    lse = torch.full((num_tokens, num_heads), -torch.inf) if return_lse else None
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
+    window, chunk = sliding_window or 0, chunk_size or 0
+    group = num_heads // num_kv_heads
+    key = ("native", block_size, window, chunk, group, share)
+    plan: _Plan | None = metadata.scratch.get(key)
+    if plan is None:
+        plan = metadata.scratch[key] = _Plan(metadata, block_size, window, chunk, group, share)
+    threads = torch.get_num_threads()
+    shape = (num_heads, num_kv_heads, head_dim, v_head_dim, threads)
+    num_bytes = plan.workspace.get(shape)
+    if num_bytes is None:
+        num_bytes = plan.workspace[shape] = library.hfp_workspace_bytes(plan.handle, *shape)
+    k_strides, v_strides = key_cache.stride(), value_cache.stride()
+    call = _Call(
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        target.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        metadata.block_tables.data_ptr(),
+        plan.handle,
+        _workspace(num_bytes),
+        query.stride(0),
+        query.stride(1),
+        *k_strides[:3],
+        *v_strides[:3],
+        target.stride(0),
+        target.stride(1),
+        metadata.block_tables.stride(0),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        v_head_dim,
+        block_size,
+        window,
+        chunk,
+        threads,
+    )
+    if library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0):
+        raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
+    if target is not out:
+        out.copy_(target)
+    if plan.prompts is not None:
+        cpu.paged_attention(
+            query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window,
+            chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out,
+            return_lse=return_lse, seqs=plan.prompts, lse=lse,
+        )  # fmt: skip
+    if lse is not None:
+        return out, lse
+    return out
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `ops.write_kv`."""
+    k_size, v_size = key_cache.element_size(), value_cache.element_size()
+    if (
+        key.dtype != key_cache.dtype
+        or value.dtype != value_cache.dtype
+        or key.stride(2) != 1
+        or value.stride(2) != 1
+        or not (key_cache.is_contiguous() and value_cache.is_contiguous())
+    ):
+        cpu.write_kv(key, value, key_cache, value_cache, slot_mapping)
+        return
+    strides = (ctypes.c_int64 * 6)(
+        key.stride(0) * k_size,
+        key.stride(1) * k_size,
+        key.shape[2] * k_size,
+        value.stride(0) * v_size,
+        value.stride(1) * v_size,
+        value.shape[2] * v_size,
+    )
+    _library().hfp_write_kv(
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.contiguous().data_ptr(),
+        key.shape[0],
+        key.shape[1],
+        strides,
+        torch.get_num_threads(),
+    )
+
+
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
+    """See `ops.copy_blocks`."""
+    if not all(cache.is_contiguous() for cache in caches):
+        cpu.copy_blocks(caches, copies)
+        return
+    table: list[int] = []
+    for cache in caches:
+        table += (cache.data_ptr(), cache.stride(0) * cache.element_size())
+    _library().hfp_copy_blocks(
+        (ctypes.c_int64 * len(table))(*table),
+        len(caches),
+        copies.contiguous().data_ptr(),
+        copies.shape[0],
+        torch.get_num_threads(),
+    )

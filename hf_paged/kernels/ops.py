@@ -11,6 +11,7 @@ the device; an explicit `impl` never falls back: it runs or raises.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 from typing import cast
@@ -29,12 +30,18 @@ _default_impl: dict[str, str] = {}
 
 
 def default_impl(device: torch.device | str) -> str:
-    """The implementation that `impl=None` means on `device`."""
-    kind = torch.device(device).type
+    """The implementation that `impl=None` means on `device`: chosen at the first question, then the same for ever."""
+    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     name = _default_impl.get(kind)
     if name is None:
         name = _default_impl[kind] = _choose_impl(kind)
     return name
+
+
+def refresh() -> None:
+    """Choose anew at the next question, as after `cpu_native.build()`. Not while a generate call or an engine runs:
+    a request whose steps ran on two implementations is not reproducible."""
+    _default_impl.clear()
 
 
 def _choose_impl(kind: str) -> str:
@@ -47,12 +54,22 @@ def _choose_impl(kind: str) -> str:
     return "torch"
 
 
-def _module(impl: str | None, device: torch.device) -> ModuleType:
-    name = default_impl(device) if impl is None else impl
+def _module(impl: str | None, like: torch.Tensor) -> ModuleType:
+    """The module that serves `impl`, or the default one for tensors like this."""
+    name = impl
+    if name is None:
+        name = default_impl(like.device)
+        if name == "native" and not _load("native").supports(like.dtype):
+            name = "torch"
+    return _load(name)
+
+
+@functools.cache
+def _load(name: str) -> ModuleType:
     try:
         path = _MODULES[name]
     except KeyError:
-        raise ValueError(f"impl={impl!r}: use one of {', '.join(map(repr, _MODULES))}, or None") from None
+        raise ValueError(f"impl={name!r}: use one of {', '.join(map(repr, _MODULES))}, or None") from None
     return importlib.import_module(path)
 
 
@@ -85,7 +102,7 @@ def write_kv(
     if torch.compiler.is_compiling() and impl is None:
         torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping)
         return
-    _module(impl, key.device).write_kv(key, value, key_cache, value_cache, slot_mapping)
+    _module(impl, key).write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, *, impl: str | None = None) -> None:
@@ -97,7 +114,7 @@ def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, *, impl: str |
     if copies.ndim != 2 or copies.shape[1] != 2:
         raise ValueError(f"copies has shape {tuple(copies.shape)}; [n, 2] pairs of (src, dst) are needed")
     if caches and copies.shape[0]:
-        _module(impl, caches[0].device).copy_blocks(caches, copies)
+        _module(impl, caches[0]).copy_blocks(caches, copies)
 
 
 def paged_attention(
@@ -150,7 +167,7 @@ def paged_attention(
         return (result, lse) if return_lse else result
     return cast(
         torch.Tensor,
-        _module(impl, query.device).paged_attention(
+        _module(impl, query).paged_attention(
             query,
             key_cache,
             value_cache,
@@ -185,7 +202,7 @@ _lib.define("copy_blocks(Tensor(a!)[] caches, Tensor copies) -> ()")
 def _write_kv_op(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    _module(None, key.device).write_kv(key, value, key_cache, value_cache, slots)
+    _module(None, key).write_kv(key, value, key_cache, value_cache, slots)
 
 
 def _paged_attention_op(
@@ -209,7 +226,7 @@ def _paged_attention_op(
     metadata = AttentionMetadata(
         block_tables, seq_lens, query_start_loc, slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len
     )
-    result = _module(None, query.device).paged_attention(
+    result = _module(None, query).paged_attention(
         query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window, chunk_size=chunk_size,
         softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip
@@ -225,7 +242,7 @@ def _paged_attention_fake(query, key_cache, value_cache, *args):  # type: ignore
 
 
 def _copy_blocks_op(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
-    _module(None, copies.device if not caches else caches[0].device).copy_blocks(caches, copies)
+    _module(None, caches[0] if caches else copies).copy_blocks(caches, copies)
 
 
 for _key in ("CPU", "CUDA"):

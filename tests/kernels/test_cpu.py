@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Case, check, make_batch
 
-IMPLS = ["torch"]
+IMPLS = ["torch", "native"]
 
 DECODE = ((1, 1), (1, 17), (1, 16), (1, 300), (1, 131))
 MIXED = ((1, 40), (5, 18), (70, 70), (33, 97), (300, 300), (90, 400), (2, 2), (1, 129))

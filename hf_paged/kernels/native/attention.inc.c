@@ -1,0 +1,314 @@
+/* Paged attention for one dtype: DTYPE (suffix), ELEMENT, LOAD (W elements as fp32), TO_ELEMENT, DOT_BF16 (queries stay
+ * bf16 and are multiplied by the bf16 dot product of the machine). Included by paged.c; knows Call and Plan only. */
+
+#if DOT_BF16
+#define Q_ELEMENT uint16_t
+#define Q_STEP (2 * W)
+#else
+#define Q_ELEMENT float
+#define Q_STEP W
+#endif
+
+/* The first n < W elements at p, zeros behind them; reads nothing else. */
+INLINE vf TYPED(load_part)(const ELEMENT *p, int64_t n) {
+    ELEMENT whole[W] = {0};
+    memcpy(whole, p, (size_t)n * sizeof(ELEMENT));
+    return LOAD(whole);
+}
+
+/* Scores of one query with W keys: lane j = q . k[offsets[j]]. q is padded with zeros to a multiple of 2 * W. */
+INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *offsets, const int64_t dim) {
+    vf sums[W];
+#pragma GCC unroll 16
+    for (int j = 0; j < W; j++) {
+        const ELEMENT *row = k + offsets[j];
+        int64_t d = 0;
+#if DOT_BF16
+        __m512 sum = _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (; d + Q_STEP <= dim; d += Q_STEP)
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(q + d), (__m512bh)_mm512_loadu_si512(row + d));
+        if (d < dim) {
+            __m512i part = _mm512_maskz_loadu_epi16((__mmask32)((1u << (dim - d)) - 1), row + d);
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(q + d), (__m512bh)part);
+        }
+        sums[j] = (vf)sum;
+#else
+        vf sum = {0};
+#pragma GCC unroll 8
+        for (; d + Q_STEP <= dim; d += Q_STEP) sum += load_f32(q + d) * LOAD(row + d);
+        if (d < dim) sum += load_f32(q + d) * TYPED(load_part)(row + d, dim - d);
+        sums[j] = sum;
+#endif
+    }
+    return sum_rows(sums);
+}
+
+#if W == 16
+#define SLICE 4
+#else
+#define SLICE 2
+#endif
+
+/* acc[r] = acc[r] * factor[r] + sum over keys of p[r] * v, for `rows` rows and `width` vectors from element d on. */
+INLINE void TYPED(add_values)(float **acc, const float *factors, const float *p, const ELEMENT *v,
+                              const int64_t *offsets, int first, int last, int64_t d, int64_t part, const int rows,
+                              const int width) {
+    vf sum[4][SLICE];
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < width; i++) sum[r][i] = load_f32(acc[r] + d + i * W) * factors[r];
+    for (int j = first; j < last; j++) {
+        const ELEMENT *row = v + offsets[j] + d;
+        vf x[SLICE];
+        for (int i = 0; i < width; i++) x[i] = part ? TYPED(load_part)(row, part) : LOAD(row + i * W);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < width; i++) sum[r][i] += p[r * TILE + j] * x[i];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < width; i++) store_f32(acc[r] + d + i * W, sum[r][i]);
+}
+
+INLINE void TYPED(add_rows)(float **acc, const float *factors, const float *p, const ELEMENT *v,
+                            const int64_t *offsets, int first, int last, const int64_t dim, const int rows) {
+    int64_t d = 0;
+    for (; d + SLICE * W <= dim; d += SLICE * W)
+        TYPED(add_values)(acc, factors, p, v, offsets, first, last, d, 0, rows, SLICE);
+    for (; d + W <= dim; d += W) TYPED(add_values)(acc, factors, p, v, offsets, first, last, d, 0, rows, 1);
+    if (d < dim) TYPED(add_values)(acc, factors, p, v, offsets, first, last, d, dim - d, rows, 1);
+}
+
+typedef struct {
+    Q_ELEMENT *q;   /* [num_kv_heads, rows, padded head_dim] */
+    float *sums;    /* [num_kv_heads, rows, W] */
+    float *scores;  /* [rows, TILE] */
+    float *factors; /* [rows] */
+    float **acc;    /* [rows] of the current KV head */
+    float **slots;  /* [count]: maxima, sums, outputs of each query */
+    float *own;     /* slots of the queries that have no other chunk */
+    int64_t *low, *high; /* [count]: the keys each query sees */
+} TYPED(Buffers);
+
+INLINE void *TYPED(take)(char **at, int64_t bytes) {
+    void *p = *at;
+    *at += round_up(bytes, 64);
+    return p;
+}
+
+/* Normalise and write one query's heads [first, last) from `count` partial results, `stride` floats apart. The maxima
+ * are replaced by the weights of their partial results. */
+static void TYPED(finish)(const Call *call, int32_t row, float *partials, int64_t stride, int64_t count, int64_t first,
+                          int64_t last) {
+    const int64_t heads = call->num_heads, dim = call->v_head_dim, pad = padded_dim(dim);
+    for (int64_t h = first; h < last; h++) {
+        float top = call->sinks ? call->sinks[h] : -INFINITY;
+        for (int64_t c = 0; c < count; c++) top = partials[c * stride + h] > top ? partials[c * stride + h] : top;
+        float total = call->sinks ? expf(call->sinks[h] - top) : 0.0f;
+        for (int64_t c = 0; c < count; c++) {
+            float *part = partials + c * stride;
+            part[h] = part[h] == -INFINITY ? 0.0f : expf(part[h] - top);
+            total += part[h] * part[heads + h];
+        }
+        const float scale = 1.0f / total;
+        const float *acc = partials + round_up(2 * heads, 16) + h * pad;
+        ELEMENT *out = (ELEMENT *)call->out + row * call->o_token + h * call->o_head;
+        for (int64_t d = 0; d < dim; d += W) {
+            vf sum = {0};
+            for (int64_t c = 0; c < count; c++) sum += load_f32(acc + c * stride + d) * partials[c * stride + h];
+            sum *= scale;
+            for (int64_t i = 0; i < W && d + i < dim; i++) out[d + i] = TO_ELEMENT(sum[i]);
+        }
+        if (call->lse) call->lse[row * heads + h] = top + logf(total);
+    }
+}
+
+INLINE void TYPED(run_item)(const Call *call, const Item *item, TYPED(Buffers) b, float scale, float softcap,
+                            const int64_t dim, const int64_t v_dim) {
+    const Plan *plan = call->plan;
+    const Token *tokens = plan->tokens + item->first;
+    const int64_t count = item->count, kv_heads = call->num_kv_heads, heads = call->num_heads;
+    const int64_t group = heads / kv_heads, rows = count * group;
+    const int64_t q_pad = padded_dim(dim), v_pad = padded_dim(v_dim), header = round_up(2 * heads, 16);
+    const int64_t slot_size = round_up(slot_floats(heads, v_dim) * 4, 64) / 4;
+    const int32_t *table = call->tables + item->seq * call->table_stride;
+    const ELEMENT *keys = (const ELEMENT *)call->key, *values = (const ELEMENT *)call->value;
+
+    int64_t chunk_low = (int64_t)item->chunk * CHUNK, low = chunk_low + CHUNK, high = chunk_low;
+    for (int64_t t = 0; t < count; t++) {
+        int64_t pos = tokens[t].pos, lo = first_key(pos, call->window, call->chunk_size);
+        b.low[t] = lo;
+        b.high[t] = pos + 1;
+        lo = lo > chunk_low ? lo : chunk_low;
+        low = lo < low ? lo : low;
+        high = pos + 1 > high ? pos + 1 : high;
+        float *slot = tokens[t].slot < 0 ? b.own + t * slot_size
+                                         : (float *)call->workspace + tokens[t].slot * slot_size;
+        b.slots[t] = slot;
+        for (int64_t h = 0; h < heads; h++) slot[h] = -INFINITY;
+        memset(slot + header, 0, sizeof(float) * (size_t)(heads * v_pad));
+        const ELEMENT *query = (const ELEMENT *)call->query + tokens[t].row * call->q_token;
+        for (int64_t h = 0; h < heads; h++) {
+            Q_ELEMENT *to = b.q + ((h / group) * rows + t * group + h % group) * q_pad;
+            const ELEMENT *from = query + h * call->q_head;
+#if DOT_BF16
+            memcpy(to, from, (size_t)dim * 2);
+            memset(to + dim, 0, (size_t)(q_pad - dim) * 2);
+#else
+            int64_t d = 0;
+            for (; d + W <= dim; d += W) store_f32(to + d, LOAD(from + d));
+            if (d < dim) store_f32(to + d, TYPED(load_part)(from + d, dim - d));
+#endif
+        }
+    }
+    memset(b.sums, 0, sizeof(float) * (size_t)(heads * count * W));
+    if (high > chunk_low + CHUNK) high = chunk_low + CHUNK;
+
+    int64_t k_offsets[2][TILE], v_offsets[2][TILE];
+    vi lanes;
+    for (int i = 0; i < W; i++) lanes[i] = i;
+    int64_t start = low / TILE * TILE;
+    for (int64_t tile = start; tile < high; tile += TILE) {
+        /* Offsets of this tile's keys, and of the next one's to prefetch them. Positions that nobody sees take the
+         * place of one that somebody sees: they count for nothing, but they are read. */
+        for (int next = tile == start ? 0 : 1; next < 2; next++) {
+            int64_t at = tile + next * TILE, side = (at / TILE) & 1;
+            if (at >= high) break;
+            int64_t from = at > low ? at : low, to = at + TILE < high ? at + TILE : high;
+            int64_t block = from / call->block_size, inside = from % call->block_size;
+            for (int64_t j = from; j < to; j++) {
+                k_offsets[side][j - at] = table[block] * call->k_block + inside * call->k_token;
+                v_offsets[side][j - at] = table[block] * call->v_block + inside * call->v_token;
+                if (++inside == call->block_size) inside = 0, block++;
+            }
+            for (int64_t j = at; j < at + TILE; j++)
+                if (j < from || j >= to) {
+                    k_offsets[side][j - at] = k_offsets[side][from - at];
+                    v_offsets[side][j - at] = v_offsets[side][from - at];
+                }
+        }
+        const int64_t side = (tile / TILE) & 1;
+        const int64_t *k_at = k_offsets[side], *v_at = v_offsets[side];
+        const int64_t *k_next = k_offsets[side ^ 1], *v_next = v_offsets[side ^ 1];
+        const int first = tile < low ? (int)(low - tile) : 0, last = high - tile < TILE ? (int)(high - tile) : TILE;
+        const int vectors = (last + W - 1) / W;
+
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const ELEMENT *k = keys + h * call->k_head, *v = values + h * call->v_head;
+            if (tile + TILE < high) {
+                int64_t ahead = high - tile - TILE < TILE ? high - tile - TILE : TILE;
+                for (int64_t j = 0; j < ahead; j++) {
+                    for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(ELEMENT)) __builtin_prefetch(k + k_next[j] + d, 0, 2);
+                    for (int64_t d = 0; d < v_dim; d += 64 / (int64_t)sizeof(ELEMENT)) __builtin_prefetch(v + v_next[j] + d, 0, 2);
+                }
+            }
+            const Q_ELEMENT *q = b.q + h * rows * q_pad;
+            for (int x = 0; x < vectors; x++)
+                for (int64_t r = 0; r < rows; r++)
+                    store_f32(b.scores + r * TILE + x * W, TYPED(scores)(q + r * q_pad, k, k_at + x * W, dim) * scale);
+            for (int64_t t = 0; t < count; t++) {
+                const int64_t lo = b.low[t] - tile, hi = b.high[t] - tile;
+                for (int64_t g = 0; g < group; g++) {
+                    const int64_t r = t * group + g, head = h * group + g;
+                    float *s = b.scores + r * TILE, *slot = b.slots[t];
+                    b.acc[r] = slot + header + head * v_pad;
+                    vf top = splat(-INFINITY);
+                    for (int x = 0; x < vectors; x++) {
+                        vf y = load_f32(s + x * W);
+                        if (softcap > 0) y = softcap * tanh_v(y / softcap);
+                        if (call->slopes) {
+                            vi distance = lanes + (int32_t)(tile + x * W - tokens[t].pos);
+                            y += call->slopes[head] * __builtin_convertvector(distance, vf);
+                        }
+                        if (lo > x * W || hi < (x + 1) * W) {
+                            vi seen = (lanes + x * W >= (int32_t)(lo < 0 ? 0 : lo)) & (lanes + x * W < (int32_t)(hi > TILE ? TILE : hi));
+                            y = choose(seen, y, splat(-INFINITY));
+                        }
+                        store_f32(s + x * W, y);
+                        top = vmax(y, top);
+                    }
+                    float before = slot[head], after = max_lanes(top);
+                    if (!(after > before)) after = before;
+                    float *sums = b.sums + (h * rows + r) * W;
+                    if (after == -INFINITY) { /* sees nothing of the chunk so far */
+                        for (int x = 0; x < vectors; x++) store_f32(s + x * W, (vf){0});
+                        b.factors[r] = 1;
+                        continue;
+                    }
+                    float factor = before == after ? 1.0f : exp_negative(splat(before - after))[0];
+                    vf sum = load_f32(sums) * factor;
+                    for (int x = 0; x < vectors; x++) {
+                        vf p = exp_negative(load_f32(s + x * W) - after);
+                        store_f32(s + x * W, p);
+                        sum += p;
+                    }
+                    store_f32(sums, sum);
+                    slot[head] = after;
+                    b.factors[r] = factor;
+                }
+            }
+            int64_t r = 0;
+            for (; r + 4 <= rows; r += 4)
+                TYPED(add_rows)(b.acc + r, b.factors + r, b.scores + r * TILE, v, v_at, first, last, v_dim, 4);
+            if (rows - r == 3)
+                TYPED(add_rows)(b.acc + r, b.factors + r, b.scores + r * TILE, v, v_at, first, last, v_dim, 3);
+            else if (rows - r == 2)
+                TYPED(add_rows)(b.acc + r, b.factors + r, b.scores + r * TILE, v, v_at, first, last, v_dim, 2);
+            else if (rows - r == 1)
+                TYPED(add_rows)(b.acc + r, b.factors + r, b.scores + r * TILE, v, v_at, first, last, v_dim, 1);
+        }
+    }
+    for (int64_t t = 0; t < count; t++) {
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t r = (h / group) * rows + t * group + h % group;
+            b.slots[t][heads + h] = sum_lanes(load_f32(b.sums + r * W));
+        }
+        if (tokens[t].slot < 0) TYPED(finish)(call, tokens[t].row, b.slots[t], 0, 1, 0, heads);
+    }
+}
+
+static void TYPED(attention)(const Call *call, float scale, float softcap) {
+    const Plan *plan = call->plan;
+    const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads, dim = call->head_dim, v_dim = call->v_head_dim;
+    const int64_t slot_bytes = round_up(slot_floats(heads, v_dim) * 4, 64);
+    const int64_t own_bytes = thread_bytes(plan->max_count, heads, kv_heads, dim, v_dim);
+    const int64_t count = plan->max_count, rows = count * (heads / kv_heads);
+#pragma omp parallel num_threads(call->threads) if (call->threads > 1)
+    {
+        char *at = call->workspace + plan->num_slots * slot_bytes + omp_get_thread_num() * own_bytes;
+        TYPED(Buffers) b;
+        b.q = TYPED(take)(&at, count * heads * padded_dim(dim) * (int64_t)sizeof(Q_ELEMENT));
+        b.sums = TYPED(take)(&at, count * heads * W * 4);
+        b.scores = TYPED(take)(&at, rows * TILE * 4);
+        b.factors = TYPED(take)(&at, rows * 4);
+        b.acc = TYPED(take)(&at, rows * 8);
+        b.slots = TYPED(take)(&at, count * 8);
+        b.low = TYPED(take)(&at, count * 8);
+        b.high = TYPED(take)(&at, count * 8);
+        b.own = TYPED(take)(&at, count * slot_bytes);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < plan->num_items; i++) {
+            const Item *item = plan->items + i;
+            if (dim == 64 && v_dim == 64)
+                TYPED(run_item)(call, item, b, scale, softcap, 64, 64);
+            else if (dim == 128 && v_dim == 128)
+                TYPED(run_item)(call, item, b, scale, softcap, 128, 128);
+            else
+                TYPED(run_item)(call, item, b, scale, softcap, dim, v_dim);
+        }
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t i = 0; i < plan->num_merges; i++)
+            for (int64_t h = 0; h < kv_heads; h++) {
+                const Merge *merge = plan->merges + i;
+                TYPED(finish)(call, merge->row, (float *)(call->workspace + merge->slot * slot_bytes),
+                              slot_bytes / 4, merge->count, h * (heads / kv_heads), (h + 1) * (heads / kv_heads));
+            }
+    }
+}
+
+#undef Q_ELEMENT
+#undef Q_STEP
+#undef SLICE
+#undef DTYPE
+#undef ELEMENT
+#undef LOAD
+#undef TO_ELEMENT
+#undef DOT_BF16

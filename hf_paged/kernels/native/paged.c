@@ -1,0 +1,471 @@
+/* The three paged operations on a CPU: plain C, no torch. Owns vectors, the plan of a step and the entry points; the
+ * kernel itself is in attention.inc.c, compiled once a dtype. Arrays and shapes are checked by the caller.
+ *
+ * Keys are cut into chunks of CHUNK positions, at the same positions in every sequence. A work item is one chunk of one
+ * sequence (or of several that hold the same blocks there) with all heads; the chunks of a query are combined in order.
+ * So a query's result depends on its own keys alone: not on the batch, not on the threads, not on who shares its blocks.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#endif
+
+#define CHUNK 128
+#define TILE 32           /* keys whose scores are computed before the softmax state is updated; divides CHUNK */
+#define MAX_ITEM_ROWS 64  /* query rows of a KV head in one item: what the scores of a tile may take in L1 */
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define W 16
+#elif defined(__AVX2__) && defined(__FMA__)
+#define W 8
+#else
+#define W 4
+#endif
+#if W == 16 && defined(__AVX512BF16__)
+#define HAS_DPBF16 1
+#else
+#define HAS_DPBF16 0
+#endif
+#if defined(__F16C__) || defined(__aarch64__)
+#define HAS_F16 1
+#else
+#define HAS_F16 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf vmax(vf a, vf b) { return choose(a > b, a, b); }
+
+INLINE vf load_f32(const void *p) {
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE void store_f32(float *p, vf x) { memcpy(p, &x, sizeof x); }
+
+INLINE vf load_bf16(const void *p) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+
+#if HAS_F16
+INLINE vf load_f16(const void *p) {
+#if W == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif W == 8
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__F16C__)
+    return (vf)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p));
+#else
+    const __fp16 *h = (const __fp16 *)p;
+    return (vf){(float)h[0], (float)h[1], (float)h[2], (float)h[3]};
+#endif
+}
+#endif
+
+INLINE float max_lanes(vf x) {
+#if W == 16
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float m = x[0];
+    for (int i = 1; i < W; i++) m = x[i] > m ? x[i] : m;
+    return m;
+#endif
+}
+
+INLINE float sum_lanes(vf x) {
+    float s = 0;
+    for (int i = 0; i < W; i++) s += x[i];
+    return s;
+}
+
+/* Lane j of the result: the sum over the lanes of a[j]. */
+INLINE vf sum_rows(const vf *a) {
+#if W == 16
+    __m512 t[8], u[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        __m512 x = (__m512)a[2 * i], y = (__m512)a[2 * i + 1];
+        t[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512d x = _mm512_castps_pd(t[2 * i]), y = _mm512_castps_pd(t[2 * i + 1]);
+        u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    __m512 v = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+    __m512 w = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(v, w, 0x88), _mm512_shuffle_f32x4(v, w, 0xdd));
+#elif W == 8
+    __m256 t[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) t[i] = _mm256_hadd_ps((__m256)a[2 * i], (__m256)a[2 * i + 1]);
+    __m256 u = _mm256_hadd_ps(t[0], t[1]), v = _mm256_hadd_ps(t[2], t[3]);
+    return (vf)_mm256_add_ps(_mm256_permute2f128_ps(u, v, 0x20), _mm256_permute2f128_ps(u, v, 0x31));
+#else
+    vf r;
+#pragma GCC unroll 4
+    for (int j = 0; j < W; j++) r[j] = (a[j][0] + a[j][1]) + (a[j][2] + a[j][3]);
+    return r;
+#endif
+}
+
+/* exp(x) for x <= 0: 0 below -87 (-inf included), NaN for NaN; relative error below 2e-7. */
+INLINE vf exp_negative(vf x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    vf n = (x * 1.44269504f + magic) - magic;
+    vf f = x - n * 0.693359375f;
+    f = f + n * 2.12194440e-4f;
+    vf y = splat(1.9875691500e-4f);
+    y = y * f + 1.3981999507e-3f;
+    y = y * f + 8.3334519073e-3f;
+    y = y * f + 4.1665795894e-2f;
+    y = y * f + 1.6666665459e-1f;
+    y = y * f + 5.0000001201e-1f;
+    y = (y * f) * f + f + 1.0f;
+    vi under = x < -87.0f;
+    vi e = __builtin_convertvector(choose(under, splat(0), n), vi);
+    y = y * (vf)((e + 127) << 23);
+    return (vf)((vi)y & ~under);
+}
+
+INLINE vf tanh_v(vf x) {
+    vi sign = (vi)x & (int32_t)0x80000000;
+    vf a = (vf)((vi)x ^ sign), s = x * x;
+    vf big = 1.0f - 2.0f / (1.0f / exp_negative(-2.0f * a) + 1.0f);
+    big = choose(a > 40.0f, splat(1.0f), big);
+    vf small = splat(0.021869488f);
+    small = small * s - 0.053968254f;
+    small = small * s + 0.133333333f;
+    small = small * s - 0.333333333f;
+    small = small * s * a + a;
+    vf y = choose(a < 0.25f, small, big);
+    return (vf)((vi)y | sign);
+}
+
+INLINE uint16_t to_bf16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    return x != x ? 0x7fc0 : (uint16_t)rounded;
+}
+#if HAS_F16
+INLINE uint16_t to_f16(float x) {
+#if defined(__F16C__)
+    return (uint16_t)_cvtss_sh(x, 0);
+#else
+    __fp16 h = (__fp16)x;
+    uint16_t u;
+    memcpy(&u, &h, 2);
+    return u;
+#endif
+}
+#endif
+
+/* -- the plan of a step ------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int32_t first, count; /* its queries: tokens[first : first + count] */
+    int32_t chunk, seq;   /* which keys, and whose block table leads to them */
+} Item;
+
+typedef struct {
+    int32_t row, pos; /* row of the query tensor, position in its sequence */
+    int32_t slot;     /* where this chunk's partial result goes; -1: it is the only one, write the output */
+} Token;
+
+typedef struct {
+    int32_t row, slot, count; /* the partial results of one query */
+} Merge;
+
+typedef struct {
+    Item *items;
+    Token *tokens;
+    Merge *merges;
+    int64_t num_items, num_tokens, num_merges, num_slots, max_count;
+} Plan;
+
+typedef struct {
+    int32_t chunk, seq, next; /* next: the next member that shares this chunk; the first member is its own group */
+    int32_t last;
+} Member;
+
+void hfp_plan_free(Plan *plan) {
+    if (plan) {
+        free(plan->items);
+        free(plan->tokens);
+        free(plan->merges);
+        free(plan);
+    }
+}
+
+static int64_t first_key(int64_t pos, int64_t window, int64_t chunk_size) {
+    int64_t low = window > 0 && pos - window + 1 > 0 ? pos - window + 1 : 0;
+    if (chunk_size > 0 && pos / chunk_size * chunk_size > low) low = pos / chunk_size * chunk_size;
+    return low;
+}
+
+/* window, chunk_size: 0 = none. seqs: which sequences (num_seqs of them). max_count: queries in an item, at most.
+ * NULL: out of memory. */
+Plan *hfp_plan(const int32_t *tables, int64_t table_stride, const int32_t *seq_lens, const int32_t *starts,
+               const int32_t *seqs, int64_t num_seqs, int64_t block_size, int64_t window, int64_t chunk_size,
+               int64_t max_count, int64_t share) {
+    int64_t num_members = 0, num_pairs = 0, num_queries = 0;
+    for (int64_t n = 0; n < num_seqs; n++) {
+        int64_t i = seqs[n], q = starts[i + 1] - starts[i], len = seq_lens[i];
+        if (q <= 0) continue;
+        int64_t low = first_key(len - q, window, chunk_size) / CHUNK, high = (len - 1) / CHUNK;
+        num_members += high - low + 1;
+        num_pairs += q * (high - low + 1);
+        num_queries += q;
+    }
+    Plan *plan = calloc(1, sizeof(Plan));
+    Member *members = malloc(sizeof(Member) * (size_t)(num_members + 1));
+    int64_t table_size = 16;
+    while (table_size < 2 * num_members) table_size *= 2;
+    int32_t *hashed = malloc(sizeof(int32_t) * (size_t)table_size);
+    if (plan) {
+        plan->items = malloc(sizeof(Item) * (size_t)(num_pairs + 1));
+        plan->tokens = malloc(sizeof(Token) * (size_t)(num_pairs + 1));
+        plan->merges = malloc(sizeof(Merge) * (size_t)(num_queries + 1));
+    }
+    if (!plan || !members || !hashed || !plan->items || !plan->tokens || !plan->merges) {
+        hfp_plan_free(plan);
+        free(members);
+        free(hashed);
+        return NULL;
+    }
+    memset(hashed, 0xff, sizeof(int32_t) * (size_t)table_size);
+    int64_t m = 0;
+    for (int64_t n = 0; n < num_seqs; n++) {
+        int64_t i = seqs[n], q = starts[i + 1] - starts[i], len = seq_lens[i];
+        if (q <= 0) continue;
+        int64_t context = len - q;
+        for (int64_t c = first_key(context, window, chunk_size) / CHUNK; c <= (len - 1) / CHUNK; c++) {
+            members[m] = (Member){(int32_t)c, (int32_t)i, -1, (int32_t)m};
+            /* Only chunks that all queries of the sequence see to the end are shared: what lies behind a query's
+             * position in a shared block is not its own. */
+            if (share && context + 1 >= (c + 1) * CHUNK) {
+                const int32_t *ids = tables + i * table_stride;
+                int64_t low = c * CHUNK / block_size, high = ((c + 1) * CHUNK - 1) / block_size;
+                uint64_t hash = 1469598103934665603ull ^ (uint64_t)c;
+                for (int64_t b = low; b <= high; b++) hash = (hash ^ (uint32_t)ids[b]) * 1099511628211ull;
+                hash ^= hash >> 29;
+                for (uint64_t at = hash & (uint64_t)(table_size - 1);; at = (at + 1) & (uint64_t)(table_size - 1)) {
+                    if (hashed[at] < 0) {
+                        hashed[at] = (int32_t)m;
+                        break;
+                    }
+                    Member *head = &members[hashed[at]];
+                    if (head->chunk == c && memcmp(tables + head->seq * table_stride + low, ids + low,
+                                                   sizeof(int32_t) * (size_t)(high - low + 1)) == 0) {
+                        members[head->last].next = (int32_t)m;
+                        head->last = (int32_t)m;
+                        members[m].last = -1;
+                        break;
+                    }
+                }
+            }
+            m++;
+        }
+        for (int64_t t = 0; t < q; t++) {
+            int64_t count = (context + t) / CHUNK - first_key(context + t, window, chunk_size) / CHUNK + 1;
+            if (count > 1) {
+                plan->merges[plan->num_merges++] = (Merge){starts[i] + (int32_t)t, (int32_t)plan->num_slots, (int32_t)count};
+                plan->num_slots += count;
+            }
+        }
+    }
+    /* Where each query's partial results begin, by query row. */
+    int64_t max_row = 0;
+    for (int64_t k = 0; k < plan->num_merges; k++)
+        if (plan->merges[k].row > max_row) max_row = plan->merges[k].row;
+    int32_t *slots = malloc(sizeof(int32_t) * (size_t)(max_row + 1));
+    if (!slots) {
+        hfp_plan_free(plan);
+        free(members);
+        free(hashed);
+        return NULL;
+    }
+    for (int64_t k = 0; k < plan->num_merges; k++) slots[plan->merges[k].row] = plan->merges[k].slot;
+    for (int64_t head = 0; head < num_members; head++) {
+        if (members[head].last < 0) continue;
+        Item item = {(int32_t)plan->num_tokens, 0, members[head].chunk, members[head].seq};
+        int64_t c = item.chunk;
+        for (int32_t k = (int32_t)head; k >= 0; k = members[k].next) {
+            int64_t i = members[k].seq, q = starts[i + 1] - starts[i], context = seq_lens[i] - q;
+            for (int64_t t = 0; t < q; t++) {
+                int64_t pos = context + t, low = first_key(pos, window, chunk_size) / CHUNK, high = pos / CHUNK;
+                if (c < low || c > high) continue;
+                if (item.count == max_count) {
+                    plan->items[plan->num_items++] = item;
+                    item.first = (int32_t)plan->num_tokens;
+                    item.count = 0;
+                }
+                int32_t row = starts[i] + (int32_t)t;
+                plan->tokens[plan->num_tokens++] =
+                    (Token){row, (int32_t)pos, low == high ? -1 : slots[row] + (int32_t)(c - low)};
+                item.count++;
+            }
+        }
+        if (item.count) plan->items[plan->num_items++] = item;
+    }
+    for (int64_t k = 0; k < plan->num_items; k++)
+        if (plan->items[k].count > plan->max_count) plan->max_count = plan->items[k].count;
+    free(slots);
+    free(members);
+    free(hashed);
+    return plan;
+}
+
+void hfp_plan_counts(const Plan *plan, int64_t *counts) {
+    counts[0] = plan->num_items;
+    counts[1] = plan->num_tokens;
+    counts[2] = plan->num_merges;
+    counts[3] = plan->num_slots;
+}
+
+/* -- attention ---------------------------------------------------------------------------------------------------- */
+
+/* Filled by the caller as 64-bit integers, in this order; strides in elements, sizes 0 = absent. */
+typedef struct {
+    const char *query, *key, *value;
+    char *out;
+    float *lse;                 /* [num_tokens, num_heads] or NULL */
+    const float *sinks, *slopes; /* [num_heads] or NULL */
+    const int32_t *tables;
+    const Plan *plan;
+    char *workspace;
+    int64_t q_token, q_head, k_block, k_token, k_head, v_block, v_token, v_head, o_token, o_head;
+    int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk_size, threads;
+} Call;
+
+static int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+static int64_t padded_dim(int64_t dim) { return round_up(dim, 2 * W); }
+/* floats of one partial result: maxima, sums, unnormalised outputs */
+static int64_t slot_floats(int64_t num_heads, int64_t v_head_dim) {
+    return round_up(2 * num_heads, 16) + num_heads * padded_dim(v_head_dim);
+}
+static int64_t thread_bytes(int64_t count, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                            int64_t v_head_dim) {
+    int64_t rows = count * (num_heads / num_kv_heads);
+    int64_t floats = count * num_heads * padded_dim(head_dim) /* queries */
+                     + count * slot_floats(num_heads, v_head_dim)
+                     + count * num_heads * W   /* sums, lane by lane */
+                     + rows * (TILE + 4)       /* scores, factors, pointers to accumulators */
+                     + count * 8;
+    return round_up(floats * 4, 64) + 4096;
+}
+
+int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                            int64_t v_head_dim, int64_t threads) {
+    return plan->num_slots * round_up(slot_floats(num_heads, v_head_dim) * 4, 64) +
+           threads * thread_bytes(plan->max_count, num_heads, num_kv_heads, head_dim, v_head_dim) + 64;
+}
+
+#define NAME_2(a, b) a##_##b
+#define NAME_1(a, b) NAME_2(a, b)
+#define TYPED(name) NAME_1(name, DTYPE)
+
+#define DTYPE f32
+#define ELEMENT float
+#define LOAD load_f32
+#define TO_ELEMENT(x) (x)
+#define DOT_BF16 0
+#include "attention.inc.c"
+
+#define DTYPE bf16
+#define ELEMENT uint16_t
+#define LOAD load_bf16
+#define TO_ELEMENT to_bf16
+#define DOT_BF16 HAS_DPBF16
+#include "attention.inc.c"
+
+#if HAS_F16
+#define DTYPE f16
+#define ELEMENT uint16_t
+#define LOAD load_f16
+#define TO_ELEMENT to_f16
+#define DOT_BF16 0
+#include "attention.inc.c"
+#endif
+
+/* dtype: 0 fp32, 1 bf16, 2 fp16. Returns 0, or -1 where this machine has no code for the dtype. */
+int hfp_attention(const Call *call, int dtype, double scale, double softcap) {
+    if (dtype == 0) return attention_f32(call, (float)scale, (float)softcap), 0;
+    if (dtype == 1) return attention_bf16(call, (float)scale, (float)softcap), 0;
+#if HAS_F16
+    if (dtype == 2) return attention_f16(call, (float)scale, (float)softcap), 0;
+#endif
+    return -1;
+}
+
+int hfp_has_f16(void) { return HAS_F16; }
+
+const char *hfp_target(void) {
+#if HAS_DPBF16
+    return "AVX-512 with BF16";
+#elif W == 16
+    return "AVX-512";
+#elif W == 8
+    return "AVX2";
+#else
+    return "128-bit vectors";
+#endif
+}
+
+int hfp_openmp(void) {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* -- block write and block copy ------------------------------------------------------------------------------------ */
+
+/* Strides and sizes in bytes: k_token, k_head of `key`; kc_slot of the cache (heads of a slot are contiguous there). */
+void hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache, const int64_t *slots,
+                  int64_t num_tokens, int64_t num_kv_heads, const int64_t *strides, int64_t threads) {
+    int64_t k_token = strides[0], k_head = strides[1], k_row = strides[2], v_token = strides[3], v_head = strides[4],
+            v_row = strides[5];
+    int64_t bytes = num_tokens * num_kv_heads * (k_row + v_row);
+    (void)threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && bytes > 1 << 18)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        if (slots[t] < 0) continue;
+        char *k = key_cache + slots[t] * num_kv_heads * k_row, *v = value_cache + slots[t] * num_kv_heads * v_row;
+        for (int64_t h = 0; h < num_kv_heads; h++) {
+            memcpy(k + h * k_row, key + t * k_token + h * k_head, (size_t)k_row);
+            memcpy(v + h * v_row, value + t * v_token + h * v_head, (size_t)v_row);
+        }
+    }
+}
+
+/* caches: num_caches pairs of (address, bytes of a block). copies: num_copies pairs of (src, dst). */
+void hfp_copy_blocks(const int64_t *caches, int64_t num_caches, const int64_t *copies, int64_t num_copies,
+                     int64_t threads) {
+    (void)threads;
+#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1 && num_caches * num_copies > 8)
+    for (int64_t c = 0; c < num_caches; c++)
+        for (int64_t i = 0; i < num_copies; i++) {
+            char *base = (char *)(intptr_t)caches[2 * c];
+            int64_t bytes = caches[2 * c + 1];
+            memcpy(base + copies[2 * i + 1] * bytes, base + copies[2 * i] * bytes, (size_t)bytes);
+        }
+}
