@@ -98,12 +98,17 @@ def check(model: Any) -> SupportReport:
             model = base()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"check() takes a transformers model, not {type(model).__name__}")
-    stamp = (model.dtype, model.device, model.config._attn_implementation_internal)
+    stamp = (model.dtype, model.device, model.config._attn_implementation_internal, drops_cache(model))
     known = _reports.get(model)
     if known is None or known[0] != stamp:
         known = (stamp, _examine(model))
         _reports[model] = known
     return known[1]
+
+
+def drops_cache(model: nn.Module) -> bool:
+    """Whether transformers runs this model without its cache: gradient checkpointing in training mode."""
+    return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def refuse_unsupported(model: Any) -> SupportReport:
