@@ -314,3 +314,17 @@ def test_beams_after_a_conversation(family: str) -> None:
         longer = torch.cat([first.sequences, models.prompts(3)[0][None]], dim=1)
         results.append(model.generate(longer, past_key_values=cache, **options, num_beams=3, **given))
     assert torch.equal(results[1], results[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_gradient_checkpointing_in_training_mode(paged_equals_plain: Compare) -> None:
+    """transformers then drops the cache; what plain generate makes of that, paged generate makes too."""
+    model = models.build("llama")
+    inputs = {**models.batch(9, 9), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    paged_equals_plain(model, **inputs)
+    model.train()
+    model.gradient_checkpointing_enable()
+    plain = model.generate(**inputs)
+    assert torch.equal(model.generate(**inputs, cache_implementation="paged"), plain)
+    model.gradient_checkpointing_disable()
+    paged_equals_plain(model, **inputs)

@@ -1,0 +1,248 @@
+"""Those who call generate for the user: pipelines, PEFT, evaluation harnesses, trainers. Paged against plain."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import conftest
+import models
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import StoppingCriteria, StoppingCriteriaList, pipeline
+
+import hf_paged
+
+TEXTS = ["Once upon a time", "Hi", "The quick brown fox jumps over the lazy dog"]
+PAGED: dict[str, Any] = {"cache_implementation": "paged"}
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} | {% endfor %}"
+    "{% if add_generation_prompt %}A: {% endif %}"
+)
+
+
+def _pipe(family: str = "llama") -> Any:
+    tokenizer = models.tokenizer()
+    tokenizer.chat_template = CHAT
+    return pipeline("text-generation", model=models.build(family), tokenizer=tokenizer)
+
+
+class _Texts(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return len(TEXTS)
+
+    def __getitem__(self, index: int) -> str:
+        return TEXTS[index]
+
+
+def _same_text(pipe: Any, make_input: Any, *, calls: int | None = None, **options: Any) -> Any:
+    options = {"max_new_tokens": 8, "do_sample": False, **options}
+    torch.manual_seed(5)
+    plain = pipe(make_input(), **options)
+    plain = plain if isinstance(plain, (list, dict)) else list(plain)
+    torch.manual_seed(5)
+    with hf_paged.record_calls() as records:
+        paged = pipe(make_input(), **options, **PAGED)
+        paged = paged if isinstance(paged, (list, dict)) else list(paged)
+    assert paged == plain
+    assert len(records) == calls if calls is not None else records
+    assert conftest.blocks_in_use() == 0
+    return paged
+
+
+def test_pipeline_with_a_string(family: str) -> None:
+    result = _same_text(_pipe(family), lambda: TEXTS[0], calls=1)
+    assert len(result[0]["generated_text"]) > len(TEXTS[0])
+
+
+def test_pipeline_with_a_list(family: str) -> None:
+    _same_text(_pipe(family), lambda: list(TEXTS), calls=3)
+
+
+def test_pipeline_with_batch_size(family: str) -> None:
+    _same_text(_pipe(family), lambda: list(TEXTS), calls=2, batch_size=2)
+
+
+def test_pipeline_with_a_generator() -> None:
+    _same_text(_pipe(), lambda: (text for text in TEXTS), calls=3)
+    _same_text(_pipe(), lambda: (text for text in TEXTS), calls=1, batch_size=3)
+
+
+def test_pipeline_with_a_dataset() -> None:
+    _same_text(_pipe(), _Texts, calls=2, batch_size=2)
+
+
+def test_pipeline_with_chat_messages(family: str) -> None:
+    chat = [{"role": "user", "content": "What is a block?"}]
+    _same_text(_pipe(family), lambda: chat)
+    _same_text(_pipe(family), lambda: [chat, [*chat, {"role": "A", "content": "no"}, chat[0]]], batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_return_sequences": 3, "do_sample": True, "temperature": 3.0},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"return_full_text": False},
+        {"return_tensors": True},
+        {"stop_sequence": "e"},
+        {"max_length": 60, "max_new_tokens": None},
+    ],
+)
+def test_pipeline_options(options: dict[str, Any]) -> None:
+    _same_text(_pipe(), lambda: list(TEXTS), batch_size=3, **options)
+
+
+def test_pipeline_with_the_argument_given_once() -> None:
+    """At construction, or in the model's generation config: every later call is paged."""
+    model, tokenizer = models.build("llama"), models.tokenizer()
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = pipeline("text-generation", model=model, tokenizer=tokenizer)(TEXTS, **options)
+    with hf_paged.record_calls() as records:
+        assert pipeline("text-generation", model=model, tokenizer=tokenizer, **PAGED)(TEXTS, **options) == expected
+        assert len(records) == 3
+        model.generation_config.cache_implementation = "paged"
+        assert pipeline("text-generation", model=model, tokenizer=tokenizer)(TEXTS, **options) == expected
+        assert len(records) == 6
+
+
+# -- PEFT --------------------------------------------------------------------------------------------------------------
+
+
+# PEFT and TRL still use these older names of transformers.
+older_names = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+
+def _lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return wrapped.eval()
+
+
+@older_names
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3, "do_sample": False}])
+def test_peft_lora(family: str, options: dict[str, Any]) -> None:
+    inputs = {**models.batch(5, 19, 8), "max_new_tokens": 8, "pad_token_id": 0, **options}
+    base = models.shared(family).generate(**inputs)
+    wrapped = _lora(models.build(family))
+    plain = wrapped.generate(**inputs)
+    with hf_paged.record_calls() as records:
+        paged = wrapped.generate(**inputs, **PAGED)
+    assert torch.equal(paged, plain)
+    assert records[0].route == "engine"
+    assert paged.tolist() != base.tolist(), "the adapter must matter"
+    with wrapped.disable_adapter():
+        assert torch.equal(wrapped.generate(**inputs, **PAGED), base)
+    assert torch.equal(wrapped.generate(**inputs, **PAGED), plain)
+    merged = wrapped.merge_and_unload()
+    assert torch.equal(merged.generate(**inputs, **PAGED), plain)
+    assert conftest.blocks_in_use() == 0
+
+
+@older_names
+def test_check_of_a_peft_model() -> None:
+    assert hf_paged.check(_lora(models.build("llama"))).native
+
+
+# -- an evaluation harness ---------------------------------------------------------------------------------------------
+
+
+class _StopOnText(StoppingCriteria):
+    """As lm-eval's MultiTokenEOSCriteria: decodes the last tokens of each row; remembers which rows are done."""
+
+    def __init__(self, text: str, tokenizer: Any, length: int, rows: int) -> None:
+        self.text, self.tokenizer, self.length = text, tokenizer, length
+        self.done = [False] * rows
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> bool:
+        tail = self.tokenizer.batch_decode(input_ids[:, self.length :][:, -4:])
+        for i, done in enumerate(self.done):
+            self.done[i] = done or self.text in tail[i]
+        return False not in self.done  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("gen_kwargs", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5}])
+def test_evaluation_harness_pattern(family: str, gen_kwargs: dict[str, Any]) -> None:
+    """lm-eval's HFLM: left-padded batches, max_length, a criterion that returns a bool, use_cache=True, gen_kwargs."""
+    model, tokenizer = models.shared(family), models.tokenizer()
+    answers = []
+    for given in ({}, PAGED):
+        encoded = tokenizer(TEXTS, return_tensors="pt", padding="longest")
+        context = encoded["input_ids"].shape[1]
+        criteria = StoppingCriteriaList([_StopOnText("q", tokenizer, context, len(TEXTS))])
+        torch.manual_seed(6)
+        with torch.inference_mode():
+            tokens = model.generate(
+                input_ids=encoded["input_ids"],
+                attention_mask=encoded["attention_mask"],
+                max_length=context + 16,
+                stopping_criteria=criteria,
+                pad_token_id=tokenizer.pad_token_id,
+                use_cache=True,
+                **gen_kwargs,
+                **given,
+            )
+        answers.append([tokenizer.decode(row) for row in tokens[:, context:]])
+    assert answers[0] == answers[1]
+
+
+# -- a trainer ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _unwrapped_for_generation(model: Any) -> Iterator[Any]:
+    """As TRL's unwrap_model_for_generation with gradient checkpointing on: switched off and on around the call."""
+    checkpointing = model.is_gradient_checkpointing
+    if checkpointing:
+        model.gradient_checkpointing_disable()
+    yield model
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+
+
+@older_names
+def test_trainer_pattern(family: str) -> None:
+    """Train a step, sample completions in training mode, train on: same tokens, same losses as with plain generate."""
+    losses, samples = [], []
+    for given in ({}, PAGED):
+        model = models.build(
+            family, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, dropout=0.0, attention_dropout=0.0
+        )
+        model.train()
+        model.gradient_checkpointing_enable()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        inputs = models.batch(5, 12)
+        torch.manual_seed(8)
+        for _ in range(2):
+            with torch.no_grad(), _unwrapped_for_generation(model) as unwrapped:
+                completions = unwrapped.generate(
+                    **inputs, max_new_tokens=6, do_sample=True, temperature=2.0, num_return_sequences=2, **given
+                )
+            assert model.training and model.is_gradient_checkpointing
+            loss = model(completions, labels=completions, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            samples.append(completions)
+    assert torch.equal(samples[0], samples[2]) and torch.equal(samples[1], samples[3])
+    torch.testing.assert_close(losses[:2], losses[2:], atol=1e-4, rtol=1e-4)
+
+
+def test_data_parallel_wrapper_attribute(paged_equals_plain: Any) -> None:
+    """Trainers reach the model through `.module`; weights changed in place are seen by the next call."""
+    model = models.build("llama")
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    inputs = {**models.batch(5, 12), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    first = paged_equals_plain(wrapper.module, **inputs).paged
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    assert paged_equals_plain(wrapper.module, **inputs).paged.tolist() != first.tolist()
