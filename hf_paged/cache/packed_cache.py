@@ -31,6 +31,7 @@ class LayerHandle:
     metadata: AttentionMetadata
     reads: int = 0
     sliding_window: int | None = None  # as the layer's attention last asked for
+    chunk_size: int | None = None
 
 
 class _PackedLayer(CacheLayerMixin):

@@ -7,6 +7,8 @@ Knows rows; never requests or generation settings.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -63,12 +65,15 @@ class PagedKVCache(Cache):
         super().__init__(layers=layers)
 
     def _own_layer(self, index: int, layer: Any) -> Any:
-        # Exactly these two hold K/V and nothing else; other kinds (recurrent states, indexers, none) stay as they are.
+        # Exactly these two hold K/V and nothing else.
         if type(layer) is DynamicSlidingWindowLayer:
             return PagedLayer(self, index, sliding_window=layer.sliding_window)
         if type(layer) is DynamicLayer:
             return PagedLayer(self, index)
-        return layer
+        # K/V and something beside it (a recurrent state, an indexer, compressed entries): the K/V goes into blocks.
+        if isinstance(layer, DynamicLayer) and _shows_tokens(type(layer)):
+            return PagedStateLayer.adopt(layer, self, index)
+        return layer  # no K/V that grows with the tokens
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
@@ -157,13 +162,14 @@ class PagedKVCache(Cache):
     def _select_states(self, rows: Sequence[int]) -> None:
         """The same selection for layers that keep a state per row themselves."""
         index = None
-        for layer in self._foreign_layers():
+        for layer in self._state_layers():
             if index is None:
                 index = torch.tensor(rows)
             layer.reorder_cache(index)
 
-    def _foreign_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+    def _state_layers(self) -> list[Any]:
+        """Layers that hold something beside blocks."""
+        return [layer for layer in self.layers if type(layer) is not PagedLayer]
 
     # -- the Cache interface ------------------------------------------------------------------------------------
 
@@ -190,21 +196,20 @@ class PagedKVCache(Cache):
         rows = beam_idx.tolist()
         if self._rows and rows != list(range(len(self._rows))):
             self.select_rows(rows)
-        for layer in self._foreign_layers():
+        for layer in self._state_layers():
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self._rows:
-            self.select_rows([r for r in range(len(self._rows)) for _ in range(repeats)])
-        for layer in self._foreign_layers():
-            layer.batch_repeat_interleave(repeats)
+        rows = [r for r in range(len(self._rows)) for _ in range(repeats)]
+        if rows:
+            self.select_rows(rows)
+            self._select_states(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self._rows:
-            picked = torch.arange(len(self._rows))[indices.cpu()]
-            self.select_rows(picked.tolist())
-        for layer in self._foreign_layers():
-            layer.batch_select_indices(indices)
+            rows = torch.arange(len(self._rows))[indices.cpu()].tolist()
+            self.select_rows(rows)
+            self._select_states(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` tokens from the end of every row (a positive value is the length to keep)."""
@@ -217,16 +222,16 @@ class PagedKVCache(Cache):
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.length = min(layer.length, keep)
-            else:
+            if type(layer) is not PagedLayer:
                 layer.crop(min(tokens_to_remove, 0))
 
     def reset(self) -> None:
         """Forget every row; blocks go back to the pool, which keeps its memory."""
         for row in self._rows:
             self.memory.free(row)
-        self._forget()
-        for layer in self._foreign_layers():
+        for layer in self._state_layers():
             layer.reset()
+        self._forget()
 
     def _forget(self) -> None:
         self._rows, self._padding, self._length = [], [], 0
@@ -292,7 +297,7 @@ class PagedKVCache(Cache):
                 tensor.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).masked_fill_(hole, 0)
                 for tensor in kv
             )
-            return dense_key.transpose(1, 2), dense_value.transpose(1, 2)
+            return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
         first, last = start // size, -(-length // size)
         table = torch.tensor([list(self._manager.block_table(row)[first:last]) for row in self._rows])
         table = table.to(kv.key.device, non_blocking=True).flatten().long()
@@ -301,6 +306,7 @@ class PagedKVCache(Cache):
             tensor.index_select(0, table)
             .view(len(self._rows), (last - first) * size, *tensor.shape[2:])[:, span]
             .transpose(1, 2)
+            .contiguous()  # as transformers' caches are: some models take views
             for tensor in kv
         )
         return dense_key, dense_value
@@ -367,6 +373,90 @@ class PagedLayer(CacheLayerMixin):
 
     # The name of `get_max_length` before transformers 5.20.
     get_max_cache_shape = get_max_length
+
+
+def _shows_tokens(kind: type[DynamicLayer]) -> bool:
+    """Whether the K/V that this kind of layer hands out is that of the last tokens, in order, as a PagedLayer's is."""
+    return kind.get_mask_sizes in (DynamicLayer.get_mask_sizes, DynamicSlidingWindowLayer.get_mask_sizes)
+
+
+class PagedStateLayer(PagedLayer):
+    """A layer whose K/V is in blocks and whose other state stays in the attributes that its own class gave it.
+
+    Subclasses combine this class with a transformers layer class (see `adopt`). While the layer's own methods move
+    that state (reorder, crop, reset, ...), its K/V looks empty to them: the block tables move separately.
+    """
+
+    kind: str  # the transformers class it was
+    _apart = False  # whether the K/V looks empty
+
+    @property
+    def is_croppable(self) -> bool:
+        return bool(super(PagedLayer, self).is_croppable)
+
+    @staticmethod
+    def adopt(layer: DynamicLayer, cache: PagedKVCache, index: int) -> PagedStateLayer:
+        """Turn a fresh transformers layer into a paged one, in place."""
+        layer.__class__ = _paged_class(type(layer))
+        PagedLayer.__init__(layer, cache, index, sliding_window=getattr(layer, "sliding_window", None))
+        return layer
+
+    def _stand_in(self) -> torch.Tensor:
+        device = self._cache._pool[self.index].key.device if self.length else None
+        return torch.empty(self._cache.num_rows, 0, 0, 0, device=device)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self._stand_in() if self._apart else super().keys
+
+    @keys.setter
+    def keys(self, value: object) -> None:
+        """The layer's own methods assign what they made of the stand-in."""
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._stand_in() if self._apart else super().values
+
+    @values.setter
+    def values(self, value: object) -> None: ...
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.length > 0
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None: ...
+
+    @contextlib.contextmanager
+    def _kv_apart(self) -> Iterator[None]:
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # Two positional tensors are K and V; a state names itself.
+        if kwargs:
+            super(PagedLayer, self).lazy_initialization(*args, **kwargs)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        with self._kv_apart():
+            super().reorder_cache(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        with self._kv_apart():
+            super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        with self._kv_apart():
+            super().reset()
+
+
+@functools.cache
+def _paged_class(kind: type[DynamicLayer]) -> type:
+    # Without a layer type: transformers registers classes that have one as the layers of every cache.
+    return type(f"Paged{kind.__name__}", (PagedStateLayer, kind), {"_layer_type": None, "kind": kind.__name__})
 
 
 def _layers_of(config: Any) -> list[Any]:

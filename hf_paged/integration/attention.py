@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +87,11 @@ def packed_step(cache: PackedCache, configs: list[Any]) -> Iterator[None]:
                     del _routes[id(config)]
 
 
+def in_packed_step() -> bool:
+    """True inside a packed forward of this thread."""
+    return _packed.get() is not None
+
+
 def _original_implementation(config: Any) -> str:
     route = _routes.get(id(config))
     name = route.original if route is not None else None
@@ -97,14 +102,73 @@ def _original_implementation(config: Any) -> str:
 # -- the two functions -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class MaskPattern:
+    """What a packed step's mask is instead of a tensor: which earlier tokens of its own sequence a token attends to.
+
+    A model passes it on from where it asks for masks to its attention; one that computes with it needs real tensors.
+    """
+
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+
+_patterns: dict[tuple[Any, ...], MaskPattern] = {}
+
+
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
-    """AttentionMaskInterface: a packed step needs no mask; everything else gets its own implementation's mask."""
+    """AttentionMaskInterface: a pattern (None: causal) in a packed step, else the own implementation's mask."""
     if _packed.get() is not None:
-        return None
+        return _pattern(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     config = kwargs.get("config")
     return ALL_MASK_ATTENTION_FUNCTIONS[_original_implementation(config)](*args, **kwargs)
+
+
+def _pattern(
+    *, mask_function: Callable[..., Any], local_size: int | None = None, device: Any = None, **_: Any
+) -> MaskPattern | None:
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is causal_mask_function:
+        return None
+    key = (local_size, _shape_of(mask_function))
+    if key not in _patterns:
+        _patterns[key] = _recognise(mask_function, local_size, device)
+    return _patterns[key]
+
+
+def _shape_of(value: Any) -> Any:
+    """What a mask function is made of: code and constants, down through its closure."""
+    if callable(value) and hasattr(value, "__code__"):
+        return value.__code__, tuple(_shape_of(cell.cell_contents) for cell in value.__closure__ or ())
+    if isinstance(value, tuple | list):
+        return tuple(map(_shape_of, value))
+    return value if isinstance(value, int | str | None) else type(value)
+
+
+def _recognise(mask_function: Callable[..., Any], local_size: int | None, device: Any) -> MaskPattern:
+    """Compare the function with the patterns that the kernels know, around the edges of windows and chunks."""
+    if local_size is not None:
+        size = int(local_size)
+        edges = sorted({max(k * size + d, 0) for k in range(4) for d in (-1, 0, 1)})
+        points = torch.tensor(edges, device=device)
+        query, key = points[:, None], points[None, :]
+        try:
+            actual = mask_function(0, 0, query, key)
+        except IndexError:  # it looks positions up in a tensor as long as the batch's rows
+            actual = None
+        causal = key <= query
+        for pattern, expected in (
+            (MaskPattern(sliding_window=size), causal & (key > query - size)),
+            (MaskPattern(chunk_size=size), causal & (key // size == query // size)),
+        ):
+            if actual is not None and torch.equal(actual, expected):
+                return pattern
+    raise UnsupportedModelError(
+        "its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"
+    )
 
 
 def attention_forward(
@@ -131,13 +195,11 @@ def attention_forward(
             )
         return _own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     handle.reads += 1
-    sliding_window = kwargs.pop("sliding_window", None)
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
-    handle.sliding_window = sliding_window
+    pattern = _pattern_of_call(module, attention_mask, kwargs.pop("sliding_window", None))
+    handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
     _refuse_unknown(module, kwargs)
-    if attention_mask is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} passes a mask of its own making to its attention")
     rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
     out = ops.paged_attention(
         rows,
@@ -145,8 +207,8 @@ def attention_forward(
         handle.kv.value,
         handle.metadata,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        chunk_size=_chunk_size(module),
+        sliding_window=pattern.sliding_window,
+        chunk_size=pattern.chunk_size,
         softcap=softcap,
         sinks=sinks,
     )
@@ -154,17 +216,17 @@ def attention_forward(
     return out.unsqueeze(0), None
 
 
-def _chunk_size(module: torch.nn.Module) -> int | None:
-    """Tokens attended to in blocks of this size (chunked attention is told by the layer's type, not by an argument)."""
-    config = getattr(module, "config", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is None:
-        return None
-    types = getattr(config, "layer_types", None)
-    layer_idx = getattr(module, "layer_idx", None)
-    if types is not None and layer_idx is not None and types[layer_idx] != "chunked_attention":
-        return None
-    return int(chunk)
+def _pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
+    """The mask decides, as in eager and SDPA attention; a window passed beside it must not say otherwise."""
+    if mask is not None and not isinstance(mask, MaskPattern):
+        raise UnsupportedModelError(f"{type(module).__name__} passes a mask of its own making to its attention")
+    pattern = mask or MaskPattern()
+    if window is not None and pattern.chunk_size is None and window != pattern.sliding_window:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes sliding_window={window}, but its mask is "
+            f"{'causal' if mask is None else f'a window of {pattern.sliding_window}'}; this model needs the dense view"
+        )
+    return pattern
 
 
 def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

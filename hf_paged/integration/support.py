@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.forward import PackedModel
 
@@ -38,6 +40,7 @@ class SupportReport:
 
     `supported`: it will run, with the results of plain generate. `native`: in our kernels, sequences packed;
     otherwise through the dense view (K/V in blocks, gathered for the model's own attention: exact, slower).
+    `native_length`: native only for sequences of at most so many tokens (None: no such limit).
     """
 
     model: str
@@ -46,6 +49,7 @@ class SupportReport:
     reason: str
     layers: tuple[LayerSupport, ...]
     kernels: str = ""
+    native_length: int | None = None
 
     def __str__(self) -> str:
         verdict = "native" if self.native else "dense view" if self.supported else "refused"
@@ -59,6 +63,10 @@ class SupportReport:
                 sizes = f", {layer.num_kv_heads} KV heads of size {dims}"
             window = f", sliding window {layer.sliding_window}" if layer.sliding_window is not None else ""
             lines.append(f"  {where}: {layer.mode}{sizes}{window}: {layer.reason}")
+        if self.native_length is not None:
+            lines.append(
+                f"  beyond {self.native_length} tokens: dense view: the rotary embedding changes with the length there"
+            )
         if self.kernels:
             lines.append(f"  kernels: {self.kernels}")
         return "\n".join(lines)
@@ -133,36 +141,82 @@ def _examine(model: Any) -> SupportReport:
         )
     if not model.can_generate():
         return refused("it has no language-modelling head; load it with AutoModelForCausalLM")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return refused(
+            "its forward takes no past_key_values, so there is no K/V cache to page; "
+            "call generate without cache_implementation"
+        )
     if not model._supports_default_dynamic_cache():
         return refused(
-            "it keeps no K/V cache that grows with the tokens (its state has a fixed size); "
+            "it keeps its state in a cache class of its own, not in layers of K/V; "
+            "call generate without cache_implementation"
+        )
+    if not any(isinstance(layer, PagedLayer) for layer in PagedKVCache(config).layers):
+        return refused(
+            "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; "
             "call generate without cache_implementation"
         )
     try:
-        layers = _probe(model)
+        layers = _probe_packed(model)
     except UnsupportedModelError as error:
-        return _dense(model, str(error))
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
-        # A model that cannot even run packed is not an error of ours to raise: the dense view is there for it.
-        return _dense(model, f"it does not run on a packed row ({type(error).__name__}: {_first_line(error)})")
+        return _examine_dense(model, str(error))
+    except _PROBE_ERRORS as error:
+        # A model that cannot run packed is not an error of ours to raise: the dense view is there for it.
+        return _examine_dense(model, f"it does not run on a packed row ({_told(error)})")
     return SupportReport(
-        name, True, True, "every layer attends through AttentionInterface", layers, _kernels(model.device)
+        name,
+        True,
+        True,
+        "every layer attends through AttentionInterface",
+        layers,
+        _kernels(model.device),
+        _rotary_limit(model),
     )
 
 
-def _dense(model: Any, reason: str) -> SupportReport:
-    from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer
+_PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
+
+def _examine_dense(model: Any, why: str) -> SupportReport:
     name = type(model).__name__
+    cache = PagedKVCache(model.config)
+    try:
+        _probe_dense(model, cache)
+    except UnsupportedModelError as error:
+        return SupportReport(name, False, False, str(error), ())
+    except _PROBE_ERRORS as error:
+        return SupportReport(name, False, False, f"it does not run over a paged cache ({_told(error)})", ())
     layers = []
-    for index, layer in enumerate(PagedKVCache(model.config).layers):
-        if isinstance(layer, PagedLayer):
-            layers.append(LayerSupport(index, "dense view", "K/V in blocks, gathered for the model's own attention"))
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, PagedStateLayer):
+            reason = f"K/V in blocks, gathered for the model's own attention; the rest as {layer.kind} keeps it"
+            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
+        elif isinstance(layer, PagedLayer):
+            reason = "K/V in blocks, gathered for the model's own attention"
+            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
         elif type(layer).__name__ == "DummyLayer":
             layers.append(LayerSupport(index, "none", "this layer keeps no cache"))
         else:
             layers.append(LayerSupport(index, "state", f"kept per row by transformers' {type(layer).__name__}"))
-    return SupportReport(name, True, False, reason, tuple(layers))
+    return SupportReport(name, True, False, why, tuple(layers))
+
+
+def _rotary_limit(model: Any) -> int | None:
+    """The length up to which rotary frequencies do not depend on the longest sequence of the batch."""
+    limits = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        kinds = kinds if isinstance(kinds, dict) else {None: kinds}
+        parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        for layer_type, kind in kinds.items():
+            if kind == "longrope":
+                own = parameters if layer_type is None else parameters[layer_type]
+                limits.append(int(own["original_max_position_embeddings"]))
+            elif "dynamic" in kind:
+                limits.append(int(module.original_max_seq_len))
+    return min(limits, default=None)
 
 
 def _kernels(device: torch.device) -> str:
@@ -173,38 +227,72 @@ def _kernels(device: torch.device) -> str:
     return f"{impl} ({status()})" if device.type == "cpu" and status is not None else impl
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+# -- trying it out -----------------------------------------------------------------------------------------------
+
+_LENGTHS = (5, 3)
+
+
+def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
+    """Two left-padded rows, as generate would give them to the model: int64 [2, 5] each."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=model.device) % vocab
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        batch["position_ids"] = positions
+    return batch
+
+
+def _without_drawing(model: Any) -> Any:
+    """Leave the random state as it is, whatever the model draws."""
+    return torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
 
 
 @torch.no_grad()
-def _probe(model: Any) -> tuple[LayerSupport, ...]:
-    """Run two sequences packed, prefill and one decode step, and compare with the model's own forward."""
-    device = model.device
+def _probe_packed(model: Any) -> tuple[LayerSupport, ...]:
+    """Run two sequences packed, prefill and one decode step, and compare with the model's own padded forward."""
     memory = PagedMemory(2, growable=True)
     packed = PackedModel(model, memory)
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[3, 1, 2, 5, 4], [7, 6, 1, 3, 2]], device=device) % vocab
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        got = []
-        for start, stop in ((0, 4), (4, 5)):
-            count = stop - start
-            memory.append([(0, count), (1, count)])
-            metadata, positions = memory.step_metadata([0, 1], [count, count], device)
-            logits = packed.forward(ids[:, start:stop].flatten(), positions, metadata)
-            got.append(logits.view(2, count, -1))
-        actual = torch.cat(got, dim=1).float()
-        expected = model(input_ids=ids, use_cache=False, return_dict=True).logits.float()
+    batch = _padded_batch(model)
+    rows = [ids[-length:] for ids, length in zip(batch["input_ids"], _LENGTHS)]
+    with _without_drawing(model):
+        got: list[list[torch.Tensor]] = [[], []]
+        for counts in ([length - 1 for length in _LENGTHS], [1, 1]):
+            starts = [sum(map(len, row)) for row in got]
+            memory.append([(0, counts[0]), (1, counts[1])])
+            metadata, positions = memory.step_metadata([0, 1], counts, model.device)
+            step = torch.cat([row[start : start + n] for row, start, n in zip(rows, starts, counts)])
+            logits = packed.forward(step, positions, metadata)
+            for row, part in zip(got, logits.split(counts)):
+                row.append(part)
+        expected = model(**batch, use_cache=False, return_dict=True).logits
+        _refuse_own_inputs(model, batch)
     if not model.training:
-        _compare(actual, expected, model.dtype)
+        for row, parts in enumerate(got):
+            _compare(torch.cat(parts), expected[row, -_LENGTHS[row] :], "packed", model.dtype)
+    return _native_layers(model, packed)
+
+
+def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
     handles = {handle.layer_idx: handle for handle in packed.cache.handles}
     layers = []
-    for index in range(len(packed.cache.layers)):
+    for index, layer in enumerate(PagedKVCache(model.config).layers):
         handle = handles.get(index)
         if handle is None:
             layers.append(LayerSupport(index, "none", "reads another layer's K/V, or keeps no cache"))
             continue
+        seen, kept = handle.sliding_window or handle.chunk_size, getattr(layer, "sliding_window", None)
+        if kept is not None and kept != seen:
+            raise UnsupportedModelError(
+                f"layer {index} keeps a window of {kept} tokens but attends to {seen or 'all'}, so what it sees "
+                "depends on when it computes; this model needs the dense view"
+            )
         key, value = handle.kv
         layers.append(
             LayerSupport(
@@ -220,14 +308,63 @@ def _probe(model: Any) -> tuple[LayerSupport, ...]:
     return tuple(layers)
 
 
-def _compare(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def _refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    """A model that prepares its inputs in its own way must come to what transformers' own way comes to."""
+    from transformers import DynamicCache, GenerationMixin
+
+    if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
+        return
+    for prefill in (True, False):
+        options = {
+            "input_ids": batch["input_ids"],
+            "attention_mask": batch["attention_mask"],
+            "past_key_values": DynamicCache(config=model.config),
+            "use_cache": True,
+            "is_first_iteration": prefill,
+            "next_sequence_length": None if prefill else 1,
+        }
+        own = model.prepare_inputs_for_generation(**options)
+        plain = GenerationMixin.prepare_inputs_for_generation(model, **options)
+        for name in own.keys() | plain.keys():
+            a, b = own.get(name), plain.get(name)
+            same = (
+                torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
+            )
+            if not same:
+                raise UnsupportedModelError(f"its prepare_inputs_for_generation makes its own {name}")
+
+
+@torch.no_grad()
+def _probe_dense(model: Any, cache: PagedKVCache) -> None:
+    """Prefill and one decode step over `cache`, compared with the same over the model's own cache."""
+    from transformers import DynamicCache
+
+    batch = _padded_batch(model)
+    logits = []
+    with _without_drawing(model):
+        for past in (cache, DynamicCache(config=model.config)):
+            steps = []
+            for start, stop in ((0, 4), (4, 5)):
+                part = {name: value[:, start:stop] for name, value in batch.items()}
+                part["attention_mask"] = batch["attention_mask"][:, :stop]
+                steps.append(model(**part, past_key_values=past, use_cache=True, return_dict=True).logits)
+            logits.append(torch.cat(steps, dim=1)[batch["attention_mask"].bool()])
+    if not cache.num_rows:
+        raise UnsupportedModelError(
+            "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
+        )
+    if not model.training:
+        _compare(logits[0], logits[1], "paged", model.dtype)
+
+
+def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str, dtype: torch.dtype) -> None:
     if actual.shape != expected.shape:
-        raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, packed {tuple(actual.shape)}")
-    error = (actual - expected).abs().max().item()
-    scale = expected.abs().max().item()
+        raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
+    error = (actual.float() - expected.float()).abs().max().item()
+    scale = expected.float().abs().max().item()
     tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
     if not error <= tolerance * max(scale, 1e-6):
         raise UnsupportedModelError(
-            f"its packed logits differ from its own by {error:.2g} (largest logit {scale:.2g}): "
+            f"its {what} logits differ from its own by {error:.2g} (largest logit {scale:.2g}): "
             "something in its forward depends on the batch layout"
         )
