@@ -1,0 +1,359 @@
+"""PagedKVCache against transformers' DynamicCache: in generate, in hand-written loops, and method by method."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_paged
+from hf_paged.cache.paged_cache import PagedKVCache
+
+LAYERS, HEADS, DIM = 2, 2, 8
+
+
+def _config() -> Any:
+    return models.shared("llama").config
+
+
+def _states(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, HEADS, tokens, DIM)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def _feed(caches: list[Any], rows: int, tokens: int, seed: int) -> None:
+    """The same update of every layer of every cache; what they return must be equal."""
+    for layer in range(LAYERS):
+        key, value = _states(rows, tokens, 100 * seed + layer)
+        results = [cache.update(key, value, layer) for cache in caches]
+        for actual in results[1:]:
+            assert torch.equal(actual[0], results[0][0])
+            assert torch.equal(actual[1], results[0][1])
+
+
+def _assert_equal(paged: PagedKVCache, plain: DynamicCache) -> None:
+    paged.check_integrity()
+    assert paged.get_seq_length() == plain.get_seq_length()
+    assert len(paged) == len(plain)
+    for query in (1, 3):
+        assert paged.get_mask_sizes(query, 0) == plain.get_mask_sizes(query, 0)
+    for ours, theirs in zip(paged, plain):
+        if theirs[0] is not None:
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+    assert paged.batch_size == plain.layers[0].keys.shape[0]
+
+
+@pytest.fixture(params=[1, 4, 16])
+def block_size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def _pair(block_size: int, rows: int = 3, tokens: int = 9) -> tuple[PagedKVCache, DynamicCache]:
+    paged, plain = PagedKVCache(_config(), block_size=block_size), DynamicCache(config=_config())
+    _feed([plain, paged], rows, tokens, 1)
+    return paged, plain
+
+
+# -- method by method --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16, 17, 40])
+def test_update_and_lengths(block_size: int, tokens: int) -> None:
+    paged, plain = _pair(block_size, tokens=tokens)
+    _assert_equal(paged, plain)
+    for step in range(6):
+        _feed([plain, paged], 3, 1 + step % 2, 2 + step)
+        _assert_equal(paged, plain)
+
+
+def test_a_new_cache() -> None:
+    cache = PagedKVCache(_config())
+    assert cache.get_seq_length() == 0
+    assert len(cache) == LAYERS
+    assert not cache.is_initialized and not cache.is_compileable
+    assert cache.get_mask_sizes(5, 0) == (5, 0)
+    assert [keys for keys, _, _ in cache] == [None] * LAYERS
+    assert cache.stats().num_blocks == 0, "nothing is allocated before there are tokens"
+    assert cache.is_sliding == [False] * LAYERS
+
+
+def test_without_a_config_layers_are_learnt() -> None:
+    paged, plain = PagedKVCache(), DynamicCache()
+    _feed([plain, paged], 2, 5, 1)
+    _assert_equal(paged, plain)
+
+
+def test_reorder_cache(block_size: int) -> None:
+    paged, plain = _pair(block_size)
+    for step, parents in enumerate([[0, 0, 2], [2, 1, 0], [1, 1, 1], [0, 1, 2]]):
+        for cache in (paged, plain):
+            cache.reorder_cache(torch.tensor(parents))
+        _assert_equal(paged, plain)
+        _feed([plain, paged], 3, 1, 50 + step)
+        _assert_equal(paged, plain)
+
+
+def test_batch_repeat_interleave(block_size: int) -> None:
+    paged, plain = _pair(block_size)
+    used = paged.stats().blocks_used
+    for cache in (paged, plain):
+        cache.batch_repeat_interleave(4)
+    _assert_equal(paged, plain)
+    assert paged.stats().blocks_used == used, "repeating takes no memory"
+    _feed([plain, paged], 12, 2, 7)
+    _assert_equal(paged, plain)
+
+
+@pytest.mark.parametrize("indices", [[2], [0, 2], [1, 0, 0], [-1]])
+def test_batch_select_indices(block_size: int, indices: list[int]) -> None:
+    paged, plain = _pair(block_size)
+    for cache in (paged, plain):
+        cache.batch_select_indices(torch.tensor(indices))
+    _assert_equal(paged, plain)
+    _feed([plain, paged], len(indices), 3, 7)
+    _assert_equal(paged, plain)
+
+
+def test_batch_select_with_a_bool_mask() -> None:
+    paged, plain = _pair(4)
+    for cache in (paged, plain):
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+    _assert_equal(paged, plain)
+
+
+@pytest.mark.parametrize("removed", [0, 1, 4, 8])
+def test_crop(block_size: int, removed: int) -> None:
+    paged, plain = _pair(block_size)
+    for cache in (paged, plain):
+        cache.crop(-removed)
+    _assert_equal(paged, plain)
+    _feed([plain, paged], 3, 2, 7)
+    _assert_equal(paged, plain)
+
+
+def test_crop_gives_blocks_back_and_spares_shared_ones() -> None:
+    paged, plain = _pair(4, rows=1, tokens=10)
+    child = paged.fork(0)
+    paged.crop(-7)
+    paged.check_integrity()
+    assert paged.stats().blocks_used == 1
+    assert child == 1 and paged.get_seq_length() == 3
+    key, value = _states(2, 1, 5)
+    for layer in range(LAYERS):
+        keys, _ = paged.update(key, value, layer)
+        assert torch.equal(keys[:, :, 3:], key)
+        assert torch.equal(keys[:, :, :3], plain.layers[layer].keys[:, :, :3].expand(2, -1, -1, -1))
+
+
+def test_crop_of_more_than_there_is() -> None:
+    paged, _ = _pair(4)
+    with pytest.raises(ValueError, match="cannot crop 10 tokens from a cache of length 9"):
+        paged.crop(-10)
+
+
+def test_reset() -> None:
+    paged, _ = _pair(4)
+    paged.reset()
+    assert paged.get_seq_length() == 0
+    assert paged.stats().blocks_used == 0
+    plain = DynamicCache(config=_config())
+    _feed([plain, paged], 2, 5, 9)
+    _assert_equal(paged, plain)
+
+
+def test_fork_append_free(block_size: int) -> None:
+    """A forked row shares every block until one of the two is written; freeing one leaves the other."""
+    paged, plain = _pair(block_size, rows=2, tokens=6)
+    used = paged.stats().blocks_used
+    assert paged.fork(0) == 2
+    assert paged.num_rows == 3
+    assert paged.stats().blocks_used == used
+    assert paged.stats().blocks_shared > 0
+    plain.batch_select_indices(torch.tensor([0, 1, 0]))
+    _assert_equal(paged, plain)
+    _feed([plain, paged], 3, 1, 5)
+    _assert_equal(paged, plain)
+    if block_size > 1:
+        assert paged.stats().cow_copies == (6 % block_size > 0)
+    paged.free(0)
+    plain.batch_select_indices(torch.tensor([1, 2]))
+    _assert_equal(paged, plain)
+    _feed([plain, paged], 2, 2, 6)
+    _assert_equal(paged, plain)
+    paged.free(1)
+    paged.free(0)
+    assert paged.stats().blocks_used == 0 and paged.get_seq_length() == 0
+
+
+def test_append_makes_room_ahead() -> None:
+    paged, plain = _pair(4)
+    paged.append(8)
+    used = paged.stats().blocks_used
+    _feed([plain, paged], 3, 8, 5)
+    assert paged.stats().blocks_used == used
+    _assert_equal(paged, plain)
+
+
+@pytest.mark.parametrize("call", ["fork", "free"])
+def test_a_row_that_is_none(call: str) -> None:
+    paged, _ = _pair(4)
+    with pytest.raises(IndexError, match="row 3: the cache has 3 rows"):
+        getattr(paged, call)(3)
+
+
+def test_another_batch_size_is_refused() -> None:
+    paged, _ = _pair(4)
+    with pytest.raises(ValueError, match="a batch of 2 on a cache of 3 rows"):
+        paged.update(*_states(2, 1, 0), 0)
+
+
+@pytest.mark.parametrize("options", [{"block_size": 0}, {"block_size": 1.5}, {"num_blocks": -1}, {"block_size": True}])
+def test_bad_options(options: dict[str, Any]) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        PagedKVCache(_config(), **options)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_grows_with_the_tokens_that_exist() -> None:
+    cache = PagedKVCache(_config(), block_size=4)
+    sizes = []
+    for step in range(60):
+        key, value = _states(2, 1, step)
+        for layer in range(LAYERS):
+            cache.update(key, value, layer)
+        stats = cache.stats()
+        assert stats.blocks_used == 2 * -(-(step + 1) // 4)
+        assert stats.bytes_filled == 2 * (step + 1) * LAYERS * 2 * HEADS * DIM * 4
+        sizes.append(stats.bytes_reserved)
+    assert sizes[0] < sizes[-1]
+    assert sizes[-1] <= 2 * cache.stats().bytes_used
+
+
+def test_a_bounded_cache_is_full_without_harm() -> None:
+    cache = PagedKVCache(_config(), block_size=4, num_blocks=3)
+    for layer in range(LAYERS):
+        cache.update(*_states(1, 12, layer), layer)
+    before = [(keys.clone(), values.clone()) for keys, values, _ in cache]
+    with pytest.raises(hf_paged.OutOfBlocks, match="raise num_blocks"):
+        cache.update(*_states(1, 1, 9), 0)
+    cache.check_integrity()
+    assert cache.get_seq_length() == 12
+    for (keys, values, _), (old_keys, old_values) in zip(cache, before):
+        assert torch.equal(keys, old_keys) and torch.equal(values, old_values)
+    cache.crop(-4)
+    cache.update(*_states(1, 1, 9), 0)
+
+
+# -- with models -------------------------------------------------------------------------------------------------------
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "temperature": 3.0, "num_return_sequences": 2},
+    ],
+    ids=["greedy", "beams", "sample"],
+)
+def test_in_generate(family: str, options: dict[str, Any]) -> None:
+    """`past_key_values=PagedKVCache(...)`, with and without `cache_implementation="paged"`."""
+    model = models.shared(family)
+    inputs = {**models.batch(5, 19, 1, 16), **GREEDY, **options}
+    torch.manual_seed(4)
+    plain = model.generate(**inputs)
+    for given in ({}, {"cache_implementation": "paged"}):
+        cache = PagedKVCache(model.config, block_size=4)
+        torch.manual_seed(4)
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **given), plain)
+        cache.check_integrity()
+        cache.reset()
+        assert cache.stats().blocks_used == 0
+
+
+def test_in_prompt_lookup(family: str) -> None:
+    model = models.shared(family)
+    inputs = {"input_ids": models.prompts(9)[0].repeat(3)[None], **GREEDY, "prompt_lookup_num_tokens": 3}
+    plain = model.generate(**inputs)
+    cache = PagedKVCache(model.config, block_size=4)
+    assert torch.equal(model.generate(**inputs, past_key_values=cache), plain)
+    cache.check_integrity()
+
+
+def test_hand_written_loop(family: str) -> None:
+    """A forward loop as users write it, left padding included; rows leave and are forked on the way."""
+    model, inputs = models.shared(family), models.batch(5, 19, 12)
+    logs = []
+    for cache in (DynamicCache(config=model.config), PagedKVCache(model.config, block_size=4)):
+        mask, ids, log = inputs["attention_mask"], inputs["input_ids"], []
+        for step in range(14):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            with torch.no_grad():
+                output = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+            assert output.past_key_values is cache
+            ids = output.logits[:, -1].argmax(-1, keepdim=True)
+            log.append(output.logits[:, -1])
+            if step == 5:  # row 1 leaves
+                cache.batch_select_indices(torch.tensor([0, 2]))
+                ids, mask = ids[[0, 2]], mask[[0, 2]]
+            if step == 8:  # row 0 is forked: its copy goes on with another token
+                if isinstance(cache, PagedKVCache):
+                    cache.fork(0)
+                else:
+                    cache.batch_select_indices(torch.tensor([0, 1, 0]))
+                ids, mask = ids[[0, 1, 0]], mask[[0, 1, 0]]
+                ids[2] = (ids[2] + 1) % models.VOCAB
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        logs.append(log)
+    for plain, paged in zip(*logs):
+        torch.testing.assert_close(paged, plain, atol=1e-3, rtol=1e-3)
+
+
+def test_chunked_prefill_by_hand(family: str) -> None:
+    model, ids = models.shared(family), models.prompts(37)[0][None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = PagedKVCache(model.config, block_size=4)
+        chunks = [model(chunk, past_key_values=cache).logits for chunk in ids.split((1, 7, 8, 3, 18), dim=1)]
+    torch.testing.assert_close(torch.cat(chunks, dim=1), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_shared_prompt_cache_is_copied_and_continued(family: str) -> None:
+    """Prefill once, deepcopy for each continuation: the way of transformers' documentation."""
+    model, prefix = models.shared(family), models.prompts(18)[0][None]
+    prompt_cache = PagedKVCache(model.config, block_size=4)
+    with torch.no_grad():
+        model(prefix, past_key_values=prompt_cache)
+    for seed in range(2):
+        ids = torch.cat([prefix, models.prompts(5, seed=seed)[0][None]], dim=1)
+        cache = copy.deepcopy(prompt_cache)
+        text = model.generate(ids, **GREEDY, past_key_values=cache)
+        assert torch.equal(text, model.generate(ids, **GREEDY))
+        cache.check_integrity()
+    assert prompt_cache.get_seq_length() == 18
+    prompt_cache.check_integrity()
+
+
+def test_sliding_layers_show_their_window() -> None:
+    """The same mask sizes and the same returned tensors as transformers' sliding layers, while nothing is lost."""
+    config = models.shared("gemma3").config
+    paged, plain = PagedKVCache(config, block_size=4), DynamicCache(config=config)
+    assert paged.is_sliding == plain.is_sliding
+    for step, tokens in enumerate((3, 1, 5, 1, 1, 20, 1, 2)):
+        for layer in range(3):
+            assert paged.get_mask_sizes(tokens, layer) == plain.get_mask_sizes(tokens, layer)
+            key, value = _states(2, tokens, 10 * step + layer)
+            ours, theirs = paged.update(key, value, layer), plain.update(key, value, layer)
+            assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert paged.layers[0].keys.shape[2] == paged.get_seq_length() == plain.get_seq_length()
