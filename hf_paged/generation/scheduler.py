@@ -159,11 +159,12 @@ class Scheduler:
         group = seq.group
         if seq.finish_reason is not None:
             return
-        if group.has_branches and any(other.parent is seq for other in group.live):
-            # Others were to be forked from this one: they find themselves another parent.
+        self._release(group, [seq], reason)
+        if any(other.parent is seq for other in group.live):
+            # They were to be forked from this one: they find themselves another parent.
+            self._free_tables(group, group.live)
             self._leave_queue(group)
             self._restart(group)
-        self._release(group, [seq], reason)
 
     def _release(self, group: SequenceGroup, seqs: list[Sequence], reason: FinishReason) -> None:
         self._free_tables(group, seqs)

@@ -1,0 +1,544 @@
+"""Scheduler: single decisions. Whole runs under random load are in test_scheduler_properties.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_engine import TINY, FakeEngine, Request, solo
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.prefix_cache import root_digest
+from hf_paged.config import SchedulerConfig
+from hf_paged.errors import QueueFull
+from hf_paged.generation.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+
+ROOT = root_digest("model")
+
+
+def prompt(length: int, first: int = 10) -> tuple[int, ...]:
+    return tuple(first + i % 7 for i in range(length))
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    return SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, "watermark": 0.0, **changes})
+
+
+def counts(output: SchedulerOutput) -> list[tuple[str, int]]:
+    return [(seq.group.request_id, count) for seq, count in output.scheduled]
+
+
+def endless(prompt: tuple[int, ...], max_new_tokens: int, **options: Any) -> Request:
+    """A request that no token ends."""
+    return Request(prompt, max_new_tokens, num_eos=0, **options)
+
+
+def long(length: int, **options: Any) -> Request:
+    """A request that runs until somebody stops it."""
+    return endless(prompt(length), 10_000, **options)
+
+
+# -- arrival --------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_run_is_refused_on_arrival() -> None:
+    engine = FakeEngine(num_blocks=4)
+    with pytest.raises(ValueError, match="a prompt of 17 tokens needs 5 blocks of 4, but the cache has 4"):
+        engine.add(Request(prompt(17)))
+    with pytest.raises(ValueError, match="9 sequences in one request, but max_num_seqs=8"):
+        engine.add(Request(prompt(1), kind="samples", width=9))
+    with pytest.raises(ValueError, match="5 sequences in one request, but max_num_batched_tokens=4"):
+        FakeEngine(config(max_num_batched_tokens=4)).add(Request(prompt(1), kind="samples", width=5))
+    with pytest.raises(ValueError, match="'empty' has an empty prompt"):
+        engine.add(Request((), request_id="empty"))
+    with pytest.raises(ValueError, match="width=0"):
+        engine.add(Request(prompt(1), width=0))
+    assert not engine.scheduler.has_unfinished()
+    engine.add(Request(prompt(16), 0, request_id="fits"))
+    with pytest.raises(ValueError, match="'fits' is in use"):
+        engine.add(Request(prompt(1), request_id="fits"))
+
+
+def test_a_windowed_cache_takes_prompts_longer_than_its_memory() -> None:
+    engine = FakeEngine(num_blocks=3, windows=(5,))
+    request = Request(prompt(40), 6)
+    name = engine.add(request)
+    assert engine.run()[name] == solo(request, (5,))
+
+
+def test_the_queue_is_bounded() -> None:
+    engine = FakeEngine(config(max_waiting=2))
+    for _ in range(2):
+        engine.add(Request(prompt(3)))
+    with pytest.raises(QueueFull, match=r"2 requests wait already \(max_waiting=2\)"):
+        engine.add(Request(prompt(3)))
+    engine.step()
+    engine.add(Request(prompt(3)))
+
+
+def test_wrong_managers_are_refused() -> None:
+    manager = BlockManager(BlockAllocator(4), 4)
+    with pytest.raises(ValueError, match=r"managers=\[\]"):
+        Scheduler(TINY, [])
+    with pytest.raises(ValueError, match="2 host managers for 1 managers"):
+        Scheduler(TINY, [manager], [manager, manager])
+
+
+# -- the order of things --------------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served() -> None:
+    engine = FakeEngine(config(max_num_seqs=2))
+    names = [engine.add(Request(prompt(4, first=10 + i), 6)) for i in range(6)]
+    started: list[str] = []
+    while engine.scheduler.has_unfinished():
+        for name, _ in counts(engine.step()):
+            if name not in started:
+                started.append(name)
+    assert started == names
+
+
+def test_priority_goes_before_arrival() -> None:
+    engine = FakeEngine(config(max_num_seqs=1))
+    for priority, name in [(1, "d"), (0, "b"), (-1, "a"), (0, "c")]:
+        engine.add(Request(prompt(4), 3, priority=priority, request_id=name))
+    assert list(engine.run()) == ["a", "b", "c", "d"]
+
+
+def test_arrival_is_the_callers_clock() -> None:
+    scheduler = Scheduler(config(max_num_seqs=1), [BlockManager(BlockAllocator(9), 4)])
+    for name, arrival in [("late", 2.0), ("early", 1.0)]:
+        scheduler.add(SequenceGroup(name, [1, 2], arrival=arrival))
+    assert counts(scheduler.schedule()) == [("early", 2)]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_the_others() -> None:
+    engine = FakeEngine()
+    engine.add(long(3, request_id="a"))
+    assert counts(engine.step()) == [("a", 3)]
+    engine.add(long(40, request_id="b"))
+    engine.add(long(3, request_id="c"))
+    assert counts(engine.step()) == [("a", 1), ("b", 15)]
+    assert counts(engine.step()) == [("a", 1), ("b", 15)]
+    assert engine.group("b").live[0].output_token_ids == []
+    assert counts(engine.step()) == [("a", 1), ("b", 10), ("c", 3)]
+    assert len(engine.group("b").live[0].output_token_ids) == 1
+    assert counts(engine.step()) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_places_are_kept_for_samples_to_come() -> None:
+    engine = FakeEngine(config(max_num_seqs=4))
+    engine.add(long(3, kind="samples", width=3, request_id="a"))
+    engine.add(long(3, kind="samples", width=2, request_id="b"))
+    engine.add(long(3, request_id="c"))
+    assert counts(engine.step()) == [("a", 3)]  # b has no place, and c does not overtake it
+    assert counts(engine.step()) == [("a", 1)] * 3
+    engine.scheduler.finish(engine.group("a").live[1], FinishReason.STOP)
+    assert counts(engine.step()) == [("a", 1)] * 2 + [("b", 3)]
+
+
+def test_samples_go_together_or_not_at_all() -> None:
+    engine = FakeEngine(config(max_num_batched_tokens=4))
+    for name in "ab":
+        engine.add(long(1, request_id=name))
+    engine.add(long(1, kind="samples", width=3, request_id="c"))
+    engine.step()
+    assert counts(engine.step()) == [("a", 1), ("b", 1)]  # two are left, three are needed
+    engine.abort("a")
+    assert counts(engine.step()) == [("b", 1), *[("c", 1)] * 3]
+
+
+def test_the_watermark_keeps_blocks_for_those_that_run() -> None:
+    engine = FakeEngine(config(watermark=0.25), num_blocks=8)
+    engine.add(long(15, request_id="a"))
+    assert counts(engine.step()) == [("a", 15)]
+    engine.add(long(12, request_id="b"))  # 3 of 4 blocks: only 1 of 8 would stay free
+    assert counts(engine.step()) == [("a", 1)]
+    engine.add(long(8, request_id="c"))
+    assert counts(engine.step()) == [("a", 1)]
+    engine.abort("a")
+    assert counts(engine.step())[0] == ("b", 12)
+
+
+def test_alone_a_request_gets_the_whole_pool() -> None:
+    engine = FakeEngine(config(watermark=0.5), num_blocks=4)
+    request = endless(prompt(9), 7)
+    name = engine.add(request)
+    assert engine.run()[name] == solo(request)
+
+
+# -- running out of blocks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_latest_arrival_gives_way_and_comes_back(mode: str) -> None:
+    engine = FakeEngine(config(preemption=mode, prefix_caching=False), num_blocks=6)
+    requests = {name: endless(prompt(7, first), 9, request_id=name) for name, first in [("a", 10), ("b", 20)]}
+    for request in requests.values():
+        engine.add(request)
+    while not (output := engine.step()).preempted:
+        pass
+    assert output.preempted == [engine.group("b")]
+    assert counts(output) == [("a", 1)]
+    state = {"recompute": SeqStatus.WAITING, "swap": SeqStatus.SWAPPED}[mode]
+    assert engine.group("b").status is engine.group("b").live[0].status is state
+    assert engine.hosts[0].allocator.num_used == (3 if mode == "swap" else 0)
+    assert len(output.swap_out[0]) == engine.hosts[0].allocator.num_used
+    results = engine.run()
+    assert results == {name: solo(request) for name, request in requests.items()}
+    scheduler = engine.scheduler
+    done = (scheduler.num_preemptions_recompute, scheduler.num_preemptions_swap)
+    assert done == ((1, 0) if mode == "recompute" else (0, 1))
+
+
+def test_who_is_urgent_keeps_its_blocks() -> None:
+    engine = FakeEngine(num_blocks=6)
+    engine.add(long(7, priority=1, request_id="first"))
+    engine.add(long(7, priority=0, request_id="urgent"))
+    while not (output := engine.step()).preempted:
+        pass
+    assert output.preempted == [engine.group("first")]
+
+
+def test_a_swapped_group_comes_back_before_new_ones_start() -> None:
+    engine = FakeEngine(config(preemption="swap", prefix_caching=False), num_blocks=6)
+    engine.add(long(7, request_id="a"))
+    engine.add(long(7, request_id="b"))
+    while not engine.step().preempted:
+        pass
+    engine.add(long(1, request_id="c"))
+    assert [name for name, _ in counts(engine.step())] == ["a"]
+    engine.abort("a")
+    output = engine.step()
+    assert counts(output) == [("b", 1), ("c", 1)]
+    assert len(output.swap_in[0]) == 3
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1])
+def test_without_room_in_the_swap_space_it_is_recomputed(num_host_blocks: int) -> None:
+    engine = FakeEngine(config(preemption="swap"), num_host_blocks=num_host_blocks)
+    engine.add(long(7, request_id="a"))
+    engine.step()
+    assert engine.force_preempt("a", "swap")
+    assert engine.group("a").status is SeqStatus.WAITING
+    assert (engine.scheduler.num_preemptions_recompute, engine.scheduler.num_preemptions_swap) == (1, 0)
+
+
+def test_auto_recomputes_what_fits_in_a_step_and_swaps_the_rest() -> None:
+    def after_preemption(request: Request) -> SeqStatus:
+        engine = FakeEngine(config(preemption="auto", prefix_caching=False), num_blocks=20)
+        engine.add(Request(prompt(4), 1, kind="greedy", priority=-1, request_id="first"))
+        name = engine.add(request)
+        for _ in range(8):
+            engine.step()
+        group = engine.group(name)
+        assert group.status is SeqStatus.RUNNING
+        engine.scheduler._preempt(group, engine.scheduler._cheaper_way(group))
+        return group.status
+
+    assert after_preemption(long(8)) is SeqStatus.WAITING
+    assert after_preemption(long(30)) is SeqStatus.SWAPPED
+    assert after_preemption(long(3, kind="samples", width=2)) is SeqStatus.SWAPPED
+
+
+def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
+    engine = FakeEngine(num_blocks=8)
+    engine.add(long(5, request_id="big"))
+    small = {name: endless(prompt(3, first), 6, request_id=name) for name, first in [("b", 20), ("c", 30)]}
+    for request in small.values():
+        engine.add(request)
+    group = engine.group("big")
+    results = engine.run()
+    assert results["big"].reason is FinishReason.ERROR
+    assert group.error is not None
+    assert "'big'" in group.error and "33 tokens" in group.error and "more memory" in group.error
+    assert {name: results[name] for name in small} == {name: solo(request) for name, request in small.items()}
+
+
+def test_a_group_of_samples_that_outgrows_the_pool_fails_alone() -> None:
+    engine = FakeEngine(num_blocks=8)
+    engine.add(long(5, kind="samples", width=4, request_id="big"))
+    request = endless(prompt(3), 6, request_id="small")
+    engine.add(request)
+    results = engine.run()
+    assert results["big"].reason is FinishReason.ERROR
+    assert results["small"] == solo(request)
+
+
+def test_pinned_blocks_do_not_leave_a_swapped_group_waiting_for_ever() -> None:
+    engine = FakeEngine(config(preemption="swap"), num_blocks=8)
+    engine.add(Request(prompt(12), 1, root=ROOT, request_id="system"))
+    engine.run()
+    cache = engine.scheduler.prefix_cache
+    assert cache is not None
+    assert cache.pin(prompt(12), ROOT) == 12
+    request = endless((*prompt(12), 40, 41, 42), 12, root=ROOT, request_id="a")
+    engine.add(request)
+    for _ in range(6):
+        engine.step()
+    assert engine.force_preempt("a", "swap")  # in host memory it has its own copy of the prefix: 6 blocks, 5 are free
+    assert engine.run()["a"] == solo(request)
+
+
+# -- sharing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(k, m) for k in ("samples", "beams") for m in ("recompute", "swap")])
+def test_sharing_survives_a_preemption(kind: str, mode: str) -> None:
+    """The common prefix is kept once before, in host memory, and after."""
+    engine = FakeEngine(config(prefix_caching=False))
+    name = engine.add(long(14, kind=kind, width=4))
+    for _ in range(4):
+        engine.step()
+    group, manager, host = engine.group(name), engine.managers[0], engine.hosts[0]
+    used, logical = manager.allocator.num_used, manager.num_logical_blocks
+    assert used < logical or len(group.live) == 1
+    assert engine.force_preempt(name, mode)  # type: ignore[arg-type]
+    if mode == "swap":
+        assert (host.allocator.num_used, host.num_logical_blocks) == (used, logical)
+        output = engine.step()
+        assert len(output.swap_out[0]) == len(output.swap_in[0]) == used
+    else:
+        computed = sum(count for _, count in engine.step().scheduled)
+        while len({seq.num_uncomputed_tokens for seq in group.live}) > 1 or group.has_branches:
+            computed += sum(count for _, count in engine.step().scheduled)
+        assert computed < sum(seq.num_tokens for seq in group.live) or len(group.live) == 1
+    assert manager.num_shared_blocks >= 3 or len(group.live) == 1
+
+
+def test_samples_take_one_prompt_and_one_block_each() -> None:
+    engine = FakeEngine()
+    name = engine.add(long(14, kind="samples", width=4))
+    engine.step()
+    assert engine.managers[0].allocator.num_used == 4
+    output = engine.step()
+    assert len(output.block_copies[0]) == 3  # the last one keeps the block
+    assert engine.managers[0].allocator.num_used == 3 + 4
+    engine.abort(name)
+    engine.check_empty()
+
+
+def test_a_finished_sample_frees_its_own_blocks_only() -> None:
+    engine = FakeEngine(config(prefix_caching=False))
+    name = engine.add(long(14, kind="samples", width=3))
+    for _ in range(2):
+        engine.step()
+    group = engine.group(name)
+    first, middle, last = group.live
+    engine.scheduler.finish(middle, FinishReason.STOP)
+    engine.scheduler.finish(middle, FinishReason.EOS)  # once is enough
+    assert middle.finish_reason is FinishReason.STOP and middle.status is SeqStatus.FINISHED
+    assert group.live == [first, last] and group.width == 2 and not group.is_finished
+    assert engine.managers[0].allocator.num_used == 3 + 2
+    assert middle.seq_id in engine.step().finished_seq_ids
+    engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("num_steps", range(4))
+def test_a_sample_may_finish_while_others_wait_to_branch_from_it(index: int, num_steps: int) -> None:
+    """After a recompute sequences fork from each other; one of them leaves in the middle of that."""
+    engine = FakeEngine(config(max_num_batched_tokens=6, prefix_caching=False))
+    request = endless(prompt(10), 9, kind="samples", width=4)
+    name = engine.add(request)
+    for _ in range(5):
+        engine.step()
+    engine.force_preempt(name, "recompute")
+    for _ in range(num_steps):
+        engine.step()
+    group = engine.group(name)
+    leaver = group.sequences[index]
+    kept = leaver.output_token_ids
+    engine.scheduler.finish(leaver, FinishReason.STOP)
+    engine.scheduler.check_integrity()
+    outputs = engine.run()[name].outputs
+    expected = solo(request).outputs
+    expected[index] = kept
+    assert outputs == expected
+
+
+def test_beams_may_become_fewer_and_more() -> None:
+    engine = FakeEngine()
+    name = engine.add(long(6, kind="beams", width=3))
+    scheduler, group = engine.scheduler, engine.group(name)
+
+    def step() -> None:
+        output = scheduler.schedule()
+        scheduler.update(output)
+
+    step()
+    first = group.live[0]
+    beams = scheduler.reorder(group, [0, 0, 0], [21, 22, 23])
+    assert beams[0] is first and [seq.output_token_ids for seq in beams] == [[21], [22], [23]]
+    step()
+    losers = [group.live[0].seq_id, group.live[1].seq_id]
+    scheduler.reorder(group, [2], [31])
+    assert [seq.output_token_ids for seq in group.live] == [[23, 31]]
+    output = scheduler.schedule()
+    assert output.finished_seq_ids == losers
+    scheduler.update(output)
+    scheduler.reorder(group, [0, 0], [41, 42])
+    assert [seq.output_token_ids for seq in group.sequences] == [[23, 31, 41], [23, 31, 42]]
+    scheduler.check_integrity()
+    step()
+    with pytest.raises(ValueError, match="4 parents and 4 tokens for a group of width 3"):
+        scheduler.reorder(group, [0] * 4, [1] * 4)
+    with pytest.raises(ValueError, match="2 parents and 1 tokens"):
+        scheduler.reorder(group, [0, 1], [1])
+    with pytest.raises(ValueError, match="0 parents"):
+        scheduler.reorder(group, [], [])
+    scheduler.abort(name)
+    engine.check_empty()
+
+
+def test_no_more_forks_than_announced() -> None:
+    engine = FakeEngine()
+    name = engine.add(long(6, kind="samples", width=2))
+    output = engine.scheduler.schedule()
+    engine.scheduler.update(output)
+    (seq,) = engine.group(name).live
+    with pytest.raises(ValueError, match=r"1 \+ 3 - 1 sequences in a group of width 2"):
+        engine.scheduler.fork(seq, [1, 2, 3])
+    with pytest.raises(ValueError, match="width 2"):
+        engine.scheduler.fork(seq, [])
+    assert [s.output_token_ids for s in engine.scheduler.fork(seq, [1, 2])] == [[1], [2]]
+
+
+# -- the prefix cache -----------------------------------------------------------------------------------------------
+
+
+def scheduled_tokens(engine: FakeEngine, request: Request) -> int:
+    """How many tokens of the prompt had to be computed."""
+    engine.add(request)
+    total = 0
+    while engine.scheduler.has_unfinished():
+        total += engine.step().num_scheduled_tokens
+    return total
+
+
+def test_a_known_prefix_is_not_computed_again() -> None:
+    engine = FakeEngine()
+    request = endless(prompt(14), 1, root=ROOT)
+    assert scheduled_tokens(engine, request) == 14
+    assert scheduled_tokens(engine, request) == 2
+    assert scheduled_tokens(engine, endless(prompt(12), 1, root=ROOT)) == 4  # one token must be computed
+    assert scheduled_tokens(engine, endless((*prompt(8), 40), 1, root=ROOT)) == 1
+    assert scheduled_tokens(engine, endless(prompt(14), 1, root=root_digest("model", None, "salt"))) == 14
+    assert scheduled_tokens(engine, endless(prompt(14), 1)) == 14
+    cache = engine.scheduler.prefix_cache
+    assert cache is not None
+    assert (cache.query_tokens, cache.hit_tokens) == (14 + 14 + 12 + 9 + 14, 12 + 8 + 8)
+    assert {str(result) for name, result in engine.results.items() if name in ("r0", "r1")} == {str(solo(request))}
+
+
+def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
+    engine = FakeEngine()
+    request = endless(prompt(6), 12, root=ROOT)
+    name = engine.add(request)
+    answer = engine.run()[name].outputs[0]
+    # The last token of the answer was never computed.
+    assert scheduled_tokens(engine, endless((*prompt(6), *answer, 40, 41), 1, root=ROOT)) == 20 - 16
+
+
+def test_no_prefix_cache_when_switched_off_or_windowed() -> None:
+    assert FakeEngine(config(prefix_caching=False)).scheduler.prefix_cache is None
+    assert FakeEngine(windows=(8,)).scheduler.prefix_cache is None
+    assert FakeEngine(windows=(None, None)).scheduler.prefix_cache is None
+
+
+def test_a_preempted_request_finds_its_own_blocks() -> None:
+    engine = FakeEngine()
+    request = endless(prompt(14), 6, root=ROOT)
+    name = engine.add(request)
+    for _ in range(4):
+        engine.step()
+    engine.force_preempt(name, "recompute")
+    assert counts(engine.step()) == [(name, 2)]  # 18 tokens, 4 full blocks of them known
+    cache = engine.scheduler.prefix_cache
+    assert cache is not None
+    assert (cache.query_tokens, cache.hit_tokens) == (14, 0), "counted once a request"
+    assert engine.run()[name] == solo(request)
+
+
+def test_running_requests_share_the_prefix() -> None:
+    engine = FakeEngine()
+    engine.add(long(14, root=ROOT))
+    engine.step()
+    engine.add(long(14, root=ROOT))
+    engine.step()
+    assert engine.managers[0].num_shared_blocks == 3
+    assert engine.managers[0].allocator.num_used == 5
+
+
+def test_idle_prefixes_give_way_to_requests() -> None:
+    engine = FakeEngine(num_blocks=6)
+    for first in (10, 20, 30, 10):
+        request = endless(prompt(14, first), 3, root=ROOT)
+        name = engine.add(request)
+        assert engine.run()[name] == solo(request)
+    assert engine.scheduler.num_preemptions_recompute == 0
+
+
+# -- coming to an end -----------------------------------------------------------------------------------------------
+
+
+def test_abort_of_the_unknown_and_the_finished() -> None:
+    engine = FakeEngine()
+    assert engine.scheduler.abort("nobody") is None
+    name = engine.add(long(3))
+    assert engine.scheduler.abort(name) is not None
+    assert engine.scheduler.abort(name) is None
+    assert engine.scheduler.get(name) is None
+    assert not engine.scheduler.force_preempt(name, "swap")
+
+
+def test_an_aborted_swap_is_not_copied() -> None:
+    """Its host blocks may belong to somebody else by the time the copies are done."""
+    engine = FakeEngine(config(prefix_caching=False), num_host_blocks=2)
+    for name, first in [("a", 10), ("b", 20)]:
+        engine.add(endless(prompt(7, first), 5, request_id=name))
+    engine.step()
+    assert engine.force_preempt("b", "swap")
+    engine.abort("b")
+    assert engine.force_preempt("a", "swap")
+    output = engine.step()
+    assert len(output.swap_out[0]) == 2
+    assert engine.run()["a"] == solo(endless(prompt(7), 5))
+
+
+def test_an_aborted_step_is_not_applied() -> None:
+    engine = FakeEngine()
+    name = engine.add(long(6, root=ROOT))
+    scheduler, (seq,) = engine.scheduler, engine.group(name).live
+    output = scheduler.schedule()
+    scheduler.abort(name)
+    scheduler.update(output, [(seq, 1)])
+    assert seq.output_token_ids == [] and seq.finish_reason is FinishReason.ABORT
+    engine.check_empty()
+
+
+def test_a_failed_forward_can_be_tried_again() -> None:
+    engine = FakeEngine(config(max_num_batched_tokens=5))
+    requests = {
+        name: endless(prompt(9), 6, kind=kind, width=width, root=ROOT, request_id=name)
+        for name, kind, width in [("a", "greedy", 1), ("b", "samples", 3), ("c", "beams", 2)]
+    }
+    for request in requests.values():
+        engine.add(request)
+    while engine.scheduler.has_unfinished():
+        engine.step(fail=True)
+        engine.step()
+    engine.check_empty()
+    assert engine.results == {name: solo(request) for name, request in requests.items()}
+
+
+def test_tokens_and_states_read_well() -> None:
+    group = SequenceGroup("r", [1, 2, 3])
+    (seq,) = group.sequences
+    assert (seq.num_tokens, seq.num_uncomputed_tokens, seq.output_token_ids) == (3, 3, [])
+    assert repr(seq) == f"Sequence({seq.seq_id}, 0/3 tokens, waiting)"
+    assert "SequenceGroup('r', waiting" in repr(group)
+    assert [str(reason) for reason in FinishReason] == ["eos", "stop", "length", "abort", "error"]
+    assert isinstance(seq, Sequence) and group.num_prompt_tokens == 3
