@@ -95,6 +95,7 @@ def attention_launches(
         "WINDOW": sliding_window or 0, "CHUNK": chunk_size or 0, "SOFTCAP": softcap is not None,
         # A negative scale turns the largest product into the smallest score: scale before the maximum then.
         "SCALE_FIRST": softcap is not None or alibi_slopes is not None or scale <= 0,
+        "SAME_STRIDES": key_cache.stride()[:2] == value_cache.stride()[:2],
         # The interpreter multiplies the bits of bf16 as integers.
         "UPCAST": INTERPRET and query.dtype != torch.float32,
     }  # fmt: skip

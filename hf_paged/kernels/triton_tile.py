@@ -26,11 +26,10 @@ def lower_bound(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 def load_block_ids(table, start, lo, hi, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
     """Block ids of keys start .. start + BN: one id where they share a block, else one a key. 0 outside [lo, hi)."""
     if BLOCK_SIZE % BN == 0:
-        ids = tl.load(table + start // BLOCK_SIZE, mask=(start < hi) & (start + BN > lo), other=0)
+        return tl.load(table + start // BLOCK_SIZE, mask=(start < hi) & (start + BN > lo), other=0)
     else:
         keys = start + tl.arange(0, BN)
-        ids = tl.load(table + keys // BLOCK_SIZE, mask=(keys >= lo) & (keys < hi), other=0)
-    return ids.to(tl.int64)
+        return tl.load(table + keys // BLOCK_SIZE, mask=(keys >= lo) & (keys < hi), other=0)
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def attend(
     kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, SAME_STRIDES: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys of tiles [first, last) into acc [BM, BLOCK_DV], peak [BM] and total [BM].
 
@@ -48,14 +47,17 @@ def attend(
     """
     offsets = tl.arange(0, BN)
     k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    # The ids of the next tile travel in registers: a load whose address comes from a load of the same iteration would
-    # cost the pipeline half of its buffers.
+    # The ids of the next tile travel in registers: a load whose address comes from a load of the same iteration costs the
+    # pipeline half of its buffers. They travel as loaded: a cast between the load and the loop's edge makes the
+    # compiler wait for every copy in the iteration that issues it.
     ids = load_block_ids(table, first, lo, hi, BLOCK_SIZE, BN)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         keys = start + offsets
         slots = keys % BLOCK_SIZE
-        k_rows = ids * kc_block_stride + slots * kc_slot_stride
-        v_rows = ids * vc_block_stride + slots * vc_slot_stride
+        k_rows = ids.to(tl.int64) * kc_block_stride + slots * kc_slot_stride
+        v_rows = k_rows
+        if not SAME_STRIDES:
+            v_rows = ids.to(tl.int64) * vc_block_stride + slots * vc_slot_stride
         k_pointers = key_cache + k_rows[:, None] + k_dims[None, :]
         v_pointers = value_cache + v_rows[:, None] + v_dims[None, :]
         if MASKED:
@@ -111,7 +113,7 @@ def load_rows(
     query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride, q_head_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr, with_sinks,
 ):  # fmt: skip
-    """q [BM, BLOCK_D], slopes, peak and total [BM] before the first key. A sink is a key of weight one, without a value."""
+    """q [BM, BLOCK_D]; slopes, peak and total [BM] before the first key. A sink is a key without a value."""
     dims = tl.arange(0, BLOCK_D)
     rows = tokens * q_token_stride + heads * q_head_stride
     q = tl.load(query + rows[:, None] + dims[None, :], mask=valid[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)

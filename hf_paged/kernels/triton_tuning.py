@@ -37,9 +37,11 @@ def large_tile(target: Target, element_size: int, head_dim: int) -> Tile:
     if target.backend == "hip":
         return Tile(128, 64, 4, 1) if size <= 256 else Tile(64, 32, 4, 1)
     if element_size == 4:  # fp32 runs on the ordinary cores; small tiles keep it in registers
-        return Tile(64, 32, 8, 2) if head_dim <= 128 else Tile(32, 16, 8, 2)
-    if size <= 128:
-        return Tile(128, 64, 4, 3)
-    if size <= 256:
-        return Tile(128, 128, 8, 2) if target.arch in (90, 100) else Tile(128, 64, 8, 2)
-    return Tile(64, 64, 8, 2) if size <= 512 else Tile(64, 32, 8, 1)
+        return Tile(32, 16, 8, 2) if head_dim <= 256 else Tile(16, 16, 8, 2)
+    if int(target.arch) < 90:
+        shapes = {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2), 512: Tile(32, 16, 8, 2)}
+    elif target.arch == 90:
+        shapes = {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(64, 64, 8, 2), 512: Tile(32, 32, 8, 2)}
+    else:
+        shapes = {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(64, 64, 8, 2), 512: Tile(32, 32, 8, 2)}
+    return shapes[max(64, head_dim)]

@@ -21,7 +21,7 @@ def whole_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    UPCAST: tl.constexpr, MIN_QUERY: tl.constexpr, ONE_TILE: tl.constexpr, FULL_TILES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, MIN_QUERY: tl.constexpr, ONE_TILE: tl.constexpr, FULL_TILES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h): tile num_tiles - 1 - i of the rows of KV head h; late tiles are long and start first.
@@ -80,20 +80,20 @@ def whole_kernel(
                 q, acc, peak, total, keys, values, table, start, tl.minimum(full_start, hi), lo, hi, positions, slopes,
                 qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
-                SCALE_FIRST, True, BN, STAGES,
+                SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
             )  # fmt: skip
         full_end = tl.maximum(full_start, (first_position + 1) // BN * BN)
         acc, peak, total = attend(
             q, acc, peak, total, keys, values, table, full_start, full_end, lo, hi, positions, slopes,
             qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
-            SCALE_FIRST, False, BN, STAGES,
+            SCALE_FIRST, SAME_STRIDES, False, BN, STAGES,
         )  # fmt: skip
     acc, peak, total = attend(
         q, acc, peak, total, keys, values, table, full_end, hi, lo, hi, positions, slopes,
         qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
         HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
-        SCALE_FIRST, True, BN, STAGES,
+        SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
     )  # fmt: skip
     finish(
         out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride, NUM_KV_HEADS * GROUP,
