@@ -30,7 +30,6 @@ def main() -> None:
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    inputs.pop("token_type_ids", None)
 
     seconds: dict[str, list[float]] = {"plain": [], "paged": []}
     with hf_paged.record_calls() as records:
