@@ -47,8 +47,8 @@ def attend(
     """
     offsets = tl.arange(0, BN)
     k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    # The ids of the next tile travel in registers: a load whose address comes from a load of the same iteration costs the
-    # pipeline half of its buffers. They travel as loaded: a cast between the load and the loop's edge makes the
+    # The ids of the next tile travel in registers: a load whose address comes from a load of the same iteration costs
+    # the pipeline half of its buffers. They travel as loaded: a cast between the load and the loop's edge makes the
     # compiler wait for every copy in the iteration that issues it.
     ids = load_block_ids(table, first, lo, hi, BLOCK_SIZE, BN)
     for start in tl.range(first, last, BN, num_stages=STAGES):
