@@ -286,7 +286,7 @@ class FakeEngine:
         for victim in chosen:
             assert victim.status is not SeqStatus.RUNNING
             assert all(group.order < victim.order for group in groups), "the latest arrival gives way first"
-        self.num_idle_steps = 0 if output.scheduled else self.num_idle_steps + 1
+        self.num_idle_steps = 0 if output.scheduled or not scheduler.has_unfinished() else self.num_idle_steps + 1
         assert self.num_idle_steps <= 3, "nothing happens any more"
 
     def check_empty(self) -> None:
