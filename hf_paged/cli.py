@@ -141,7 +141,9 @@ commands:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 refused (check), 2 wrong usage or input, 130 interrupted, 141 nobody reads the output."""
+    """Exit status: 0 done, 1 refused (check) or not built (build), 2 wrong usage or input, 130 interrupted,
+    141 nobody reads the output.
+    """
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -593,11 +595,14 @@ def _check(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> int:
     from hf_paged.kernels import cpu_native
+    from hf_paged.kernels.native_build import NativeBuildError
 
-    build = getattr(cpu_native, "build", None)
-    if build is None:
-        raise UsageError("this version of hf-paged has no native CPU kernel; there is nothing to build")
-    print(build())
+    try:
+        cpu_native.build()
+    except NativeBuildError as error:
+        print("hf-paged:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_REFUSED
+    print(cpu_native.status())
     return 0
 
 

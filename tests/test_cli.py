@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 import hf_paged
 from hf_paged.cli import main
+from hf_paged.kernels import cpu_native, native_build
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QA = str(EXAMPLES / "pydoc-lm-qa")
@@ -234,6 +235,17 @@ def test_check_refuses_an_encoder_decoder_model(capsys: pytest.CaptureFixture[st
     T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--config-only"]) == 1
     assert "encoder-decoder" in capsys.readouterr().out
+
+
+def test_build(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise native_build.NativeBuildError("no C compiler\nwas found")
+
+    monkeypatch.setattr(cpu_native, "build", lambda: None)
+    assert run(capsys, "build").strip() == cpu_native.status()
+    monkeypatch.setattr(cpu_native, "build", fail)
+    assert main(["build"]) == 1
+    assert capsys.readouterr().err == "hf-paged: no C compiler was found\n"
 
 
 # -- as a process --------------------------------------------------------------------------------------------------
