@@ -21,7 +21,8 @@ from torch import nn
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig
-from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
+from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
+from hf_paged.generation.validation import check_counts, check_inputs, check_pool, prompt_length
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.support import SupportReport, refuse_unsupported
 
@@ -130,6 +131,7 @@ class _Call:
     record: CallRecord
     observed: bool
     obstacle: str | None  # why the call's arguments need transformers' loop, as far as they tell by themselves
+    prompt_length: int  # padding included
     key: _MemoryKey | None = None
     memory: PagedMemory | None = None
     cache: PagedKVCache | None = None
@@ -170,6 +172,9 @@ def generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kw
             _current.reset(token)
     call = _open_call(model, args, kwargs)
     kwargs.pop("cache_implementation", None)
+    # A checkpoint's default, which the request for a paged cache overrides; a caller's own use_cache=False was refused.
+    if model.generation_config.use_cache is False:
+        kwargs["use_cache"] = True
     failed = True
     token = _current.set(call)
     try:
@@ -200,15 +205,13 @@ def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     """Everything that can be refused before transformers starts."""
-    from hf_paged.generation.validation import check_inputs
-
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     inputs = args[0] if args else kwargs.get("inputs")
     check_inputs(model, inputs, generation_config, kwargs)
     report = refuse_unsupported(model)
     observed = bool(_recorders.get())
-    call = _Call(model, report, CallRecord(report.model), observed, _argument_obstacle(model, report, kwargs))
-    return call
+    obstacle = _argument_obstacle(model, report, kwargs)
+    return _Call(model, report, CallRecord(report.model), observed, obstacle, prompt_length(inputs, kwargs))
 
 
 def _argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
@@ -254,9 +257,11 @@ def prepare_cache_for_generation(
     cache_config = _cache_config(config)
     if config.use_cache is False:
         raise ValueError("use_cache=False contradicts cache_implementation='paged'; drop one of them")
+    check_counts(config)
     given = model_kwargs.get("past_key_values")
     call.returned = bool(config.return_dict_in_generate) or config.is_assistant
     obstacle = call.obstacle or _config_obstacle(config, model_kwargs, str(values["generation_mode"].value))
+    obstacle = obstacle or _layout_obstacle(call.report, config.max_length, model_kwargs.get("attention_mask"))
     call.record.route, call.record.reason = ("engine", None) if obstacle is None else ("hf_loop", obstacle)
     if given is not None:
         given._is_user_defined = True
@@ -266,11 +271,19 @@ def prepare_cache_for_generation(
     call.expand = max(config.num_beams, config.num_return_sequences)
     if obstacle is None:
         windows = _window_groups(call.report, config.max_length, whole=call.returned)
+        lengths = _prompt_lengths(call, values["batch_size"], model_kwargs.get("attention_mask"))
+        at_once = min(sum(lengths), MAX_PREFILL_TOKENS, config.prefill_chunk_size or MAX_PREFILL_TOKENS)
+        # Blocks that leave every window between two chunks of prompts are not needed together.
+        if at_once == sum(lengths) or any(window is None for _, window in windows):
+            check_pool(lengths, cache_config.block_size, cache_config.num_blocks)
         call.key = (cache_config.block_size, cache_config.num_blocks, windows)
         call.memory = _take_memory(model, call.key)
         call.record.start(call.memory)
         model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
         return None
+    check_pool(
+        [call.prompt_length] * values["batch_size"] * call.expand, cache_config.block_size, cache_config.num_blocks
+    )
     call.key = (cache_config.block_size, cache_config.num_blocks, ((None, None),))
     call.memory = _take_memory(model, call.key)
     call.record.start(call.memory)
@@ -279,6 +292,14 @@ def prepare_cache_for_generation(
         call.cache.activate_past_recording()
     model_kwargs["past_key_values"] = call.cache
     return None
+
+
+def _prompt_lengths(call: _Call, batch_size: int, mask: torch.Tensor | None) -> list[int]:
+    """Tokens of each prompt without its padding; mask: left padding, [batch_size * expand, length]."""
+    if mask is None:
+        return [call.prompt_length] * batch_size
+    lengths: list[int] = (mask[:: call.expand] != 0).sum(dim=1).tolist()
+    return lengths
 
 
 def _cache_config(generation_config: Any) -> CacheConfig:
@@ -317,6 +338,15 @@ def _is_left_padding(mask: torch.Tensor) -> bool:
     """mask [rows, length]: zeros, then ones, in every row."""
     binary = (mask == 0) | (mask == 1)
     return bool(binary.all() & (mask[:, 1:] >= mask[:, :-1]).all())
+
+
+def _layout_obstacle(report: SupportReport, max_length: int, mask: torch.Tensor | None) -> str | None:
+    """Why packed rows would not be what this model computes for this batch."""
+    if report.native_length is not None and max_length > report.native_length:
+        return f"the rotary embedding changes with the length beyond {report.native_length} tokens"
+    if report.counts_padding and mask is not None and not bool(mask.all()):
+        return "the model numbers tokens with the left padding"
+    return None
 
 
 def _window_groups(

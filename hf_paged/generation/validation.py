@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,41 @@ def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[s
     if use_cache is False:
         raise ValueError("use_cache=False contradicts cache_implementation='paged'; drop one of them")
     ids = inputs if inputs is not None else kwargs.get("input_ids")
-    if kwargs.get("inputs_embeds") is not None or ids is None:
-        return
-    check_prompts(model, ids, "input_ids")
+    embeds = kwargs.get("inputs_embeds")
     mask = kwargs.get("attention_mask")
-    if mask is not None:
-        _check_mask(ids, mask, cache)
+    if embeds is not None:
+        if mask is not None:
+            _check_mask("inputs_embeds", embeds, mask, cache)
+    elif ids is not None:
+        check_prompts(model, ids, "input_ids")
+        if mask is not None:
+            _check_mask("input_ids", ids, mask, cache)
+
+
+def prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
+    """Tokens a row that the call starts with, padding included. The inputs have been checked."""
+    for given in (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")):
+        if given is not None:
+            return int(given.shape[1])
+    return 1  # BOS
+
+
+def check_counts(generation_config: Any) -> None:
+    """Raises ValueError for counts of rows that are none."""
+    for name in ("num_beams", "num_return_sequences"):
+        value = getattr(generation_config, name)
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
+
+
+def check_pool(lengths: Sequence[int], block_size: int, num_blocks: int | None) -> None:
+    """Raises ValueError if prompts of these lengths, in tokens, do not fit a pool of `num_blocks` (None: unbounded)."""
+    needed = sum(-(-length // block_size) for length in lengths)
+    if num_blocks is not None and needed > num_blocks:
+        raise ValueError(
+            f"the prompts need {needed} blocks of {block_size} tokens, the cache has num_blocks={num_blocks}; "
+            "raise num_blocks, or give fewer or shorter prompts"
+        )
 
 
 def check_prompts(model: Any, ids: Any, name: str) -> None:
@@ -70,14 +100,16 @@ def _extends_positions(config: Any) -> bool:
     return any(kind.get("rope_type", "default") not in (None, "default") for kind in kinds)
 
 
-def _check_mask(ids: torch.Tensor, mask: Any, cache: PagedKVCache | None) -> None:
+def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache | None) -> None:
+    """`given`: input_ids [batch, length] or inputs_embeds [batch, length, hidden]."""
     if not isinstance(mask, torch.Tensor):
-        raise ValueError(f"attention_mask is a {type(mask).__name__}; a tensor of the shape of input_ids is needed")
+        raise ValueError(f"attention_mask is a {type(mask).__name__}; a tensor [batch, length] is needed")
     if mask.ndim != 2:
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; generate takes a 2D padding mask")
-    if cache is None and mask.shape != ids.shape:
+    if cache is None and mask.shape != given.shape[:2]:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}; they must be the same"
+            f"attention_mask has shape {tuple(mask.shape)}, {name} {tuple(given.shape)}; "
+            "batch and length must be the same"
         )
     empty = (mask != 0).sum(dim=1) == 0
     if bool(empty.any()):

@@ -1,0 +1,183 @@
+"""What a paged generate call refuses: one line that names the value and the remedy, and nothing left behind."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import conftest
+import models
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import hf_paged
+
+IDS = models.prompts(9)[0][None]
+BATCH = models.batch(5, 9)
+
+# name -> (arguments, words the message has to contain)
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no prompts": ({"input_ids": torch.zeros(0, 4, dtype=torch.int64)}, (r"\(0, 4\)", "at least one prompt")),
+    "empty prompt": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, (r"\(1, 0\)", "at least one token")),
+    "one empty prompt among others": (
+        {"input_ids": BATCH["input_ids"], "attention_mask": BATCH["attention_mask"] * torch.tensor([[1], [0]])},
+        ("row 1 of attention_mask", "empty prompt", "leave it out"),
+    ),
+    "prompt longer than the model": (
+        {"input_ids": torch.full((1, models.MAX_POSITIONS + 1), 5)},
+        (str(models.MAX_POSITIONS + 1), f"max_position_embeddings is {models.MAX_POSITIONS}", "shorten"),
+    ),
+    "float ids": ({"input_ids": IDS.float()}, ("torch.float32", "integer")),
+    "bool ids": ({"input_ids": IDS > 4}, ("torch.bool", "integer")),
+    "a list of ids": ({"input_ids": IDS.tolist()}, ("list", "tensor")),
+    "a string": ({"input_ids": "hello"}, ("str", "tensor")),
+    "one dimension": ({"input_ids": IDS[0]}, (r"\(9,\)", r"input_ids\[None\]")),
+    "id beyond the vocabulary": ({"input_ids": torch.tensor([[3, 4, models.VOCAB]])}, ("token id 96", "0 to 95")),
+    "negative id": ({"input_ids": torch.tensor([[3, -100, 4]])}, ("token id -100", "0 to 95")),
+    "mask of another shape": (
+        {"input_ids": IDS, "attention_mask": torch.ones(1, 8, dtype=torch.int64)},
+        (r"\(1, 8\)", r"\(1, 9\)"),
+    ),
+    "mask of another batch": (
+        {"input_ids": IDS, "attention_mask": torch.ones(2, 9, dtype=torch.int64)},
+        (r"\(2, 9\)", r"\(1, 9\)"),
+    ),
+    "4-D mask": ({"input_ids": IDS, "attention_mask": torch.ones(1, 1, 9, 9)}, (r"\(1, 1, 9, 9\)", "2D")),
+    "a list as mask": ({"input_ids": IDS, "attention_mask": [1] * 9}, ("list", "tensor")),
+    "mask and embeddings": (
+        {"inputs_embeds": torch.zeros(1, 9, 32), "attention_mask": torch.ones(1, 8, dtype=torch.int64)},
+        (r"\(1, 8\)", "inputs_embeds"),
+    ),
+    "use_cache=False": ({"input_ids": IDS, "use_cache": False}, ("use_cache=False", "drop one")),
+    "another cache": ({"input_ids": IDS, "past_key_values": DynamicCache()}, ("DynamicCache", "PagedKVCache")),
+    "greedy with several sequences": (
+        {"input_ids": IDS, "num_return_sequences": 3, "do_sample": False},
+        ("num_return_sequences", "3"),
+    ),
+    "more sequences than beams": (
+        {"input_ids": IDS, "num_return_sequences": 3, "num_beams": 2},
+        ("num_return_sequences", "3", "num_beams", "2"),
+    ),
+    "no beams": ({"input_ids": IDS, "num_beams": 0}, ("num_beams",)),
+    "no new tokens": ({"input_ids": IDS, "max_new_tokens": 0}, ("max_new_tokens", "0")),
+    "negative temperature": ({"input_ids": IDS, "do_sample": True, "temperature": -1.0}, ("temperature", "-1.0")),
+    "bad early_stopping": ({"input_ids": IDS, "early_stopping": "soon", "num_beams": 2}, ("early_stopping", "soon")),
+    "stop_strings without a tokenizer": ({"input_ids": IDS, "stop_strings": ["a"]}, ("stop string", "tokenizer")),
+    "misspelt option": ({"input_ids": IDS, "max_new_token": 4}, ("max_new_token",)),
+    "misspelt cache option": ({"input_ids": IDS, "cache_config": {"blocksize": 4}}, ("blocksize", "block_size")),
+    "no block size": ({"input_ids": IDS, "cache_config": {"block_size": 0}}, ("block_size=0",)),
+    "no blocks": ({"input_ids": IDS, "cache_config": {"num_blocks": 0}}, ("num_blocks=0",)),
+    "prompt larger than the pool": (
+        {"input_ids": IDS, "cache_config": {"num_blocks": 2, "block_size": 4}},
+        ("3 blocks", "num_blocks=2", "raise num_blocks"),
+    ),
+    "prompts larger than the pool": (
+        {**BATCH, "num_beams": 2, "cache_config": {"num_blocks": 4, "block_size": 4}},
+        ("5 blocks", "num_blocks=4", "raise num_blocks"),
+    ),
+    "prompt larger than the pool, dense view": (
+        {"inputs_embeds": torch.zeros(1, 9, 32), "num_beams": 2, "cache_config": {"num_blocks": 5, "block_size": 4}},
+        ("6 blocks", "num_blocks=5", "raise num_blocks"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case: str) -> None:
+    model = models.shared("llama")
+    arguments, words = CASES[case]
+    arguments = {"max_new_tokens": 4, **arguments}
+    before, random = conftest.state_of(model), torch.random.get_rng_state()
+    with pytest.raises(ValueError) as caught:
+        model.generate(**arguments, cache_implementation="paged")
+    message = str(caught.value)
+    assert "\n" not in message.strip()
+    for word in words:
+        assert re.search(word, message), f"{word!r} is not in: {message}"
+    assert conftest.state_of(model) == before
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert conftest.blocks_in_use() == 0
+    # The next call is served as if nothing had been.
+    expected = model.generate(IDS, max_new_tokens=4)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, cache_implementation="paged"), expected)
+
+
+def test_a_pool_that_runs_full_on_the_way() -> None:
+    """The prompts fit, the text does not: OutOfBlocks, nothing left behind, and the model still works."""
+    model = models.shared("llama")
+    before = conftest.state_of(model)
+    options = {"max_new_tokens": 30, "eos_token_id": None, "cache_implementation": "paged"}
+    for extra in ({}, {"num_beams": 2}, {"return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(hf_paged.OutOfBlocks, match="num_blocks"):
+            model.generate(IDS, **options, **extra, cache_config={"num_blocks": 6, "block_size": 4})
+        assert conftest.state_of(model) == before
+        assert conftest.blocks_in_use() == 0
+    with hf_paged.record_calls() as records:
+        model.generate(IDS, **options, cache_config={"num_blocks": 10, "block_size": 4})
+    assert records[0].peak_blocks_used <= 10
+
+
+def test_exactly_enough_blocks() -> None:
+    """9 + 8 - 1 tokens in 4 blocks of 4: the last token said is never stored."""
+    model = models.shared("llama")
+    options = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
+    paged = model.generate(
+        IDS, **options, cache_implementation="paged", cache_config={"num_blocks": 4, "block_size": 4}
+    )
+    assert torch.equal(paged, model.generate(IDS, **options))
+
+
+def test_misspelt_cache_implementation() -> None:
+    with pytest.raises(ValueError, match="pagd"):
+        models.shared("llama").generate(IDS, max_new_tokens=4, cache_implementation="pagd")
+
+
+def test_static_cache_is_another_cache() -> None:
+    model = models.shared("llama")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="StaticCache"):
+        model.generate(IDS, past_key_values=cache, max_new_tokens=4, cache_implementation="paged")
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    import transformers
+
+    config = transformers.T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    with pytest.raises(hf_paged.UnsupportedModelError, match=r"encoder-decoder.*without cache_implementation"):
+        model.generate(IDS, max_new_tokens=4, cache_implementation="paged")
+    assert len(conftest._memories) == 0, "nothing is allocated"
+    report = hf_paged.check(model)
+    assert not report.supported and "encoder-decoder" in str(report)
+
+
+def test_state_space_models_are_refused() -> None:
+    import transformers
+
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
+    model = transformers.MambaForCausalLM(config).eval()
+    with pytest.raises(hf_paged.UnsupportedModelError, match="without cache_implementation"):
+        model.generate(IDS, max_new_tokens=4, cache_implementation="paged")
+    assert len(conftest._memories) == 0, "nothing is allocated"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"force_words_ids": [[5, 6]], "num_beams": 2},
+        {"dola_layers": "high"},
+        {"low_memory": True, "num_beams": 2},
+    ],
+)
+def test_modes_that_transformers_has_given_up_fail_as_in_plain_generate(options: dict[str, Any]) -> None:
+    model = models.shared("llama")
+    messages = []
+    for given in ({}, {"cache_implementation": "paged"}):
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            model.generate(IDS, max_new_tokens=4, **options, **given)
+        messages.append((type(caught.value), str(caught.value)))
+    assert messages[0] == messages[1]
+    assert conftest.blocks_in_use() == 0
