@@ -68,9 +68,25 @@ class PackedCache(Cache):
         self.handles: list[LayerHandle] = []  # of this step, in order of update
         self._groups: dict[int, int] = {}
 
-    def begin_step(self, metadata: list[AttentionMetadata]) -> None:
+        self._positions = torch.zeros(0, dtype=torch.int64)
+        self.numbers_tokens = False  # whether a layer has numbered its tokens by the length of the cache
+
+    def begin_step(self, metadata: list[AttentionMetadata], positions: torch.Tensor) -> None:
+        """positions int64 [num_tokens]: of the step's tokens in their sequences."""
         self.step = metadata
         self.handles = []
+        self._positions = positions
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0  # for masks, which are patterns here
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        """0 for the model, which is given its positions. A layer that asks numbers the step's tokens itself, from
+        this length on: it gets what to add to their index, int64 [num_tokens]."""
+        if layer_idx is None:
+            return 0
+        self.numbers_tokens = True
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object

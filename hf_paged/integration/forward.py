@@ -45,7 +45,7 @@ class PackedModel:
         `logits_indices` int64 [num_rows] names the token rows whose logits are wanted (None = all).
         The tokens' slots must have been appended; their K/V is in the blocks afterwards.
         """
-        self.cache.begin_step(metadata)
+        self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
             kwargs["logits_to_keep"] = logits_indices

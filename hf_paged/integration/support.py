@@ -41,6 +41,7 @@ class SupportReport:
     `supported`: it will run, with the results of plain generate. `native`: in our kernels, sequences packed;
     otherwise through the dense view (K/V in blocks, gathered for the model's own attention: exact, slower).
     `native_length`: native only for sequences of at most so many tokens (None: no such limit).
+    `counts_padding`: the model numbers tokens of a left-padded batch with the padding; packed rows have none.
     """
 
     model: str
@@ -50,6 +51,7 @@ class SupportReport:
     layers: tuple[LayerSupport, ...]
     kernels: str = ""
     native_length: int | None = None
+    counts_padding: bool = False
 
     def __str__(self) -> str:
         verdict = "native" if self.native else "dense view" if self.supported else "refused"
@@ -141,9 +143,12 @@ def _examine(model: Any) -> SupportReport:
         )
     if not model.can_generate():
         return refused("it has no language-modelling head; load it with AutoModelForCausalLM")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        state = sorted({"cache_params", "state", "mems", "past_buckets_states"} & parameters.keys())
+        why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
         return refused(
-            "its forward takes no past_key_values, so there is no K/V cache to page; "
+            f"its forward takes no past_key_values: {why}, so there is no K/V cache to page; "
             "call generate without cache_implementation"
         )
     if not model._supports_default_dynamic_cache():
@@ -157,7 +162,7 @@ def _examine(model: Any) -> SupportReport:
             "call generate without cache_implementation"
         )
     try:
-        layers = _probe_packed(model)
+        layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
         return _examine_dense(model, str(error))
     except _PROBE_ERRORS as error:
@@ -171,6 +176,7 @@ def _examine(model: Any) -> SupportReport:
         layers,
         _kernels(model.device),
         _rotary_limit(model),
+        counts_padding,
     )
 
 
@@ -255,7 +261,7 @@ def _without_drawing(model: Any) -> Any:
 
 
 @torch.no_grad()
-def _probe_packed(model: Any) -> tuple[LayerSupport, ...]:
+def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
     """Run two sequences packed, prefill and one decode step, and compare with the model's own padded forward."""
     memory = PagedMemory(2, growable=True)
     packed = PackedModel(model, memory)
@@ -276,7 +282,7 @@ def _probe_packed(model: Any) -> tuple[LayerSupport, ...]:
     if not model.training:
         for row, parts in enumerate(got):
             _compare(torch.cat(parts), expected[row, -_LENGTHS[row] :], "packed", model.dtype)
-    return _native_layers(model, packed)
+    return _native_layers(model, packed), packed.cache.numbers_tokens
 
 
 def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
@@ -349,7 +355,8 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
                 part["attention_mask"] = batch["attention_mask"][:, :stop]
                 steps.append(model(**part, past_key_values=past, use_cache=True, return_dict=True).logits)
             logits.append(torch.cat(steps, dim=1)[batch["attention_mask"].bool()])
-    if not cache.num_rows:
+    # Under gradient checkpointing transformers drops every cache that is given in training.
+    if not cache.num_rows and not (model.training and model.is_gradient_checkpointing):
         raise UnsupportedModelError(
             "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
         )
