@@ -13,6 +13,8 @@ import torch
 from hf_paged.kernels import triton_tuning
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.triton_launch import INTERPRET, Launch, Target, next_power_of_2, target_of
+from hf_paged.kernels.triton_plan import make_plan
+from hf_paged.kernels.triton_split import reduce_kernel, split_kernel
 from hf_paged.kernels.triton_tuning import Tile
 from hf_paged.kernels.triton_whole import whole_kernel
 from hf_paged.kernels.triton_write import copy_blocks, write_kv
@@ -21,6 +23,10 @@ __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
 # Query lengths up to this are decode (a token, or speculative tokens to verify), longer ones prefill.
 MAX_DECODE_QUERY = 16
+# Decode over so few tiles of keys needs no plan and no reduction.
+MAX_WHOLE_TILES = 4
+# Programs of the split kernel: one wave that keeps enough bytes in flight.
+PROGRAMS_PER_CORE = 2
 _LOG2E = 1.4426950408889634
 
 
@@ -100,12 +106,23 @@ def attention_launches(
         "UPCAST": INTERPRET and query.dtype != torch.float32,
     }  # fmt: skip
     element_size, largest = query.element_size(), max(block_d, block_dv)
-    rows = metadata.max_query_len * group
-    if metadata.max_query_len <= MAX_DECODE_QUERY:
-        tile = triton_tuning.small_tile(target, element_size, largest, rows)
+    max_query = metadata.max_query_len
+    if max_query > MAX_DECODE_QUERY:
+        large = triton_tuning.large_tile(target, element_size, largest)
+        if query.shape[0] == metadata.num_seqs * max_query:  # nothing but prefill
+            return [_whole(common, metadata, query.shape[0], large, min_query=0, full_tiles=True)]
+        small = triton_tuning.small_tile(target, element_size, largest, group)
+        return [
+            *_split(common, metadata, small, target),
+            _whole(common, metadata, query.shape[0], large, min_query=MAX_DECODE_QUERY + 1, full_tiles=True),
+        ]
+    tile = triton_tuning.small_tile(target, element_size, largest, max_query * group)
+    keys = metadata.max_seq_len
+    for size in (sliding_window, chunk_size):
+        keys = min(keys, keys if size is None else size + max_query)
+    if keys <= MAX_WHOLE_TILES * tile.bn:
         return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=False)]
-    tile = triton_tuning.large_tile(target, element_size, largest)
-    return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=True)]
+    return _split(common, metadata, tile, target)
 
 
 def _whole(
@@ -125,3 +142,39 @@ def _whole(
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return Launch(whole_kernel, (num_tiles, common["NUM_KV_HEADS"]), args, options)
+
+
+def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, target: Target) -> list[Launch]:
+    group, heads, window, chunk = common["GROUP"], common["NUM_KV_HEADS"], common["WINDOW"], common["CHUNK"]
+    # Rows of two sequences fit one tile: keys that both see can be read once.
+    share = metadata.num_seqs > 1 and 2 * group <= tile.bm and not (window or chunk)
+    key = ("triton_plan", heads, group, common["BLOCK_SIZE"], window, chunk, common["V_HEAD_DIM"], tile)
+    launches: list[Launch] = []
+    if key not in metadata.scratch:
+        plan, launches = make_plan(
+            metadata, num_programs=target.num_cores * PROGRAMS_PER_CORE, num_kv_heads=heads, group=group,
+            block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, max_query=MAX_DECODE_QUERY,
+            share=share, bm=tile.bm, bn=tile.bn,
+        )  # fmt: skip
+        slots = plan.num_programs + plan.max_items
+        device = metadata.seq_lens.device
+        partial_out = torch.empty(slots * tile.bm * common["V_HEAD_DIM"], dtype=torch.float32, device=device)
+        partial_lse = torch.empty(slots * tile.bm, dtype=torch.float32, device=device)
+        metadata.scratch[key] = plan, partial_out, partial_lse
+    plan, partial_out, partial_lse = metadata.scratch[key]
+    num_seqs = metadata.num_seqs
+    planned = {
+        "units": plan.units, "tile_starts": plan.tile_starts, "item_starts": plan.item_starts,
+        "schedule": plan.schedule, "partial_out": partial_out, "partial_lse": partial_lse,
+        "num_units": num_seqs * 2 if share else num_seqs, "SHARE": share, "BM": tile.bm,
+    }  # fmt: skip
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    args = common | planned | {"BN": tile.bn, "STAGES": tile.num_stages}
+    launches.append(Launch(split_kernel, (plan.num_programs,), args, options))
+    max_query = min(metadata.max_query_len, MAX_DECODE_QUERY)
+    names = ("query_start_loc", "out", "lse", "out_token_stride", "out_head_stride", "NUM_KV_HEADS", "GROUP",
+             "V_HEAD_DIM", "BLOCK_DV", "num_seqs")  # fmt: skip
+    args = {name: common[name] for name in names} | planned
+    args |= {"groups": plan.groups, "max_query": max_query, "SPLITS": max(4, 4096 // common["BLOCK_DV"])}
+    launches.append(Launch(reduce_kernel, (num_seqs * max_query, heads * group), args, {"num_warps": 4}))
+    return launches

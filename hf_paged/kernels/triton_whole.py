@@ -21,8 +21,8 @@ def whole_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr,
-    MIN_QUERY: tl.constexpr, ONE_TILE: tl.constexpr, FULL_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, MIN_QUERY: tl.constexpr, ONE_TILE: tl.constexpr,
+    FULL_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h): tile num_tiles - 1 - i of the rows of KV head h; late tiles are long and start first.
 
