@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -46,7 +47,9 @@ class _Route:
 
 
 _routes: dict[int, _Route] = {}
+_past: dict[int, tuple[weakref.ref[Any], str | None]] = {}  # id of a config -> it, and what its last route stood for
 _lock = threading.RLock()
+_wanted = False  # registered by install(), not only for calls that outlive uninstall()
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
@@ -70,7 +73,10 @@ def packed_step(cache: PackedCache, configs: list[Any]) -> Iterator[None]:
         for config in configs:
             route = _routes.get(id(config))
             if route is None:
-                route = _routes[id(config)] = _Route(config, config._attn_implementation_internal)
+                _add_names()
+                original = config._attn_implementation_internal
+                route = _routes[id(config)] = _Route(config, original)
+                _past[id(config)] = (weakref.ref(config), original)
                 config._attn_implementation_internal = NAME
             route.count += 1
     token = _packed.set(cache)
@@ -85,6 +91,8 @@ def packed_step(cache: PackedCache, configs: list[Any]) -> Iterator[None]:
                 if route.count == 0:
                     config._attn_implementation_internal = route.original
                     del _routes[id(config)]
+            if not _routes and not _wanted:
+                _remove_names()
 
 
 def in_packed_step() -> bool:
@@ -95,6 +103,10 @@ def in_packed_step() -> bool:
 def _original_implementation(config: Any) -> str:
     route = _routes.get(id(config))
     name = route.original if route is not None else None
+    if route is None and id(config) in _past:
+        # Another thread read our name from the config just before the packed step of this thread ended.
+        reference, original = _past[id(config)]
+        name = original if reference() is config else None
     # A model loaded with attn_implementation="hf_paged" has no other one: take transformers' default.
     return name if name not in (None, NAME) else "sdpa"
 
@@ -251,14 +263,30 @@ def _own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[
 
 def register() -> None:
     """Make "hf_paged" a valid `attn_implementation`. Idempotent; inert until a paged call runs."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, globals()["attention_mask"])
+    global _wanted
+    with _lock:
+        _wanted = True
+        _add_names()
 
 
 def unregister() -> None:
+    """Undo `register`; at the end of the packed step, if one is running."""
+    global _wanted
+    with _lock:
+        _wanted = False
+        if not _routes:
+            _remove_names()
+
+
+def _add_names() -> None:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface._global_mapping.setdefault(NAME, attention_forward)
+    AttentionMaskInterface._global_mapping.setdefault(NAME, attention_mask)
+
+
+def _remove_names() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 

@@ -205,9 +205,10 @@ def test_release_memory() -> None:
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-def test_plain_generate_in_another_thread_meanwhile(family: str) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_plain_generate_in_another_thread_meanwhile(family: str, attention: str) -> None:
     """Paged and plain calls on one model at once: each gets what it gets alone."""
-    model = models.shared(family)
+    model = models.shared(family, attention)
     jobs = []
     for i in range(4):
         inputs = {**models.batch(5 + i, 19, 3, seed=i), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

@@ -1,0 +1,156 @@
+"""`import hf_paged` installs the backend, before or after transformers; `uninstall()` puts everything back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import conftest
+import models
+import pytest
+import torch
+
+import hf_paged
+from hf_paged.integration import hook
+
+PATCHED = ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
+
+
+def _run(code: str) -> str:
+    """Run `code` in a fresh interpreter; returns what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+GENERATE = """
+import torch
+config = transformers.LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                  num_attention_heads=2, initializer_range=0.6)
+torch.manual_seed(0)
+model = transformers.LlamaForCausalLM(config).eval()
+ids = torch.tensor([[3, 4, 5], [0, 6, 7]])
+options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+plain = model.generate(ids, **options)
+with hf_paged.record_calls() as records:
+    assert torch.equal(model.generate(ids, **options, cache_implementation="paged"), plain)
+assert len(records) == 1 and records[0].route == "engine", records
+print("ok")
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import hf_paged, transformers",
+        "import transformers, hf_paged",
+        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nimport hf_paged, transformers",
+    ],
+)
+def test_import_order(imports: str) -> None:
+    assert _run(imports + GENERATE).strip() == "ok"
+
+
+def test_uninstall_before_transformers_is_imported() -> None:
+    code = (
+        "import sys, hf_paged\n"
+        "finders = len(sys.meta_path)\n"
+        "hf_paged.uninstall(); hf_paged.uninstall()\n"
+        "assert len(sys.meta_path) == finders - 1 and 'transformers' not in sys.modules\n"
+        "hf_paged.install()\n"
+        "assert len(sys.meta_path) == finders\n"
+        "print('ok')"
+    )
+    assert _run(code).strip() == "ok"
+
+
+@pytest.fixture
+def restored() -> Any:
+    yield
+    hf_paged.install()
+
+
+def _mixin() -> Any:
+    from transformers import GenerationMixin
+
+    return GenerationMixin
+
+
+def test_uninstall_puts_everything_back(restored: Any) -> None:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    mixin = _mixin()
+    hf_paged.uninstall()
+    for name in PATCHED:
+        method = vars(mixin)[name]
+        assert "hf_paged" not in method.__code__.co_filename
+    assert "hf_paged" not in AttentionInterface._global_mapping
+    assert "hf_paged" not in AttentionMaskInterface._global_mapping
+    assert not any(type(finder).__module__.startswith("hf_paged") for finder in sys.meta_path)
+    assert not hook.is_installed()
+    originals = {name: vars(mixin)[name] for name in PATCHED}
+    hf_paged.install()
+    assert all(vars(mixin)[name] is not originals[name] for name in PATCHED)
+    hf_paged.uninstall()
+    assert all(vars(mixin)[name] is originals[name] for name in PATCHED)
+
+
+def test_install_and_uninstall_are_idempotent(restored: Any) -> None:
+    mixin = _mixin()
+    installed = {name: vars(mixin)[name] for name in PATCHED}
+    hf_paged.install()
+    assert all(vars(mixin)[name] is installed[name] for name in PATCHED)
+    hf_paged.uninstall()
+    hf_paged.uninstall()
+    for _ in range(3):
+        hf_paged.install()
+    model, inputs = models.shared("llama"), models.batch(5, 9)
+    with hf_paged.record_calls() as records:
+        model.generate(**inputs, max_new_tokens=3, cache_implementation="paged")
+    assert len(records) == 1
+
+
+def test_signatures_stay() -> None:
+    """Help, signature and decorators of the patched methods are transformers' own."""
+    import inspect
+
+    method = vars(_mixin())["generate"]
+    assert "generation_config" in inspect.signature(method).parameters
+    assert method.__name__ == "generate" and method.__doc__
+
+
+def test_uninstall_while_a_call_runs(restored: Any) -> None:
+    """The running call ends as it began; later calls are transformers' own."""
+    model, inputs = models.shared("llama"), models.batch(5, 9)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**inputs, **options)
+    reached, go = threading.Event(), threading.Event()
+    results = []
+
+    def wait(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        reached.set()
+        go.wait(20)
+        return scores
+
+    def work() -> None:
+        results.append(model.generate(**inputs, **options, logits_processor=[wait], cache_implementation="paged"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    reached.wait(20)
+    hf_paged.uninstall()
+    go.set()
+    thread.join()
+    assert torch.equal(results[0], expected)
+    assert conftest.blocks_in_use() == 0
+
+
+def test_public_names() -> None:
+    for name in hf_paged.__all__:
+        assert getattr(hf_paged, name) is not None
+    assert set(hf_paged.__all__) <= set(dir(hf_paged))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = hf_paged.no_such_name
