@@ -38,7 +38,9 @@ class Engine:
     Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
     method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
 
-    model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only.
+    model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only. prepack:
+    keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, where it changes no
+    bit, if memory allows; in fp32 sums come out in another order).
     Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`).
     """
 
@@ -49,12 +51,13 @@ class Engine:
         scheduler_config: SchedulerConfig | None = None,
         *,
         tokenizer: Any = None,
+        prepack: bool | None = None,
     ) -> None:
         self.model = model
         self.cache_config = cache_config or CacheConfig()
         self.scheduler_config = scheduler_config or SchedulerConfig()
         self.tokenizer = tokenizer
-        opened = open_memory(model, self.cache_config, self.scheduler_config)
+        opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.packed.model
         self._memory = opened.memory
         self._host_managers = opened.host_managers
@@ -203,8 +206,9 @@ class Engine:
         """logits [num_seqs, vocab] of the sequences that continue now, neighbours of one request in a run."""
         logits = logits.float()
         logsumexp = torch.logsumexp(logits, dim=-1)
-        greedy_tokens = logits.argmax(dim=-1)
-        greedy_logprobs = (logits.gather(1, greedy_tokens[:, None]).squeeze(1) - logsumexp).tolist()
+        # On a CPU max is 30 times faster than argmax.
+        greedy_scores, greedy_tokens = logits.max(dim=-1)
+        greedy_logprobs = (greedy_scores - logsumexp).tolist()
         tokens, sums = greedy_tokens.tolist(), logsumexp.tolist()
         now = time.monotonic()
         changed, start = [], 0

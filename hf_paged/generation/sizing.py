@@ -14,6 +14,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.forward import PackedModel
+from hf_paged.integration.prepack import packed_weights
 from hf_paged.integration.support import SupportReport, refuse_unsupported
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
@@ -33,7 +34,9 @@ class OpenedMemory:
     host_pools: list[HostPool]
 
 
-def open_memory(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> OpenedMemory:
+def open_memory(
+    model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, prepack: bool | None
+) -> OpenedMemory:
     """Bind the model to a memory of the configured size.
 
     Raises UnsupportedModelError, or ValueError if the memory holds no block.
@@ -48,7 +51,7 @@ def open_memory(model: Any, cache_config: CacheConfig, scheduler_config: Schedul
     if model.training and _drops(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
     memory = PagedMemory(cache_config.block_size, 1, windows=_windows(report))
-    packed = PackedModel(model, memory)
+    packed = PackedModel(model, memory, packed_weights(model, prepack))
     _measure(packed, scheduler_config)
     bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
     num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)

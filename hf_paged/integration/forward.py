@@ -5,6 +5,7 @@ Knows models and metadata; never sequences, requests or sampling.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -14,14 +15,16 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.packed_cache import PackedCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, packed_step
+from hf_paged.integration.prepack import PackedWeights
 from hf_paged.kernels.metadata import AttentionMetadata
 
 
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step; the model itself is left as it was."""
 
-    def __init__(self, model: Any, memory: PagedMemory) -> None:
+    def __init__(self, model: Any, memory: PagedMemory, weights: PackedWeights | None = None) -> None:
         self.model = model
+        self._weights = weights
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
@@ -49,7 +52,8 @@ class PackedModel:
         kwargs: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
             kwargs["logits_to_keep"] = logits_indices
-        with packed_step(self.cache, self._configs):
+        weights = contextlib.nullcontext() if self._weights is None else self._weights.active()
+        with packed_step(self.cache, self._configs), weights:
             output = self.model(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
