@@ -320,6 +320,25 @@ def test_samples_take_one_prompt_and_one_block_each() -> None:
     engine.check_empty()
 
 
+def test_samples_that_agree_so_far_are_recomputed_once() -> None:
+    engine = FakeEngine(config(prefix_caching=False))
+    name = engine.add(long(10, kind="samples", width=3))
+    output = engine.scheduler.schedule()
+    engine.scheduler.update(output)
+    family = engine.scheduler.fork(engine.group(name).live[0], [21, 21, 22])
+    engine.force_preempt(name, "recompute")
+    computed = 0
+    for expected in ([10], [1, 1, 1]):  # the last token of each is what it samples from
+        output = engine.scheduler.schedule()
+        assert [count for _, count in output.scheduled] == expected
+        engine.forced.clear()
+        engine.scheduler.update(output)
+        engine.scheduler.check_integrity()
+        computed += output.num_scheduled_tokens
+    assert computed == 13
+    assert [seq.num_uncomputed_tokens for seq in family] == [0, 0, 0]
+
+
 def test_a_finished_sample_frees_its_own_blocks_only() -> None:
     engine = FakeEngine(config(prefix_caching=False))
     name = engine.add(long(14, kind="samples", width=3))
@@ -470,6 +489,33 @@ def test_running_requests_share_the_prefix() -> None:
     engine.step()
     assert engine.managers[0].num_shared_blocks == 3
     assert engine.managers[0].allocator.num_used == 5
+
+
+def test_found_blocks_that_nobody_uses_count_as_taken() -> None:
+    engine = FakeEngine(num_blocks=6)
+    engine.add(endless(prompt(12), 1, root=ROOT))
+    engine.run()
+    engine.add(long(7, request_id="a"))
+    engine.step()
+    engine.add(endless((*prompt(12), *range(30, 35)), 1, root=ROOT, request_id="b"))  # 3 found + 2; 4 are not in use
+    assert counts(engine.step()) == [("a", 1)]
+    engine.abort("a")
+    assert counts(engine.step()) == [("b", 5)]
+
+
+def test_blocks_that_were_swapped_are_found_again() -> None:
+    engine = FakeEngine(num_blocks=6)
+    request = endless(prompt(14), 4, root=ROOT, request_id="a")
+    engine.add(request)
+    engine.step()
+    assert engine.force_preempt("a", "swap")
+    cache = engine.scheduler.prefix_cache
+    assert cache is not None
+    cache.clear()
+    engine.step()
+    engine.step()
+    assert len(cache.match(prompt(14), ROOT)) == 3
+    assert engine.run()["a"] == solo(request)
 
 
 def test_idle_prefixes_give_way_to_requests() -> None:
