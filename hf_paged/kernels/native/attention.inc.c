@@ -1,4 +1,4 @@
-/* Paged attention for one dtype: DTYPE (suffix), ELEMENT, LOAD (W elements as fp32), TO_ELEMENT, DOT_BF16 (queries stay
+/* Paged attention for one dtype: DTYPE (suffix), ELEMENT, LOAD (W elements as fp32), DOT_BF16 (queries stay
  * bf16 and are multiplied by the bf16 dot product of the machine). Included by paged.c; knows Call and Plan only. */
 
 #if DOT_BF16
@@ -16,13 +16,19 @@ INLINE vf TYPED(load_part)(const ELEMENT *p, int64_t n) {
     return LOAD(whole);
 }
 
-/* Scores of one query with W keys: lane j = q . k[offsets[j]]. q is padded with zeros to a multiple of 2 * W. */
-INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *offsets, const int64_t dim) {
+#define LINE (64 / (int64_t)sizeof(ELEMENT))
+
+/* Scores of one query with W keys: lane j = q . k[offsets[j]]. q is padded with zeros to a multiple of 2 * W.
+ * The rows at `ahead` are prefetched meanwhile, a few at a time: all at once would fill the miss buffers and stall. */
+INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *offsets, const int64_t *ahead,
+                        const int64_t dim) {
     vf sums[W];
 #pragma GCC unroll 16
     for (int j = 0; j < W; j++) {
         const ELEMENT *row = k + offsets[j];
         int64_t d = 0;
+        if (ahead)
+            for (int64_t l = 0; l < dim; l += LINE) __builtin_prefetch(k + ahead[j] + l);
 #if DOT_BF16
         __m512 sum = _mm512_setzero_ps();
 #pragma GCC unroll 8
@@ -52,29 +58,39 @@ INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *off
 
 /* acc[r] = acc[r] * factor[r] + sum over keys of p[r] * v, for `rows` rows and `width` vectors from element d on. */
 INLINE void TYPED(add_values)(float **acc, const float *factors, const float *p, const ELEMENT *v,
-                              const int64_t *offsets, int first, int last, int64_t d, int64_t part, const int rows,
-                              const int width) {
+                              const int64_t *offsets, const int64_t *ahead, int first, int last, int64_t d,
+                              int64_t part, const int rows, const int width) {
     vf sum[4][SLICE];
+#pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
         for (int i = 0; i < width; i++) sum[r][i] = load_f32(acc[r] + d + i * W) * factors[r];
     for (int j = first; j < last; j++) {
         const ELEMENT *row = v + offsets[j] + d;
+        if (ahead)
+            for (int64_t l = 0; l < width * W; l += LINE) __builtin_prefetch(v + ahead[j] + d + l);
         vf x[SLICE];
+#pragma GCC unroll 4
         for (int i = 0; i < width; i++) x[i] = part ? TYPED(load_part)(row, part) : LOAD(row + i * W);
+#pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
             for (int i = 0; i < width; i++) sum[r][i] += p[r * TILE + j] * x[i];
     }
+#pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
         for (int i = 0; i < width; i++) store_f32(acc[r] + d + i * W, sum[r][i]);
 }
 
 INLINE void TYPED(add_rows)(float **acc, const float *factors, const float *p, const ELEMENT *v,
-                            const int64_t *offsets, int first, int last, const int64_t dim, const int rows) {
+                            const int64_t *offsets, const int64_t *ahead, int first, int last, const int64_t dim,
+                            const int rows) {
     int64_t d = 0;
     for (; d + SLICE * W <= dim; d += SLICE * W)
-        TYPED(add_values)(acc, factors, p, v, offsets, first, last, d, 0, rows, SLICE);
-    for (; d + W <= dim; d += W) TYPED(add_values)(acc, factors, p, v, offsets, first, last, d, 0, rows, 1);
-    if (d < dim) TYPED(add_values)(acc, factors, p, v, offsets, first, last, d, dim - d, rows, 1);
+        TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, 0, rows, SLICE);
+    for (; d + W <= dim; d += W) TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, 0, rows, 1);
+    if (d < dim) TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, dim - d, rows, 1);
 }
 
 typedef struct {
@@ -115,14 +131,52 @@ static void TYPED(finish)(const Call *call, int32_t row, float *partials, int64_
             vf sum = {0};
             for (int64_t c = 0; c < count; c++) sum += load_f32(acc + c * stride + d) * partials[c * stride + h];
             sum *= scale;
-            for (int64_t i = 0; i < W && d + i < dim; i++) out[d + i] = TO_ELEMENT(sum[i]);
+            TYPED(store_part)(out + d, sum, dim - d < W ? dim - d : W);
         }
         if (call->lse) call->lse[row * heads + h] = top + logf(total);
     }
 }
 
-INLINE void TYPED(run_item)(const Call *call, const Item *item, TYPED(Buffers) b, float scale, float softcap,
-                            const int64_t dim, const int64_t v_dim) {
+/* Where the keys and values of positions [low, high) of one tile lie. Positions of the tile that nobody sees take the
+ * place of one that somebody sees: they count for nothing, but they are read. */
+INLINE void TYPED(locate)(const Call *call, const int32_t *table, int64_t tile, int64_t low, int64_t high,
+                          int64_t *k_at, int64_t *v_at) {
+    const int64_t from = tile > low ? tile : low, to = tile + TILE < high ? tile + TILE : high;
+    int64_t block = from / call->block_size, inside = from % call->block_size;
+    for (int64_t j = from; j < to;) {
+        int64_t run = call->block_size - inside < to - j ? call->block_size - inside : to - j;
+        int64_t k = table[block] * call->k_block + inside * call->k_token;
+        int64_t v = table[block] * call->v_block + inside * call->v_token;
+        for (int64_t i = 0; i < run; i++) {
+            k_at[j - tile + i] = k + i * call->k_token;
+            v_at[j - tile + i] = v + i * call->v_token;
+        }
+        j += run;
+        inside = 0;
+        block++;
+    }
+    for (int64_t j = 0; j < from - tile; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
+    for (int64_t j = to - tile; j < TILE; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
+}
+
+/* The keys of an item that at least one of its queries sees. */
+INLINE void TYPED(range)(const Call *call, const Item *item, int64_t *low, int64_t *high) {
+    const Token *tokens = call->plan->tokens + item->first;
+    const int64_t start = (int64_t)item->chunk * CHUNK, end = start + CHUNK;
+    *low = end;
+    *high = start;
+    for (int64_t t = 0; t < item->count; t++) {
+        int64_t lo = first_key(tokens[t].pos, call->window, call->chunk_size), hi = tokens[t].pos + 1;
+        lo = lo > start ? lo : start;
+        hi = hi < end ? hi : end;
+        *low = lo < *low ? lo : *low;
+        *high = hi > *high ? hi : *high;
+    }
+}
+
+/* `next`: the item that this thread is likely to do next (prefetched), or NULL. */
+INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next, TYPED(Buffers) b, float scale,
+                            float softcap, const int64_t dim, const int64_t v_dim) {
     const Plan *plan = call->plan;
     const Token *tokens = plan->tokens + item->first;
     const int64_t count = item->count, kv_heads = call->num_kv_heads, heads = call->num_heads;
@@ -132,14 +186,12 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, TYPED(Buffers) b
     const int32_t *table = call->tables + item->seq * call->table_stride;
     const ELEMENT *keys = (const ELEMENT *)call->key, *values = (const ELEMENT *)call->value;
 
-    int64_t chunk_low = (int64_t)item->chunk * CHUNK, low = chunk_low + CHUNK, high = chunk_low;
+    int64_t low, high, next_low = 0, next_high = 0;
+    TYPED(range)(call, item, &low, &high);
+    if (next) TYPED(range)(call, next, &next_low, &next_high);
     for (int64_t t = 0; t < count; t++) {
-        int64_t pos = tokens[t].pos, lo = first_key(pos, call->window, call->chunk_size);
-        b.low[t] = lo;
-        b.high[t] = pos + 1;
-        lo = lo > chunk_low ? lo : chunk_low;
-        low = lo < low ? lo : low;
-        high = pos + 1 > high ? pos + 1 : high;
+        b.low[t] = first_key(tokens[t].pos, call->window, call->chunk_size);
+        b.high[t] = tokens[t].pos + 1;
         float *slot = tokens[t].slot < 0 ? b.own + t * slot_size
                                          : (float *)call->workspace + tokens[t].slot * slot_size;
         b.slots[t] = slot;
@@ -160,50 +212,36 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, TYPED(Buffers) b
         }
     }
     memset(b.sums, 0, sizeof(float) * (size_t)(heads * count * W));
-    if (high > chunk_low + CHUNK) high = chunk_low + CHUNK;
 
     int64_t k_offsets[2][TILE], v_offsets[2][TILE];
-    vi lanes;
+    vi lanes = {0};
     for (int i = 0; i < W; i++) lanes[i] = i;
     int64_t start = low / TILE * TILE;
-    for (int64_t tile = start; tile < high; tile += TILE) {
-        /* Offsets of this tile's keys, and of the next one's to prefetch them. Positions that nobody sees take the
-         * place of one that somebody sees: they count for nothing, but they are read. */
-        for (int next = tile == start ? 0 : 1; next < 2; next++) {
-            int64_t at = tile + next * TILE, side = (at / TILE) & 1;
-            if (at >= high) break;
-            int64_t from = at > low ? at : low, to = at + TILE < high ? at + TILE : high;
-            int64_t block = from / call->block_size, inside = from % call->block_size;
-            for (int64_t j = from; j < to; j++) {
-                k_offsets[side][j - at] = table[block] * call->k_block + inside * call->k_token;
-                v_offsets[side][j - at] = table[block] * call->v_block + inside * call->v_token;
-                if (++inside == call->block_size) inside = 0, block++;
-            }
-            for (int64_t j = at; j < at + TILE; j++)
-                if (j < from || j >= to) {
-                    k_offsets[side][j - at] = k_offsets[side][from - at];
-                    v_offsets[side][j - at] = v_offsets[side][from - at];
-                }
-        }
-        const int64_t side = (tile / TILE) & 1;
+    TYPED(locate)(call, table, start, low, high, k_offsets[0], v_offsets[0]);
+    int side = 0;
+    for (int64_t tile = start; tile < high; tile += TILE, side ^= 1) {
         const int64_t *k_at = k_offsets[side], *v_at = v_offsets[side];
         const int64_t *k_next = k_offsets[side ^ 1], *v_next = v_offsets[side ^ 1];
+        if (tile + TILE < high)
+            TYPED(locate)(call, table, tile + TILE, low, high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
+        else if (next)
+            TYPED(locate)(call, call->tables + next->seq * call->table_stride, next_low / TILE * TILE, next_low,
+                          next_high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
+        else
+            k_next = k_at, v_next = v_at;
         const int first = tile < low ? (int)(low - tile) : 0, last = high - tile < TILE ? (int)(high - tile) : TILE;
         const int vectors = (last + W - 1) / W;
 
         for (int64_t h = 0; h < kv_heads; h++) {
             const ELEMENT *k = keys + h * call->k_head, *v = values + h * call->v_head;
-            if (tile + TILE < high) {
-                int64_t ahead = high - tile - TILE < TILE ? high - tile - TILE : TILE;
-                for (int64_t j = 0; j < ahead; j++) {
-                    for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(ELEMENT)) __builtin_prefetch(k + k_next[j] + d, 0, 2);
-                    for (int64_t d = 0; d < v_dim; d += 64 / (int64_t)sizeof(ELEMENT)) __builtin_prefetch(v + v_next[j] + d, 0, 2);
+            const Q_ELEMENT *q = b.q + h * rows * q_pad;
+            for (int x = 0; x < vectors; x++) {
+                store_f32(b.scores + x * W, TYPED(scores)(q, k, k_at + x * W, k_next + x * W, dim) * scale);
+                for (int64_t r = 1; r < rows; r++) {
+                    vf s = TYPED(scores)(q + r * q_pad, k, k_at + x * W, NULL, dim);
+                    store_f32(b.scores + r * TILE + x * W, s * scale);
                 }
             }
-            const Q_ELEMENT *q = b.q + h * rows * q_pad;
-            for (int x = 0; x < vectors; x++)
-                for (int64_t r = 0; r < rows; r++)
-                    store_f32(b.scores + r * TILE + x * W, TYPED(scores)(q + r * q_pad, k, k_at + x * W, dim) * scale);
             for (int64_t t = 0; t < count; t++) {
                 const int64_t lo = b.low[t] - tile, hi = b.high[t] - tile;
                 for (int64_t g = 0; g < group; g++) {
@@ -219,7 +257,8 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, TYPED(Buffers) b
                             y += call->slopes[head] * __builtin_convertvector(distance, vf);
                         }
                         if (lo > x * W || hi < (x + 1) * W) {
-                            vi seen = (lanes + x * W >= (int32_t)(lo < 0 ? 0 : lo)) & (lanes + x * W < (int32_t)(hi > TILE ? TILE : hi));
+                            vi place = lanes + x * W;
+                            vi seen = (place >= (int32_t)(lo < 0 ? 0 : lo)) & (place < (int32_t)(hi > TILE ? TILE : hi));
                             y = choose(seen, y, splat(-INFINITY));
                         }
                         store_f32(s + x * W, y);
@@ -245,15 +284,18 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, TYPED(Buffers) b
                     b.factors[r] = factor;
                 }
             }
-            int64_t r = 0;
-            for (; r + 4 <= rows; r += 4)
-                TYPED(add_rows)(b.acc + r, b.factors + r, b.scores + r * TILE, v, v_at, first, last, v_dim, 4);
-            if (rows - r == 3)
-                TYPED(add_rows)(b.acc + r, b.factors + r, b.scores + r * TILE, v, v_at, first, last, v_dim, 3);
-            else if (rows - r == 2)
-                TYPED(add_rows)(b.acc + r, b.factors + r, b.scores + r * TILE, v, v_at, first, last, v_dim, 2);
-            else if (rows - r == 1)
-                TYPED(add_rows)(b.acc + r, b.factors + r, b.scores + r * TILE, v, v_at, first, last, v_dim, 1);
+            const int64_t *ahead = v_next;
+            for (int64_t r = 0; r < rows; r += 4, ahead = NULL) {
+                float **acc = b.acc + r, *factors = b.factors + r, *p = b.scores + r * TILE;
+                if (rows - r >= 4)
+                    TYPED(add_rows)(acc, factors, p, v, v_at, ahead, first, last, v_dim, 4);
+                else if (rows - r == 3)
+                    TYPED(add_rows)(acc, factors, p, v, v_at, ahead, first, last, v_dim, 3);
+                else if (rows - r == 2)
+                    TYPED(add_rows)(acc, factors, p, v, v_at, ahead, first, last, v_dim, 2);
+                else
+                    TYPED(add_rows)(acc, factors, p, v, v_at, ahead, first, last, v_dim, 1);
+            }
         }
     }
     for (int64_t t = 0; t < count; t++) {
@@ -267,7 +309,8 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, TYPED(Buffers) b
 
 static void TYPED(attention)(const Call *call, float scale, float softcap) {
     const Plan *plan = call->plan;
-    const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads, dim = call->head_dim, v_dim = call->v_head_dim;
+    const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads;
+    const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
     const int64_t slot_bytes = round_up(slot_floats(heads, v_dim) * 4, 64);
     const int64_t own_bytes = thread_bytes(plan->max_count, heads, kv_heads, dim, v_dim);
     const int64_t count = plan->max_count, rows = count * (heads / kv_heads);
@@ -287,12 +330,13 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < plan->num_items; i++) {
             const Item *item = plan->items + i;
+            const Item *next = i + call->threads < plan->num_items ? item + call->threads : NULL;
             if (dim == 64 && v_dim == 64)
-                TYPED(run_item)(call, item, b, scale, softcap, 64, 64);
+                TYPED(run_item)(call, item, next, b, scale, softcap, 64, 64);
             else if (dim == 128 && v_dim == 128)
-                TYPED(run_item)(call, item, b, scale, softcap, 128, 128);
+                TYPED(run_item)(call, item, next, b, scale, softcap, 128, 128);
             else
-                TYPED(run_item)(call, item, b, scale, softcap, dim, v_dim);
+                TYPED(run_item)(call, item, next, b, scale, softcap, dim, v_dim);
         }
 #pragma omp for collapse(2) schedule(static)
         for (int64_t i = 0; i < plan->num_merges; i++)
@@ -307,8 +351,8 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
 #undef Q_ELEMENT
 #undef Q_STEP
 #undef SLICE
+#undef LINE
 #undef DTYPE
 #undef ELEMENT
 #undef LOAD
-#undef TO_ELEMENT
 #undef DOT_BF16

@@ -3,7 +3,7 @@
  *
  * Keys are cut into chunks of CHUNK positions, at the same positions in every sequence. A work item is one chunk of one
  * sequence (or of several that hold the same blocks there) with all heads; the chunks of a query are combined in order.
- * So a query's result depends on its own keys alone: not on the batch, not on the threads, not on who shares its blocks.
+ * So a query's result depends on its own keys alone: not on the batch, the threads, or who shares its blocks.
  */
 #include <math.h>
 #include <stdint.h>
@@ -58,9 +58,15 @@ INLINE vf load_f32(const void *p) {
 INLINE void store_f32(float *p, vf x) { memcpy(p, &x, sizeof x); }
 
 INLINE vf load_bf16(const void *p) {
+#if W == 16
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif W == 8
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
     vh h;
     memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 
 #if HAS_F16
@@ -158,22 +164,44 @@ INLINE vf tanh_v(vf x) {
     return (vf)((vi)y | sign);
 }
 
-INLINE uint16_t to_bf16(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    return x != x ? 0x7fc0 : (uint16_t)rounded;
+/* Store the first n <= W lanes, rounded to the nearest even. */
+INLINE void store_part_f32(float *p, vf x, int64_t n) {
+    if (n == W)
+        store_f32(p, x);
+    else
+        for (int64_t i = 0; i < n; i++) p[i] = x[i];
 }
-#if HAS_F16
-INLINE uint16_t to_f16(float x) {
-#if defined(__F16C__)
-    return (uint16_t)_cvtss_sh(x, 0);
+
+INLINE void store_part_bf16(uint16_t *p, vf x, int64_t n) {
+    vu u = (vu)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    rounded = (vu)choose(x == x, (vf)rounded, (vf)((vu){0} + 0x7fc0));
+#if W == 16
+    __m256i h = _mm512_cvtepi32_epi16((__m512i)rounded);
 #else
-    __fp16 h = (__fp16)x;
-    uint16_t u;
-    memcpy(&u, &h, 2);
-    return u;
+    vh h = __builtin_convertvector(rounded, vh);
 #endif
+    if (n == W)
+        memcpy(p, &h, sizeof h);
+    else
+        memcpy(p, &h, (size_t)n * 2);
+}
+
+#if HAS_F16
+INLINE void store_part_f16(uint16_t *p, vf x, int64_t n) {
+    uint16_t h[W];
+#if W == 16
+    _mm256_storeu_si256((__m256i *)h, _mm512_cvtps_ph((__m512)x, 0));
+#elif W == 8
+    _mm_storeu_si128((__m128i *)h, _mm256_cvtps_ph((__m256)x, 0));
+#elif defined(__F16C__)
+    _mm_storel_epi64((__m128i *)h, _mm_cvtps_ph((__m128)x, 0));
+#else
+    for (int i = 0; i < W; i++) {
+        __fp16 f = (__fp16)x[i];
+        memcpy(h + i, &f, 2);
+    }
+#endif
+    memcpy(p, h, (size_t)n * 2);
 }
 #endif
 
@@ -286,7 +314,8 @@ Plan *hfp_plan(const int32_t *tables, int64_t table_stride, const int32_t *seq_l
         for (int64_t t = 0; t < q; t++) {
             int64_t count = (context + t) / CHUNK - first_key(context + t, window, chunk_size) / CHUNK + 1;
             if (count > 1) {
-                plan->merges[plan->num_merges++] = (Merge){starts[i] + (int32_t)t, (int32_t)plan->num_slots, (int32_t)count};
+                Merge merge = {starts[i] + (int32_t)t, (int32_t)plan->num_slots, (int32_t)count};
+                plan->merges[plan->num_merges++] = merge;
                 plan->num_slots += count;
             }
         }
@@ -385,14 +414,12 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 #define DTYPE f32
 #define ELEMENT float
 #define LOAD load_f32
-#define TO_ELEMENT(x) (x)
 #define DOT_BF16 0
 #include "attention.inc.c"
 
 #define DTYPE bf16
 #define ELEMENT uint16_t
 #define LOAD load_bf16
-#define TO_ELEMENT to_bf16
 #define DOT_BF16 HAS_DPBF16
 #include "attention.inc.c"
 
@@ -400,7 +427,6 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 #define DTYPE f16
 #define ELEMENT uint16_t
 #define LOAD load_f16
-#define TO_ELEMENT to_f16
 #define DOT_BF16 0
 #include "attention.inc.c"
 #endif
