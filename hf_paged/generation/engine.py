@@ -220,6 +220,7 @@ class Engine:
             if any(value != value for value in sums[rows]):
                 self._end(request, FinishReason.ERROR, "the model's logits are NaN")
                 continue
+            num_tokens = request.num_unfinished
             try:
                 if request.is_plain_greedy:
                     assert isinstance(request, SampleRequest)
@@ -231,8 +232,8 @@ class Engine:
                 continue
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
+            self._generated_tokens += num_tokens
             self._apply(request, decision)
-            self._generated_tokens += request.num_rows
             changed.append(self._finished(request) if group.is_finished else request.output(finished=False))
         return changed
 
@@ -256,6 +257,8 @@ class Engine:
                 scheduler.finish(seq, FinishReason.STOP)
                 family = []
             request.forked(seq, family)
+        # Samples that agree share a sequence, which may fork into as many.
+        request.group.width = request.num_unfinished
 
     # -- whole requests -----------------------------------------------------------------------------------------
 

@@ -87,6 +87,11 @@ class Request:
         """One sequence, argmax of the raw logits: the engine decides all such requests in one operation."""
         return False
 
+    @property
+    def num_unfinished(self) -> int:
+        """Samples or beams that go on: tokens that a step of this request generates."""
+        raise NotImplementedError
+
     def advance(self, seqs: list[Sequence], logits: torch.Tensor, logsumexp: torch.Tensor) -> list[Fork] | Reorder:
         """seqs: the live sequences; logits fp32 [num_seqs, vocab], logsumexp fp32 [num_seqs] of them."""
         raise NotImplementedError
@@ -139,6 +144,10 @@ class SampleRequest(Request):
     @property
     def is_plain_greedy(self) -> bool:
         return self.num_rows == 1 and not self.do_sample and self.history is None and not self.keeps_processed
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(sample.seq is not None for sample in self.samples)
 
     def advance(self, seqs: list[Sequence], logits: torch.Tensor, logsumexp: torch.Tensor) -> list[Fork] | Reorder:
         row_of = {seq.seq_id: row for row, seq in enumerate(seqs)}
@@ -248,6 +257,10 @@ class BeamRequest(Request):
         self.num_return_sequences: int = config.num_return_sequences
         self._logprobs: list[list[float]] = [[] for _ in range(config.num_beams)]
         self._final: list[CompletionOutput] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.search.num_beams
 
     def advance(self, seqs: list[Sequence], logits: torch.Tensor, logsumexp: torch.Tensor) -> list[Fork] | Reorder:
         num_beams = self.search.num_beams

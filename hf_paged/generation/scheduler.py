@@ -172,7 +172,8 @@ class Scheduler:
             seq.finish_reason = reason
             seq.parent = None
         group.live = [seq for seq in group.live if seq.finish_reason is None]
-        group.width = len(group.live)
+        # What is left may still fork into as many as it was to.
+        group.width = max(len(group.live), group.width - len(seqs))
         self._output.finished_seq_ids.extend(seq.seq_id for seq in seqs)
         if not group.live:
             self._leave_queue(group)

@@ -106,7 +106,7 @@ class SequenceGroup:
     left. Between its steps every live sequence of a forked group has the same number of uncomputed tokens to go
     before it may sample: it is scheduled, preempted and resumed whole.
 
-    `width` is how many sequences the group will have once it has forked (later: how many are live); the scheduler
+    `width` is how many live sequences the group may have, now or once it has forked; the scheduler
     keeps that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
     of the prefix cache. `priority`: lower is more urgent.
     """

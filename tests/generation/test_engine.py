@@ -1,0 +1,611 @@
+"""The engine against `generate` of each request alone: in any company, under any pressure, through any accident."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
+]
+
+STOPS = list(range(3, 20))  # EOS ids, so many that requests end early and apart
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy with eos": {"eos_token_id": STOPS},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4, "eos_token_id": STOPS},
+    "sample": {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 1},
+    "four samples": {"do_sample": True, "num_return_sequences": 4, "top_k": 8, "eos_token_id": STOPS, "seed": 2},
+    "cold samples": {"do_sample": True, "num_return_sequences": 4, "temperature": 0.1, "seed": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beams to the end": {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 2.0, "eos_token_id": STOPS},
+    "beams, early": {"num_beams": 3, "early_stopping": True, "length_penalty": -1.0, "eos_token_id": STOPS},
+    "beams, never": {"num_beams": 3, "early_stopping": "never", "eos_token_id": STOPS},
+    "beams, processors": {"num_beams": 3, "num_return_sequences": 3, "repetition_penalty": 1.5},
+    "beam sampling": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "seed": 4},
+}
+
+
+def config(name: str, **changes: Any) -> GenerationConfig:
+    options = {"max_new_tokens": 10, "eos_token_id": models.EOS, "pad_token_id": models.PAD, **OPTIONS[name], **changes}
+    seed = options.pop("seed", None)
+    made = GenerationConfig(**options)
+    if seed is not None:
+        made.seed = seed
+    return made
+
+
+def solo(model: Any, prompt: torch.Tensor, options: GenerationConfig) -> tuple[list[list[int]], list[float] | None]:
+    """Tokens (and beam scores) of plain generate for this request alone, padding cut off."""
+    if hasattr(options, "seed"):
+        torch.manual_seed(options.seed)
+    result = model.generate(
+        prompt[None],
+        generation_config=options,
+        attention_mask=torch.ones_like(prompt[None]),
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    ends = options.eos_token_id if isinstance(options.eos_token_id, list) else [options.eos_token_id]
+    rows = []
+    for row in result.sequences[:, len(prompt) :].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        rows.append(row[:end])
+    scores = getattr(result, "sequences_scores", None)
+    return rows, None if scores is None else scores.tolist()
+
+
+def requests(count: int, seed: int = 0) -> list[tuple[torch.Tensor, GenerationConfig]]:
+    rng = random.Random(seed)
+    lengths = [rng.randrange(1, 40) for _ in range(count)]
+    names = list(itertools.islice(itertools.cycle(OPTIONS), count))
+    return list(zip(models.prompts(*lengths, seed=seed), map(config, names)))
+
+
+def assert_as_solo(model: Any, outputs: list[hf_paged.RequestOutput], wanted: list[Any]) -> None:
+    for output, (prompt, options) in zip(outputs, wanted):
+        rows, scores = solo(model, prompt, options)
+        assert output.error is None
+        assert output.finished
+        assert output.prompt_token_ids == prompt.tolist()
+        assert [c.token_ids for c in output.outputs] == rows, options
+        assert [c.index for c in output.outputs] == list(range(len(rows)))
+        assert all(len(c.logprobs) == len(c.token_ids) for c in output.outputs)
+        if scores is not None:
+            assert [c.score for c in output.outputs] == pytest.approx(scores, abs=1e-3)
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats.blocks_used == stats.blocks_swapped == 0
+    assert stats.blocks_free + stats.blocks_cached == stats.num_blocks
+    assert not engine.has_unfinished_requests()
+
+
+# -- the same answers ---
+
+
+def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
+    model = models.shared(family)
+    wanted = requests(24)
+    with Engine(model, CacheConfig(memory="64MiB")) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert_idle(engine)
+        assert engine.stats().cow_copies > 0
+    assert_as_solo(model, outputs, wanted)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+def test_a_small_pool_changes_nothing(family: str, preemption: Any) -> None:
+    model = models.shared(family)
+    wanted = requests(16, seed=1)
+    scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=24, preemption=preemption)
+    # Where every layer has a window of 8, four beams live in 12 blocks however long they are.
+    cache = CacheConfig(num_blocks=14 if family == "mistral" else 26, block_size=4)
+    with Engine(model, cache, scheduler) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert_idle(engine)
+        stats = engine.stats()
+    assert stats.preemptions_recompute + stats.preemptions_swap > 0
+    assert (stats.preemptions_swap > 0) <= (preemption != "recompute")
+    assert_as_solo(model, outputs, wanted)
+
+
+def test_staggered_arrivals() -> None:
+    model = models.shared("llama")
+    wanted = requests(20, seed=2)
+    finished: dict[str, hf_paged.RequestOutput] = {}
+    with Engine(model, CacheConfig(num_blocks=200, block_size=4)) as engine:
+        waiting = list(enumerate(wanted))
+        while waiting or engine.has_unfinished_requests():
+            for index, (prompt, options) in waiting[:2]:
+                engine.add_request(prompt.tolist(), options, request_id=str(index))
+            del waiting[:2]
+            finished.update({o.request_id: o for o in engine.step() if o.finished})
+            engine.check_integrity()
+        assert_idle(engine)
+    assert_as_solo(model, [finished[str(i)] for i in range(len(wanted))], wanted)
+
+
+def test_neighbours_change_no_bit() -> None:
+    """Logprobs too, in chunks of other sizes and with others in the batch, to the last bits that a GEMM leaves open."""
+    model = models.shared("llama")
+    (prompt,) = models.prompts(30)
+    alone = Engine(model).generate([prompt], config("greedy"))[0].outputs[0]
+    others = models.prompts(5, 17, 9, 33, seed=3)
+    crowd = SchedulerConfig(max_num_batched_tokens=16)
+    together = Engine(model, None, crowd).generate([*others, prompt], config("greedy"))[-1].outputs[0]
+    assert together.token_ids == alone.token_ids
+    assert together.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    model = models.shared("llama")
+    (prompt,) = models.prompts(12)
+    options = config("processors", output_scores=True)
+    with Engine(model) as engine:
+        (output,) = engine.generate([prompt], options)
+    (completion,) = output.outputs
+    plain = model.generate(
+        prompt[None], generation_config=options, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
+    raw = [float(torch.log_softmax(x[0], -1)[t]) for x, t in zip(plain.logits, completion.token_ids)]
+    processed = [float(torch.log_softmax(x[0], -1)[t]) for x, t in zip(plain.scores, completion.token_ids)]
+    assert completion.logprobs == pytest.approx(raw, abs=1e-3)
+    assert completion.processed_logprobs == pytest.approx(processed, abs=1e-3)
+    assert completion.cumulative_logprob == pytest.approx(sum(raw), abs=1e-3)
+
+
+def test_processors_and_criteria_of_the_caller_see_the_rows_of_a_solo_run() -> None:
+    model = models.shared("llama")
+    (prompt,) = models.prompts(6)
+
+    def recorder() -> tuple[list[Any], Any, Any]:
+        seen: list[Any] = []
+
+        def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(("processor", ids.tolist()))
+            scores[:, 50] += 3.0
+            return scores
+
+        def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            seen.append(("criterion", ids.tolist()))
+            return ids[:, -1] == 50
+
+        return seen, processor, criterion
+
+    for name in ("greedy", "four samples", "beams"):
+        options = config(name, eos_token_id=models.EOS)
+        seen, processor, criterion = recorder()
+        with Engine(model) as engine:
+            engine.add_request(*models.prompts(9, seed=7), config("greedy"))
+            key = engine.add_request(prompt, options, logits_processor=[processor], stopping_criteria=[criterion])
+            results = {}
+            while engine.has_unfinished_requests():
+                results.update({o.request_id: o for o in engine.step()})
+        ours = list(seen)
+        seen.clear()
+        if hasattr(options, "seed"):
+            torch.manual_seed(options.seed)
+        plain = model.generate(
+            prompt[None], generation_config=options, logits_processor=[processor], stopping_criteria=[criterion]
+        )
+        assert ours == seen
+        first = results[key].outputs[0].token_ids
+        assert plain[0, len(prompt) :].tolist()[: len(first)] == first
+
+
+def test_a_stop_string() -> None:
+    model, tokenizer = models.shared("llama"), models.tokenizer()
+    (prompt,) = models.prompts(8)
+    text = tokenizer.decode(model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, 8:])
+    options = config("greedy", stop_strings=[text[3:5]])
+    plain = model.generate(prompt[None], generation_config=options, tokenizer=tokenizer)
+    with Engine(model, tokenizer=tokenizer) as engine:
+        (output,) = engine.generate([prompt], options)
+    assert output.outputs[0].token_ids == plain[0, 8:].tolist()
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_finish_reasons_and_metrics() -> None:
+    model = models.shared("llama")
+    (prompt,) = models.prompts(8)
+    tokens = model.generate(prompt[None], max_new_tokens=3, do_sample=False, eos_token_id=None)[0, 8:].tolist()
+    with Engine(model) as engine:
+        eos, length = engine.generate([prompt, prompt], [config("greedy", eos_token_id=tokens[1]), config("greedy")])
+    assert eos.outputs[0].finish_reason == "eos"
+    assert eos.outputs[0].token_ids == tokens[:2]
+    assert length.outputs[0].finish_reason == "length"
+    metrics = length.metrics
+    assert metrics.first_token_time is not None and metrics.finish_time is not None
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finish_time
+
+
+def test_samples_share_a_sequence_until_they_differ() -> None:
+    model = models.shared("llama")
+    (prompt,) = models.prompts(20)
+    with Engine(model) as engine:
+        engine.add_request(prompt, config("cold samples", temperature=1e-6, num_return_sequences=8))
+        engine.step()
+        engine.step()
+        stats = engine.stats()
+        assert stats.blocks_shared == 0
+        assert stats.blocks_used == 2  # 21 tokens, once
+        assert stats.num_running == 1
+
+
+# -- preemption, aborts, accidents ---
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["greedy", "processors", "four samples", "beams", "beam sampling"])
+def test_preemption_at_every_step(name: str, mode: Any) -> None:
+    model = models.shared("llama")
+    (prompt, other) = models.prompts(11, 6, seed=4)
+    options = config(name, max_new_tokens=8)
+
+    def run(at: int | None) -> hf_paged.RequestOutput:
+        scheduler = SchedulerConfig(max_num_batched_tokens=8, prefix_caching=False)
+        with Engine(model, CacheConfig(num_blocks=64, block_size=4), scheduler) as engine:
+            engine.add_request(prompt, options, request_id="it")
+            engine.add_request(other, config("greedy", max_new_tokens=14))
+            last = None
+            for step in itertools.count():
+                if step == at:
+                    engine._scheduler.force_preempt("it", mode)
+                last = next((o for o in engine.step() if o.request_id == "it"), last)
+                engine.check_integrity()
+                if not engine.has_unfinished_requests():
+                    assert_idle(engine)
+                    assert last is not None
+                    return last
+
+    calm = run(None)
+    for at in range(12):
+        shaken = run(at)
+        assert [c.token_ids for c in shaken.outputs] == [c.token_ids for c in calm.outputs]
+        for a, b in zip(shaken.outputs, calm.outputs):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["greedy", "four samples", "beams"])
+@pytest.mark.parametrize("state", ["waiting", "chunk", "decode", "swapped", "recompute"])
+def test_abort_in_every_state(name: str, state: str) -> None:
+    model = models.shared("llama")
+    (prompt,) = models.prompts(30)
+    scheduler = SchedulerConfig(max_num_batched_tokens=8)
+    with Engine(model, CacheConfig(num_blocks=64, block_size=4), scheduler) as engine:
+        key = engine.add_request(prompt, config(name))
+        for _ in range({"waiting": 0, "chunk": 2}.get(state, 7)):
+            engine.step()
+        if state in ("swapped", "recompute"):
+            assert engine._scheduler.force_preempt(key, "swap" if state == "swapped" else "recompute")
+        assert engine.abort(key)
+        assert not engine.abort(key)
+        assert engine.has_unfinished_requests()
+        (output,) = engine.step()
+        assert output.finished
+        assert "abort" in {c.finish_reason for c in output.outputs} <= {"abort", "eos"}
+        assert_idle(engine)
+        # And it serves the next one.
+        again = engine.generate([prompt], config("greedy"))
+        assert_as_solo(model, again, [(prompt, config("greedy"))])
+
+
+def test_a_forward_that_raises_fails_the_requests_of_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    prompts = models.prompts(5, 9)
+    with Engine(model, CacheConfig(num_blocks=64, block_size=4)) as engine:
+        engine.generate([prompts[0]], config("greedy"))
+        real = model.forward
+        engine.add_request(prompts[0], config("beams"), request_id="beams")
+        engine.step()
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("device lost")
+
+        monkeypatch.setattr(model, "forward", broken)
+        (output,) = engine.step()
+        assert output.finished and output.error is not None and "device lost" in output.error
+        assert output.outputs[0].finish_reason == "error"
+        monkeypatch.setattr(model, "forward", real)
+        assert_idle(engine)
+        assert_as_solo(model, engine.generate([prompts[1]], config("beams")), [(prompts[1], config("beams"))])
+
+
+def test_a_processor_that_raises_fails_its_request_only() -> None:
+    model = models.shared("llama")
+    good, bad = models.prompts(7, 9)
+
+    def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 11:
+            raise KeyError("no such token")
+        return scores
+
+    with Engine(model) as engine:
+        bad_id = engine.add_request(bad, config("four samples"), logits_processor=[broken])
+        good_id = engine.add_request(good, config("greedy"))
+        results = {}
+        while engine.has_unfinished_requests():
+            results.update({o.request_id: o for o in engine.step()})
+        assert_idle(engine)
+    assert "no such token" in str(results[bad_id].error)
+    assert len(results[bad_id].outputs[0].token_ids) >= 1
+    assert_as_solo(model, [results[good_id]], [(good, config("greedy"))])
+
+
+def test_logits_that_are_nan_fail_their_request_only() -> None:
+    model = models.build("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[95] = float("nan")
+    good, bad = models.prompts(7)[0].clamp(max=94), torch.tensor([5, 95, 7])
+    with Engine(model) as engine:
+        outputs = engine.generate([good, bad], config("greedy", suppress_tokens=[95]))
+        assert_idle(engine)
+    assert outputs[0].error is None
+    assert "NaN" in str(outputs[1].error)
+
+
+def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
+    model = models.shared("llama")
+    big, small = models.prompts(10, 6)
+    with Engine(model, CacheConfig(num_blocks=6, block_size=4)) as engine:
+        outputs = engine.generate([big, small], [config("greedy", max_new_tokens=60), config("greedy")])
+        assert_idle(engine)
+    assert "cache is too small" in str(outputs[0].error)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert_as_solo(model, outputs[1:], [(small, config("greedy"))])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "empty"),
+        ([5, 1000], {}, "1000"),
+        ([5, -1], {}, "-1"),
+        ([5, 1.5], {}, "1.5"),
+        ("text", {}, "text"),
+        ([[5, 6], [7, 8]], {}, "one request"),
+        ([5] * 60, {}, "blocks"),
+        ([5] * 20, {"max_new_tokens": 500}, "max_position_embeddings"),
+        ([5], {"num_beams": 300}, "max_num_seqs"),
+        ([5], {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ([5], {"prompt_lookup_num_tokens": 3}, "generate"),
+        ([5], {"use_cache": False}, "use_cache"),
+        ([5], {"num_return_sequences": 3, "do_sample": False}, "num_return_sequences"),
+    ],
+)
+def test_what_can_never_run_is_refused_on_arrival(prompt: Any, options: dict[str, Any], message: str) -> None:
+    prompt = torch.tensor(prompt) if prompt and isinstance(prompt[0], list) else prompt
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=12, block_size=4)) as engine:
+        with pytest.raises(ValueError, match=message) as caught:
+            engine.add_request(prompt, GenerationConfig(pad_token_id=0, **{"max_new_tokens": 4, **options}))
+        assert "\n" not in str(caught.value).strip() or "num_return_sequences" in message
+        assert not engine.has_unfinished_requests()
+        assert_idle(engine)
+
+
+def test_unsupported_models_and_a_closed_engine() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": 32}
+    with pytest.raises(hf_paged.UnsupportedModelError, match="encoder-decoder"):
+        Engine(T5ForConditionalGeneration(T5Config(**sizes)))
+    engine = Engine(models.shared("llama"))
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.add_request([5])
+
+
+# -- prefixes, priorities, memory ---
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    model = models.shared("llama")
+    system, *tails = models.prompts(32, 5, 9, 7)
+    prompts = [torch.cat([system, tail]) for tail in tails]
+    with Engine(model, CacheConfig(num_blocks=64, block_size=8)) as engine:
+        assert engine.cache_prefix(system) == 32
+        assert engine.stats().blocks_used == 4
+        outputs = engine.generate(prompts, config("greedy"))
+        stats = engine.stats()
+        assert stats.prefix_cache_hit_tokens == 3 * 32
+        assert stats.prefix_cache_hit_rate > 0.5
+        assert stats.blocks_used == 4
+        # Another salt is another world.
+        key = engine.add_request(prompts[0], config("greedy"), cache_salt="tenant")
+        while engine.has_unfinished_requests():
+            last = {o.request_id: o for o in engine.step()}
+        assert engine.stats().prefix_cache_hit_tokens == 3 * 32
+        assert last[key].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+        assert engine.release_prefix(system)
+        assert not engine.release_prefix(system)
+        assert_idle(engine)
+        engine.clear_prefix_cache()
+        assert engine.stats().blocks_cached == 0
+    assert_as_solo(model, outputs, [(p, config("greedy")) for p in prompts])
+
+
+def test_priorities_go_first() -> None:
+    model = models.shared("llama")
+    prompts = models.prompts(6, 6, 6)
+    with Engine(model, None, SchedulerConfig(max_num_seqs=1)) as engine:
+        keys = [engine.add_request(p, config("greedy"), priority=n) for p, n in zip(prompts, (2, 1, 0))]
+        order = []
+        while engine.has_unfinished_requests():
+            order += [o.request_id for o in engine.step() if o.finished]
+    assert order == keys[::-1]
+
+
+def test_memory_is_sized_as_asked() -> None:
+    model = models.shared("llama")
+    per_block = 2 * 2 * 16 * 2 * 8 * 4  # layers, K and V, block_size, KV heads, head_dim, fp32
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        assert engine.stats().num_blocks == 2**20 // per_block
+        assert engine.stats().kv_bytes_reserved == engine.stats().num_blocks * per_block
+    with Engine(model, CacheConfig(memory_fraction=0.001)) as engine:
+        assert engine.stats().num_blocks > 100
+    with pytest.raises(ValueError, match="no block"):
+        Engine(model, CacheConfig(memory=100))
+    with pytest.raises(ValueError, match="swap_memory"):
+        Engine(model, CacheConfig(num_blocks=4, swap_memory=0), SchedulerConfig(preemption="swap"))
+
+
+# -- callers ---
+
+
+def test_streams() -> None:
+    model = models.shared("llama")
+    wanted = requests(6, seed=5)
+    with Engine(model) as engine:
+        grown: dict[str, list[int]] = {}
+        final = []
+        for output in engine.stream([p for p, _ in wanted], [c for _, c in wanted]):
+            first = output.outputs[0].token_ids if output.outputs else []
+            before = grown.get(output.request_id, [])
+            assert first[: len(before)] == before
+            grown[output.request_id] = first
+            if output.finished:
+                final.append(output)
+        final.sort(key=lambda output: int(output.request_id.split("-")[1]))
+        assert_as_solo(model, final, wanted)
+        # A reader that goes away is an abort.
+        stream = engine.stream([p for p, _ in wanted], config("greedy"))
+        next(stream)
+        stream.close()
+        assert_idle(engine)
+
+
+def test_async_streams_share_the_steps() -> None:
+    model = models.shared("llama")
+    wanted = requests(8, seed=6)
+
+    async def follow(engine: Engine, prompt: torch.Tensor, options: GenerationConfig) -> hf_paged.RequestOutput:
+        last = None
+        async for output in engine.astream([prompt], options):
+            last = output
+        assert last is not None
+        return last
+
+    async def main(engine: Engine) -> list[hf_paged.RequestOutput]:
+        return await asyncio.gather(*(follow(engine, p, c) for p, c in wanted))
+
+    with Engine(model) as engine:
+        outputs = asyncio.run(main(engine))
+        assert_idle(engine)
+        assert engine.stats().steps < 8 * 11
+    assert_as_solo(model, outputs, wanted)
+
+
+def test_threads() -> None:
+    model = models.shared("llama")
+    wanted = requests(12, seed=7)
+    results: dict[int, list[hf_paged.RequestOutput]] = {}
+    with Engine(model) as engine:
+
+        def work(index: int) -> None:
+            mine = wanted[index::3]
+            results[index] = engine.generate([p for p, _ in mine], [c for _, c in mine], progress=False)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_idle(engine)
+    for index in range(3):
+        assert_as_solo(model, results[index], wanted[index::3])
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    from conftest import state_of
+
+    model = models.build("llama")
+    before = state_of(model)
+    two = [Engine(model), Engine(model)]
+    for engine in two:
+        engine.generate(models.prompts(5, 9), config("beams"))
+    assert state_of(model) == before
+    for engine in two:
+        engine.close()
+    assert state_of(model) == before
+
+
+def test_packed_weights_follow_the_weights() -> None:
+    model = models.build("llama").to(torch.bfloat16)
+    (prompt,) = models.prompts(9)
+    with Engine(model, prepack=True) as packed, Engine(model, prepack=False) as plain:
+        first = packed.generate([prompt], config("greedy"))[0].outputs[0].token_ids
+        assert first == plain.generate([prompt], config("greedy"))[0].outputs[0].token_ids
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.5)
+        for engine in (packed, plain):
+            engine.clear_prefix_cache()
+        second = packed.generate([prompt], config("greedy"))[0].outputs[0].token_ids
+        assert second == plain.generate([prompt], config("greedy"))[0].outputs[0].token_ids
+        assert second != first
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+# -- a long life ---
+
+
+def soak(count: int, seed: int, model: Any) -> None:
+    """Random requests, options, arrivals and aborts on a pool that is always too small."""
+    rng = random.Random(seed)
+    prompts = models.prompts(*(rng.randrange(1, 30) for _ in range(40)), seed=seed)
+    known: dict[tuple[int, str, int], list[list[int]]] = {}
+    asked: dict[str, tuple[int, str, int]] = {}
+    scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=32, preemption=rng.choice(["auto", "swap"]))
+    checked = 0
+    with Engine(model, CacheConfig(num_blocks=30, block_size=4), scheduler) as engine:
+        added = 0
+        while added < count or engine.has_unfinished_requests():
+            for _ in range(rng.choice((0, 0, 1, 3)) if added < count else 0):
+                what = (rng.randrange(40), rng.choice(list(OPTIONS)), rng.randrange(1, 12))
+                key = engine.add_request(prompts[what[0]], config(what[1], max_new_tokens=what[2]))
+                asked[key] = what
+                added += 1
+            if asked and rng.random() < 0.02:
+                engine.abort(rng.choice(list(asked)))
+            for output in engine.step():
+                if not output.finished:
+                    continue
+                what = asked.pop(output.request_id)
+                if output.outputs[0].finish_reason == "abort":
+                    continue
+                assert output.error is None, output.error
+                if what not in known:
+                    known[what] = solo(model, prompts[what[0]], config(what[1], max_new_tokens=what[2]))[0]
+                assert [c.token_ids for c in output.outputs] == known[what], what
+                checked += 1
+        assert_idle(engine)
+        stats = engine.stats()
+    assert checked > 0.9 * count
+    assert stats.preemptions_recompute + stats.preemptions_swap > count / 50
+
+
+def test_soak() -> None:
+    soak(250, 0, models.shared("llama"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_long_soak() -> None:
+    for seed in range(20):
+        soak(5000, seed, models.shared("llama"))
