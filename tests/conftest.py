@@ -35,6 +35,19 @@ def _tracked_init(self: memory_module.PagedMemory, *args: Any, **kwargs: Any) ->
 memory_module.PagedMemory.__init__ = _tracked_init  # type: ignore[method-assign]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sabotage", help="put a fault of tests/sabotage.py into hf_paged: every test should then fail")
+
+
+@pytest.fixture(autouse=True)
+def _sabotaged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = request.config.getoption("--sabotage")
+    if name is not None:
+        import sabotage
+
+        sabotage.FAULTS[name](monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

@@ -93,11 +93,16 @@ def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
 
 
-def batch(*lengths: int, seed: int = 0, side: str = "left") -> dict[str, torch.Tensor]:
-    """A padded batch of random prompts: input_ids and attention_mask int64 [rows, longest]."""
+def batch(*lengths: int, seed: int = 0, side: str = "left", padding: int | None = None) -> dict[str, torch.Tensor]:
+    """A padded batch of random prompts: input_ids and attention_mask int64 [rows, longest].
+
+    Padding is random tokens by default, which a model that ignored the mask would not overlook.
+    """
     rows = prompts(*lengths, seed=seed)
     longest = max(lengths)
-    ids = torch.full((len(rows), longest), PAD)
+    ids = torch.stack(prompts(*[longest] * len(rows), seed=seed + 1000))
+    if padding is not None:
+        ids.fill_(padding)
     mask = torch.zeros(len(rows), longest, dtype=torch.int64)
     for i, row in enumerate(rows):
         where = slice(longest - len(row), None) if side == "left" else slice(0, len(row))

@@ -58,21 +58,24 @@ def test_mask_dtypes(family: str, dtype: torch.dtype, paged_equals_plain: Compar
 
 def test_pad_tokens_without_a_mask(family: str, paged_equals_plain: Compare) -> None:
     """generate infers the mask from pad tokens when none is given."""
-    inputs = models.batch(3, 21, 8)
-    paged_equals_plain(models.shared(family), inputs["input_ids"], **GREEDY)
+    inputs = models.batch(3, 21, 8, padding=models.PAD)
+    result = paged_equals_plain(models.shared(family), inputs["input_ids"], **GREEDY)
+    assert torch.equal(result.paged, models.shared(family).generate(**inputs, **GREEDY))
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-def test_right_padding(
-    family: str, options: dict[str, Any], paged_equals_plain: Compare, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, inputs = models.shared(family), models.batch(3, 21, 8, side="right")
-    paged_equals_plain(model, **inputs, **options, route="hf_loop")
+def test_right_padding(family: str, options: dict[str, Any], paged_equals_plain: Compare) -> None:
+    inputs = models.batch(3, 21, 8, side="right")
+    paged_equals_plain(models.shared(family), **inputs, **options, route="hf_loop")
+
+
+def test_right_padding_warns_as_plain_generate_does(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = models.shared("llama"), models.batch(3, 21, 8, side="right")
     logger = logging.getLogger("transformers")
     logger.propagate = True
     caplog.clear()
     try:
-        model.generate(**inputs, **options, cache_implementation="paged")
+        model.generate(**inputs, **GREEDY, cache_implementation="paged")
     finally:
         logger.propagate = False
     assert "right-padding was detected" in caplog.text

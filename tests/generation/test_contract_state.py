@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -238,38 +239,40 @@ def test_plain_generate_in_another_thread_meanwhile(family: str, attention: str)
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
-class _Counter:
+@contextlib.contextmanager
+def _counted(model: Any) -> Iterator[list[int]]:
     """Counts the tokens that go through the model's embedding."""
+    count = [0]
 
-    def __init__(self, model: Any) -> None:
-        self.tokens = 0
-        self.handle = model.get_input_embeddings().register_forward_hook(self._count)
+    def add(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        count[0] += args[0].numel()
 
-    def _count(self, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        self.tokens += args[0].numel()
+    handle = model.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield count
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_multi_turn(family: str, mode: str) -> None:
     """Pass the returned cache back with the longer conversation: same text, only the new tokens are computed."""
-    model = models.build(family)
+    model = models.shared(family)
     options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
     options |= {"do_sample": mode == "sample", "temperature": 2.5}
     histories = []
     counts = []
     for given in ({}, {"cache_implementation": "paged"}):
         torch.manual_seed(11)
-        counter = _Counter(model)
         ids, cache, history = models.prompts(18)[0][None], None, []
         per_turn = []
         for turn in range(3):
-            counter.tokens = 0
-            output = model.generate(ids, past_key_values=cache, **options, **given)
-            per_turn.append(counter.tokens)
+            with _counted(model) as counter:
+                output = model.generate(ids, past_key_values=cache, **options, **given)
+            per_turn.append(counter[0])
             cache = output.past_key_values
             history.append(output.sequences)
             ids = torch.cat([output.sequences, models.prompts(7, seed=turn)[0][None]], dim=1)
-        counter.handle.remove()
         histories.append(history)
         counts.append(per_turn)
     for plain, paged in zip(*histories):

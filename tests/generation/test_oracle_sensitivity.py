@@ -1,0 +1,61 @@
+"""The contract tests fail when they should: a comparison that passes with a fault put in on purpose is worthless.
+
+Faults (tests/sabotage.py): copies = the block copies of copy-on-write are skipped (parallel sampling, beam search, beam
+sampling must notice: their rows share a partly filled last block, asserted by `cow_copies > 0` in the tests
+themselves); mask = the left padding of a ragged batch is ignored (every mode must notice); parents = a beam that
+continues another one gets a third one's K/V (every beam mode must notice, and reorder in the dense view); writes = some
+K/V never reaches its block (everything must notice, single rows, assisted decoding and conversations included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import conftest
+import models
+import pytest
+import sabotage
+import test_contract_inputs as inputs
+import test_contract_modes as modes
+import test_contract_outputs as outputs
+import test_contract_processors as processors
+import test_contract_state as state
+
+import hf_paged
+
+compare = conftest.compare
+Check = Callable[[str], object]
+
+CORE: dict[str, Check] = {
+    "greedy": lambda family: modes.test_greedy(family, compare),
+    "sampling": lambda family: modes.test_sampling(family, compare),
+    "parallel sampling": lambda family: modes.test_parallel_sampling(family, 4.0, compare),
+    "beam search": lambda family: modes.test_beam_search(family, False, compare),
+    "beams with return sequences": lambda family: modes.test_beams_and_return_sequences(family, 5, 3, compare),
+    "beam sampling": lambda family: modes.test_beam_sampling(family, 2, compare),
+    "right padding with beams": lambda family: inputs.test_right_padding(family, inputs.BEAMS, compare),
+    "assisted": lambda family: modes.test_assisted_decoding(family, False, compare),
+    "prompt lookup": lambda family: modes.test_prompt_lookup_decoding(family, False, compare),
+    "one row": lambda family: inputs.test_prompt_lengths(family, 53, inputs.GREEDY, compare),
+    "scores": lambda family: outputs.test_return_dict(family, "beams", {"output_scores": True}, compare),
+    "user processor": lambda family: processors.test_user_processor(family, "beams", {}, compare),
+    "multi-turn": lambda family: state.test_multi_turn(family, "greedy"),
+    "multi-turn batch": lambda family: state.test_multi_turn_batch(family),
+}
+BEAMS = ("beam search", "beams with return sequences", "beam sampling", "scores", "user processor")
+NOTICES = {
+    "copies": (*BEAMS, "parallel sampling", "right padding with beams"),
+    "mask": (*BEAMS, "greedy", "sampling", "parallel sampling", "multi-turn batch"),
+    "parents": (*BEAMS, "right padding with beams"),
+    "writes": tuple(CORE),
+}
+
+
+@pytest.mark.parametrize(("fault", "check"), [(fault, check) for fault, names in NOTICES.items() for check in names])
+def test_fault_is_noticed(family: str, fault: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Before the fault: a report made by a faulty probe would send the call another way.
+    hf_paged.check(models.shared(family))
+    sabotage.FAULTS[fault](monkeypatch)
+    # A block that was never written may hold NaN, which torch.multinomial refuses.
+    with pytest.raises((AssertionError, RuntimeError)):
+        CORE[check](family)

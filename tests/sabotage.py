@@ -1,0 +1,66 @@
+"""Faults to put into hf_paged on purpose: a contract test that none of them breaks compares nothing.
+
+`pytest --sabotage NAME` runs a session with one of them; `test_oracle_sensitivity.py` runs the core tests with each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged.cache.kv_pool import KVPool
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.generation.decoder import PackedDecoder
+from hf_paged.kernels import ops
+
+
+def skip_copies(patch: pytest.MonkeyPatch) -> None:
+    """Copy-on-write gives the new block and forgets the copy."""
+    patch.setattr(KVPool, "copy_blocks", lambda self, copies: None)
+
+
+def ignore_mask(patch: pytest.MonkeyPatch) -> None:
+    """Left padding is taken for text."""
+    prefill = PackedDecoder.prefill
+    patch.setattr(PackedDecoder, "prefill", lambda self, ids, mask, *args: prefill(self, ids, None, *args))
+
+
+def swap_parents(patch: pytest.MonkeyPatch) -> None:
+    """A row that continues another one gets the K/V of the row before that."""
+
+    def swapped(rows: Sequence[int], count: int) -> list[int]:
+        return [parent if parent == i else (parent - 1) % count for i, parent in enumerate(rows)]
+
+    reorder, select = PagedMemory.reorder, PagedKVCache.select_rows
+    patch.setattr(
+        PagedMemory, "reorder", lambda self, ids, parents: reorder(self, ids, swapped(list(parents), len(ids)))
+    )
+    patch.setattr(PagedKVCache, "select_rows", lambda self, rows: select(self, swapped(rows, self.num_rows)))
+
+
+def lose_writes(patch: pytest.MonkeyPatch) -> None:
+    """The K/V of every third slot never arrives."""
+    write = ops.write_kv
+
+    def lossy(
+        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: torch.Tensor, **kwargs: Any
+    ) -> None:
+        kept = torch.where(slot_mapping % 3 == 1, -1, slot_mapping)
+        lost = slot_mapping[slot_mapping % 3 == 1]
+        key_cache.flatten(0, 1)[lost] = 0
+        value_cache.flatten(0, 1)[lost] = 0
+        write(key, value, key_cache, value_cache, kept, **kwargs)
+
+    patch.setattr(ops, "write_kv", lossy)
+
+
+FAULTS = {
+    "copies": skip_copies,
+    "mask": ignore_mask,
+    "parents": swap_parents,
+    "writes": lose_writes,
+}
