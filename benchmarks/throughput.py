@@ -1,0 +1,356 @@
+"""Throughput and latency of whole servers of one model, same weights, same requests, one run.
+
+Systems: ours (hf_paged.Engine), plain (padded `generate` in arrival order), hf-cb (transformers' continuous batching),
+vllm (in an environment of its own: give its Python). Two modes: offline (all requests are there at the start) and
+replay (`--rate`, `--trace`: they arrive over time).
+
+    python benchmarks/throughput.py --model 135m --workload sharegpt --scale 0.25 --requests 64 --threads 1
+    python benchmarks/throughput.py --systems ours,vllm --vllm-python /path/to/venv/bin/python
+    python benchmarks/throughput.py --model 8b --dtype bfloat16 --device cuda --rate 8
+
+Useful tokens are those that the requests asked for: what a padded batch computes beyond them counts as time only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import transformers
+import workloads
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # SmolLM2-135M
+    "135m": {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    # Llama-3-8B
+    "8b": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Measured:
+    """Times of one request in seconds after the start of the run, and the tokens it got."""
+
+    arrival: float
+    first: float
+    end: float
+    tokens: int
+
+
+@dataclasses.dataclass
+class Result:
+    system: str
+    seconds: float
+    requests: list[Measured]
+    start_up: float = 0.0
+    figures: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        tokens = sum(r.tokens for r in self.requests)
+        percentile = lambda values, q: sorted(values)[min(len(values) - 1, int(q * len(values)))]  # noqa: E731
+        ttft = [r.first - r.arrival for r in self.requests]
+        tpot = [(r.end - r.first) / max(r.tokens - 1, 1) for r in self.requests]
+        return {
+            "system": self.system,
+            "tokens_per_s": tokens / self.seconds,
+            "requests_per_s": len(self.requests) / self.seconds,
+            "seconds": self.seconds,
+            "start_up_s": self.start_up,
+            "normalized_latency_s": statistics.mean((r.end - r.arrival) / r.tokens for r in self.requests),
+            "ttft_median_s": statistics.median(ttft),
+            "ttft_p99_s": percentile(ttft, 0.99),
+            "tpot_median_s": statistics.median(tpot),
+            "tpot_p99_s": percentile(tpot, 0.99),
+            **self.figures,
+        }
+
+
+def build_model(args: argparse.Namespace) -> Any:
+    config = transformers.LlamaConfig(**SHAPES[args.model], eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    torch.manual_seed(args.seed)
+    torch.set_default_dtype(getattr(torch, args.dtype))
+    with torch.device(args.device):
+        model = transformers.LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def generation_config(tokens: int) -> Any:
+    return transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+def run_ours(model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
+    import hf_paged
+
+    begin = time.perf_counter()
+    cache = hf_paged.CacheConfig(block_size=args.block_size, memory=args.memory)
+    engine = hf_paged.Engine(model, cache, hf_paged.SchedulerConfig(max_num_seqs=args.max_num_seqs))
+    start_up = time.perf_counter() - begin
+    waste, batched = [], []
+    begin = time.perf_counter()
+    waiting = list(range(len(requests)))
+    arrivals: dict[str, float] = {}
+    first: dict[str, float] = {}
+    done: list[Measured] = []
+    while waiting or engine.has_unfinished_requests():
+        now = time.perf_counter() - begin
+        while waiting and requests[waiting[0]].arrival <= now:
+            index = waiting.pop(0)
+            key = engine.add_request(prompts[index], generation_config(requests[index].output_length))
+            arrivals[key] = requests[index].arrival
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, requests[waiting[0]].arrival - (time.perf_counter() - begin)))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter() - begin
+        for output in outputs:
+            first.setdefault(output.request_id, now)
+            if output.finished:
+                key = output.request_id
+                done.append(Measured(arrivals[key], first[key], now, len(output.outputs[0].token_ids)))
+        if engine.stats().steps % 10 == 1:
+            stats = engine.stats()
+            if stats.blocks_used:
+                waste.append(stats.kv_waste_ratio)
+            batched.append(stats.num_running)
+    seconds = time.perf_counter() - begin
+    stats = engine.stats()
+    figures = {
+        "kv_waste": statistics.mean(waste),
+        "batched_requests": statistics.mean(batched),
+        "preemptions": stats.preemptions_recompute + stats.preemptions_swap,
+        "steps": stats.steps,
+    }
+    engine.close()
+    return Result("ours", seconds, done, start_up, figures)
+
+
+def run_plain(model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
+    begin = time.perf_counter()
+    done: list[Measured] = []
+    held, filled = 0, 0
+    for start in range(0, len(requests), args.plain_batch):
+        group = range(start, min(start + args.plain_batch, len(requests)))
+        # A static batch leaves when its last member has arrived.
+        wait = requests[group[-1]].arrival - (time.perf_counter() - begin)
+        if wait > 0:
+            time.sleep(wait)
+        longest = max(len(prompts[i]) for i in group)
+        ids = torch.zeros(len(group), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, i in enumerate(group):
+            ids[row, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
+            mask[row, longest - len(prompts[i]) :] = 1
+        new = max(requests[i].output_length for i in group)
+        model.generate(
+            ids.to(model.device), attention_mask=mask.to(model.device), generation_config=generation_config(new)
+        )
+        now = time.perf_counter() - begin
+        # Nobody sees a token before the batch ends.
+        done += [Measured(requests[i].arrival, now, now, requests[i].output_length) for i in group]
+        held += len(group) * (longest + new)
+        filled += sum(len(prompts[i]) + requests[i].output_length for i in group)
+    return Result("plain", time.perf_counter() - begin, done, 0.0, {"kv_waste": 1 - filled / held})
+
+
+def run_hf_cb(model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
+    if any(r.arrival > 0 for r in requests):
+        raise SystemExit("hf-cb is measured offline only; leave --rate and --trace out")
+    begin = time.perf_counter()
+    with model.continuous_batching_context_manager(generation_config=generation_config(1), block=True) as manager:
+        start_up = time.perf_counter() - begin
+        begin = time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            manager.add_request(prompt, request_id=str(i), max_new_tokens=requests[i].output_length)
+        done = []
+        while len(done) < len(prompts):
+            output = manager.get_result(timeout=1)
+            if output is not None and output.is_finished():
+                now = time.perf_counter() - begin
+                done.append(Measured(0.0, now, now, len(output.generated_tokens)))
+            elif output is None and not manager.is_running():
+                raise SystemExit("transformers' continuous batching stopped before the end")
+        seconds = time.perf_counter() - begin
+    return Result("hf-cb", seconds, done, start_up)
+
+
+VLLM = """
+import json, sys, time
+job = json.load(open(sys.argv[1]))
+from vllm import LLM, SamplingParams
+begin = time.perf_counter()
+llm = LLM(job["model"], skip_tokenizer_init=True, dtype=job["dtype"], enable_prefix_caching=False, **job["options"])
+start_up = time.perf_counter() - begin
+params = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.0, detokenize=False) for n in job["lengths"]]
+prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
+llm.generate(prompts[:1], params[:1], use_tqdm=False)
+begin = time.perf_counter()
+outputs = llm.generate(prompts, params, use_tqdm=False)
+seconds = time.perf_counter() - begin
+tokens = [len(o.outputs[0].token_ids) for o in outputs]
+import vllm
+answer = {"seconds": seconds, "start_up": start_up, "tokens": tokens, "version": vllm.__version__}
+json.dump(answer, open(sys.argv[2], "w"))
+"""
+
+
+def run_vllm(model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
+    if args.vllm_python is None:
+        raise SystemExit("vllm runs in an environment of its own: give its interpreter with --vllm-python")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        job, out, script = Path(folder, "job.json"), Path(folder, "out.json"), Path(folder, "run.py")
+        job.write_text(
+            json.dumps(
+                {
+                    "model": folder,
+                    "dtype": args.dtype,
+                    "prompts": prompts,
+                    "lengths": [r.output_length for r in requests],
+                    "options": json.loads(args.vllm_options),
+                }
+            )
+        )
+        script.write_text(f"if __name__ == '__main__':\n    exec({VLLM!r})\n")
+        env = {**os.environ, "OMP_NUM_THREADS": str(args.threads or 1), "HF_HUB_OFFLINE": "1"}
+        subprocess.run([args.vllm_python, str(script), str(job), str(out)], check=True, env=env, stdout=sys.stderr)
+        answer = json.loads(out.read_text())
+    done = [Measured(0.0, answer["seconds"], answer["seconds"], tokens) for tokens in answer["tokens"]]
+    return Result("vllm", answer["seconds"], done, answer["start_up"], {"version": answer["version"]})
+
+
+SYSTEMS = {"ours": run_ours, "plain": run_plain, "hf-cb": run_hf_cb, "vllm": run_vllm}
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+    if args.device == "cpu":
+        info = Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        device = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), device)
+        from hf_paged.kernels import ops
+
+        versions["kernels"] = ops.default_impl("cpu")
+    return {"device": device, "threads": torch.get_num_threads(), **versions}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="135m", help="shape of the random Llama")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--systems", default="ours,plain,hf-cb", help="comma-separated: ours, plain, hf-cb, vllm")
+    parser.add_argument("--workload", choices=workloads.WORKLOADS, default="sharegpt")
+    parser.add_argument("--scale", type=float, default=0.25, help="lengths are multiplied by this")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rate", type=float, help="Poisson arrivals a second (default: all at the start)")
+    parser.add_argument("--trace", type=Path, help="JSON lines with timestamp (ms), input_length, output_length")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--runs", type=int, default=1, help="the median run of each system is shown")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--memory", help="size of ours' K/V pool (default: the engine's)")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--plain-batch", type=int, default=32)
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--vllm-options", default="{}", help="JSON of further arguments of vllm.LLM")
+    parser.add_argument("--json", type=Path, help="write the results there too")
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+
+    model = build_model(args)
+    if args.trace:
+        requests = workloads.read_trace(args.trace)[: args.requests]
+    else:
+        requests = workloads.synthesise(args.workload, args.requests, scale=args.scale, rate=args.rate, seed=args.seed)
+    prompts = workloads.prompts_for(requests, model.config.vocab_size, args.seed)
+    warm = [workloads.TraceRequest(0.0, 8, 4)] * 2
+    rows = []
+    names = args.systems.split(",")
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for run in range(args.runs):
+        for name in names:
+            if run == 0 and name in ("ours", "plain"):
+                SYSTEMS[name](model, warm, workloads.prompts_for(warm, 500), args)
+            runs[name].append(SYSTEMS[name](model, requests, prompts, args).summary())
+            print(f"{name}: {runs[name][-1]['tokens_per_s']:.1f} tokens/s", file=sys.stderr)
+    for name in names:
+        ordered = sorted(runs[name], key=lambda summary: summary["tokens_per_s"])
+        rows.append(ordered[len(ordered) // 2])
+    report = {
+        "command": "python benchmarks/throughput.py " + " ".join(argv if argv is not None else sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(args),
+        "workload": {
+            "name": str(args.trace or args.workload),
+            "requests": len(requests),
+            "mean_input": statistics.mean(r.input_length for r in requests),
+            "mean_output": statistics.mean(r.output_length for r in requests),
+            "sigma_input": None if args.trace else workloads.WORKLOADS[args.workload][0].sigma,
+            "sigma_output": None if args.trace else workloads.WORKLOADS[args.workload][1].sigma,
+        },
+        "results": rows,
+    }
+    print(table(report))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    workload, lines = report["workload"], []
+    lines.append(
+        f"{workload['name']}: {workload['requests']} requests, on average {workload['mean_input']:.0f} tokens in, "
+        f"{workload['mean_output']:.0f} out; {report['machine']}"
+    )
+    columns = {
+        "tokens_per_s": ("tokens/s", "{:.1f}"), "normalized_latency_s": ("s/token", "{:.3f}"),
+        "ttft_median_s": ("TTFT s", "{:.2f}"), "tpot_median_s": ("TPOT s", "{:.3f}"),
+        "batched_requests": ("batched", "{:.1f}"), "kv_waste": ("KV waste", "{:.1%}"),
+        "start_up_s": ("start s", "{:.2f}"),
+    }  # fmt: skip
+    lines += ["", "| system | " + " | ".join(title for title, _ in columns.values()) + " | ours is |"]
+    lines.append("|---" * (len(columns) + 2) + "|")
+    ours = next((r["tokens_per_s"] for r in report["results"] if r["system"] == "ours"), None)
+    for row in report["results"]:
+        cells = [form.format(row[name]) if name in row else "" for name, (_, form) in columns.items()]
+        ratio = f"{ours / row['tokens_per_s']:.2f}x" if ours else ""
+        lines.append(f"| {row['system']} | " + " | ".join(cells) + f" | {ratio} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
