@@ -12,6 +12,9 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Without a GPU the Triton kernels run in triton's interpreter, which triton decides when it is first imported.
+if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import models
