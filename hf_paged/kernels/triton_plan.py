@@ -204,7 +204,7 @@ def make_plan(
         "item_starts": item_starts, "schedule": schedule, "groups": groups, "num_seqs": num_seqs,
         "num_programs": num_programs, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "WINDOW": sliding_window,
         "CHUNK": chunk_size, "MAX_QUERY": max_query, "SHARE": share, "MIN_TILES": MIN_TILES, "BM": bm, "BN": bn,
-        "WIDTH": 512,
+        "WIDTH": 256,
     }  # fmt: skip
     launches.append(Launch(plan_kernel, (1,), args, {"num_warps": 4}))
     return plan, launches

@@ -91,7 +91,8 @@ def split_kernel(
             lines = slot + tl.arange(0, BM)
             dims = tl.arange(0, BLOCK_DV)
             seen = total > 0.0
-            result = acc / tl.where(seen, total, 1.0)[:, None]
+            total = tl.where(seen, total, 1.0)
+            result = acc / total[:, None]
             tl.store(
                 partial_out + lines[:, None] * V_HEAD_DIM + dims[None, :], result,
                 mask=valid[:, None] & (dims < V_HEAD_DIM)[None, :],

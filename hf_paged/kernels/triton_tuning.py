@@ -22,13 +22,15 @@ class Tile:
 
 def small_tile(target: Target, element_size: int, head_dim: int, rows: int) -> Tile:
     """For few rows (decode): as wide in keys as registers allow. head_dim: the larger one, padded to a power of two."""
-    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
     size = head_dim * element_size  # bytes of a key
-    bn = 64 if size <= 256 else 32 if size <= 512 else 16
+    bm = 16 if rows <= 16 else 32 if rows <= 32 or size > 512 or element_size == 4 else 64
+    if element_size == 4:
+        bn = 64 if head_dim <= 64 else 16
+    else:
+        bn = 64 if size <= 256 else 32 if size <= 512 else 16
     if target.backend == "hip":
         return Tile(bm, bn, 4, 2 if size <= 256 else 1)
-    warps = 4 if size <= 512 or bm == 16 else 8
-    return Tile(bm, bn, warps, 3)
+    return Tile(bm, bn, 8 if bm == 64 and size > 256 else 4, 3)
 
 
 def large_tile(target: Target, element_size: int, head_dim: int) -> Tile:
