@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from math import isnan
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -64,8 +66,8 @@ class Engine:
         self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
         self._runner = Runner(opened.packed, opened.memory, opened.host_pools)
         self._requests: dict[str, Request] = {}
-        self._undelivered: list[RequestOutput] = []  # of requests that ended between two steps
-        self._inboxes: dict[str, dict[str, RequestOutput]] = {}  # of streams, by request
+        self._undelivered: list[Request] = []  # ended between two steps
+        self._inboxes: dict[str, dict[str, Request]] = {}  # of whoever follows a request: what has changed
         self._lock = threading.RLock()
         self._ids = itertools.count()
         self._closed = False
@@ -146,42 +148,43 @@ class Engine:
         request.stop_all(reason)
         request.error = error
         self._scheduler.finish_group(request.group, reason)
-        self._undelivered.append(self._finished(request))
+        self._close(request)
+        self._undelivered.append(request)
 
-    def _finished(self, request: Request) -> RequestOutput:
+    def _close(self, request: Request) -> None:
         request.metrics = replace(
             request.metrics, finish_time=time.monotonic(), num_preemptions=request.group.num_preemptions
         )
         del self._requests[request.request_id]
-        return request.output(finished=True)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """One iteration over the batch; returns the outputs that changed, as snapshots."""
         with self._lock:
-            self._check_open()
-            changed, self._undelivered = self._undelivered, []
-            if self._scheduler.has_unfinished():
-                changed += self._iterate()
-                # Failures inside the step.
-                changed += self._undelivered
-                self._undelivered = []
-            for output in changed:
-                inbox = self._inboxes.get(output.request_id)
-                if inbox is not None:
-                    inbox[output.request_id] = output
-            return changed
+            return [request.output() for request in self._step()]
+
+    def _step(self) -> list[Request]:
+        self._check_open()
+        changed = self._iterate() if self._scheduler.has_unfinished() else []
+        changed += self._undelivered
+        self._undelivered = []
+        for request in changed:
+            inbox = self._inboxes.get(request.request_id)
+            if inbox is not None:
+                inbox[request.request_id] = request
+        return changed
 
     @torch.no_grad()
-    def _iterate(self) -> list[RequestOutput]:
+    def _iterate(self) -> list[Request]:
         output = self._scheduler.schedule()
         self._steps += 1
         for group in output.failed:
             request = self._requests[group.request_id]
             request.stop_all(FinishReason.ERROR)
             request.error = group.error
-            self._undelivered.append(self._finished(request))
+            self._close(request)
+            self._undelivered.append(request)
         try:
             result = self._runner.run(output)
         except BaseException as error:
@@ -202,7 +205,7 @@ class Engine:
             if request is not None:
                 self._end(request, FinishReason.ERROR, cause)
 
-    def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[RequestOutput]:
+    def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Request]:
         """logits [num_seqs, vocab] of the sequences that continue now, neighbours of one request in a run."""
         logits = logits.float()
         logsumexp = torch.logsumexp(logits, dim=-1)
@@ -212,30 +215,38 @@ class Engine:
         tokens, sums = greedy_tokens.tolist(), logsumexp.tolist()
         now = time.monotonic()
         changed, start = [], 0
-        for group, members in itertools.groupby(seqs, key=lambda seq: seq.group):
+        for group, members in itertools.groupby(seqs, key=attrgetter("group")):
             own = list(members)
             rows = slice(start, start + len(own))
             start += len(own)
             request = self._requests[group.request_id]
-            if any(value != value for value in sums[rows]):
+            if any(isnan(value) for value in sums[rows]):
                 self._end(request, FinishReason.ERROR, "the model's logits are NaN")
                 continue
             num_tokens = request.num_unfinished
-            try:
-                if request.is_plain_greedy:
-                    assert isinstance(request, SampleRequest)
-                    decision: list[Fork] | Reorder = request.accept(tokens[rows], greedy_logprobs[rows])
-                else:
+            if request.is_plain_greedy:
+                self._take_greedy(request, own[0], tokens[rows.start], greedy_logprobs[rows.start])
+            else:
+                try:
                     decision = request.advance(own, logits[rows], logsumexp[rows])
-            except Exception as error:  # a processor or criterion of the caller's: the others go on
-                self._end(request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
-                continue
+                except Exception as error:  # a processor or criterion of the caller's: the others go on
+                    self._end(request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+                    continue
+                self._apply(request, decision)
+            self._generated_tokens += num_tokens
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
-            self._generated_tokens += num_tokens
-            self._apply(request, decision)
-            changed.append(self._finished(request) if group.is_finished else request.output(finished=False))
+            if group.is_finished:
+                self._close(request)
+            changed.append(request)
         return changed
+
+    def _take_greedy(self, request: Request, seq: Sequence, token: int, logprob: float) -> None:
+        assert isinstance(request, SampleRequest)
+        if request.accept_greedy(token, logprob) is None:
+            seq.token_ids.append(token)
+        else:
+            self._scheduler.finish(seq, FinishReason.STOP)
 
     def _apply(self, request: Request, decision: list[Fork] | Reorder) -> None:
         scheduler = self._scheduler
@@ -276,12 +287,11 @@ class Engine:
             finished: dict[str, RequestOutput] = {}
             ids = self._add_all(prompts, generation_config)
             started, before = time.monotonic(), self._generated_tokens
-            for output in self._follow(ids):
-                if output.finished:
-                    finished[output.request_id] = output
-                    rate = (self._generated_tokens - before) / max(time.monotonic() - started, 1e-9)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-                    bar.update()
+            for output in self._follow(ids, finals_only=True):
+                finished[output.request_id] = output
+                rate = (self._generated_tokens - before) / max(time.monotonic() - started, 1e-9)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                bar.update()
         return [finished[request_id] for request_id in ids]
 
     def stream(self, prompts: SequenceOf[Prompt], generation_config: Any = None) -> Iterator[RequestOutput]:
@@ -313,7 +323,7 @@ class Engine:
             raise ValueError(f"{len(configs)} generation configs for {len(prompts)} prompts: give one, or one for each")
         ids: list[str] = []
         with self._lock:
-            inbox: dict[str, RequestOutput] = {}
+            inbox: dict[str, Request] = {}
             try:
                 for prompt, config in zip(prompts, configs):
                     ids.append(self.add_request(prompt, config))
@@ -326,14 +336,17 @@ class Engine:
                 self._inboxes[request_id] = inbox
         return ids
 
-    def _follow(self, ids: list[str]) -> Iterator[RequestOutput]:
+    def _follow(self, ids: list[str], *, finals_only: bool = False) -> Iterator[RequestOutput]:
         inbox, unfinished = self._inboxes[ids[0]], set(ids)
         try:
             while unfinished:
                 with self._lock:
                     if not inbox:
-                        self.step()
-                    outputs = list(inbox.values())
+                        self._step()
+                    # Only now, so that a request that changed several times is told once, as it stands.
+                    outputs = [
+                        r.output() for r in inbox.values() if not finals_only or r.request_id not in self._requests
+                    ]
                     inbox.clear()
                 for output in outputs:
                     if output.finished:
@@ -345,7 +358,7 @@ class Engine:
                     self.abort(request_id)
                 for request_id in ids:
                     self._inboxes.pop(request_id, None)
-                self._undelivered = [o for o in self._undelivered if o.request_id not in unfinished]
+                self._undelivered = [r for r in self._undelivered if r.request_id not in unfinished]
 
     def _progress(self, total: int, progress: bool | None) -> Any:
         from tqdm.auto import tqdm
@@ -370,7 +383,7 @@ class Engine:
             config = GenerationConfig(max_new_tokens=1, do_sample=False)
             request_id = self.add_request(ids, config, cache_salt=cache_salt, priority=-(2**31))
             while request_id in self._requests:
-                self._undelivered += [o for o in self.step() if o.request_id != request_id]
+                self._undelivered += [r for r in self._step() if r.request_id != request_id]
             return cache.pin(ids[0].tolist(), root_digest(type(self._model).__name__, None, cache_salt))
 
     def release_prefix(self, prompt_ids: Prompt, *, cache_salt: str | None = None) -> bool:

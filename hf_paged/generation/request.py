@@ -43,8 +43,15 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    score: float | None = None
+    cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
+
+    def add(self, logprob: float) -> None:
+        self.logprobs.append(logprob)
+        self.cumulative_logprob += logprob
+
+    def finish(self, token_ids: list[int], reason: FinishReason) -> None:
+        self.token_ids, self.finish_reason, self.seq = token_ids, reason, None
 
 
 class Request:
@@ -59,7 +66,8 @@ class Request:
         self.config = config
         self.generator = generator
         self.processors = prepared.logits_processor
-        self.prompt_length = prepared.input_ids.shape[1]
+        self.prompt_token_ids = group.sequences[0].token_ids[:]
+        self.prompt_length = len(self.prompt_token_ids)
         self.max_length: int = config.max_length
         self.eos: frozenset[int] = frozenset()
         others = []
@@ -103,9 +111,16 @@ class Request:
         """The request was aborted or has failed: what is unfinished ends here."""
         raise NotImplementedError
 
-    def output(self, *, finished: bool) -> RequestOutput:
-        prompt = self.group.sequences[0].token_ids[: self.prompt_length]
-        return RequestOutput(self.request_id, prompt, self.completions(), finished, self.metrics, self.error)
+    def output(self) -> RequestOutput:
+        """The request as it stands now."""
+        return RequestOutput(
+            self.request_id,
+            self.prompt_token_ids,
+            self.completions(),
+            self.metrics.finish_time is not None,
+            self.metrics,
+            self.error,
+        )
 
     def _rows(self) -> torch.Tensor:
         """History so far, int64 [num_rows, length]."""
@@ -140,10 +155,25 @@ class SampleRequest(Request):
         self.do_sample = bool(self.config.do_sample)
         self.samples = [Sample(index, group.sequences[0]) for index in range(self.num_rows)]
         self._samples_of: dict[int, list[Sample]] = {group.sequences[0].seq_id: list(self.samples)}
+        self._pending: dict[int, dict[int, list[Sample]]] = {}
+        self._is_plain_greedy = not (
+            self.num_rows > 1 or self.do_sample or self.history is not None or self.keeps_processed
+        )
 
     @property
     def is_plain_greedy(self) -> bool:
-        return self.num_rows == 1 and not self.do_sample and self.history is None and not self.keeps_processed
+        return self._is_plain_greedy
+
+    def accept_greedy(self, token: int, logprob: float) -> FinishReason | None:
+        """The next token of a plain greedy request; why it ends, if it does."""
+        (sample,) = self.samples
+        sample.add(logprob)
+        reason = self._reason(token)
+        self.length += 1
+        if reason is not None:
+            assert sample.seq is not None
+            sample.finish([*sample.seq.output_token_ids, token], reason)
+        return reason
 
     @property
     def num_unfinished(self) -> int:
@@ -182,7 +212,7 @@ class SampleRequest(Request):
             if seq is None:
                 continue
             seqs[seq.seq_id] = seq
-            sample.logprobs.append(logprobs[sample.index])
+            sample.add(logprobs[sample.index])
             if processed is not None:
                 sample.processed_logprobs.append(processed[sample.index])
             reason = self._reason(token)
@@ -191,9 +221,7 @@ class SampleRequest(Request):
             if reason is None:
                 going_on[seq.seq_id].setdefault(token, []).append(sample)
             else:
-                sample.token_ids = [*seq.output_token_ids, token]
-                sample.finish_reason = reason
-                sample.seq = None
+                sample.finish([*seq.output_token_ids, token], reason)
         self.length += 1
         self._pending = going_on
         return [Fork(seq, list(going_on[seq_id])) for seq_id, seq in seqs.items()]
@@ -223,7 +251,7 @@ class SampleRequest(Request):
                 index=s.index,
                 token_ids=s.token_ids if s.seq is None else s.seq.output_token_ids,
                 logprobs=s.logprobs[:],
-                cumulative_logprob=sum(s.logprobs),
+                cumulative_logprob=s.cumulative_logprob,
                 finish_reason=None if s.finish_reason is None else str(s.finish_reason),
                 processed_logprobs=s.processed_logprobs[:] if self.keeps_processed else None,
             )
@@ -233,9 +261,7 @@ class SampleRequest(Request):
     def stop_all(self, reason: FinishReason) -> None:
         for sample in self.samples:
             if sample.seq is not None:
-                sample.token_ids = sample.seq.output_token_ids
-                sample.finish_reason = reason
-                sample.seq = None
+                sample.finish(sample.seq.output_token_ids, reason)
 
 
 class BeamRequest(Request):
