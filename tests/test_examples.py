@@ -34,6 +34,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
+def test_draw_blocks(run: Run, tmp_path: Path) -> None:
+    text = run("draw_blocks.py", "--svg", str(tmp_path / "beams.svg"))
+    assert re.search(r"step 4: \d+ blocks, [1-9]\d* shared, [1-9]\d* copied", text)
+    assert (tmp_path / "beams.svg").read_text().startswith("<svg")
+    assert "shared" in run("draw_blocks.py", "--samples", "2", "--steps", "3")
+
+
 def test_generate_batch(run: Run) -> None:
     assert re.search(r"paged / plain = \d+\.\d\d", run("generate_batch.py"))
 

@@ -429,6 +429,18 @@ class Engine:
                 steps=self._steps,
             )
 
+    def block_tables(self, request_id: str) -> list[tuple[list[int], list[int]]]:
+        """(tokens computed so far, block ids) of every live sequence of a running request, first layer group.
+
+        A picture of this moment, for tools that show or measure sharing. Empty for a request that holds no block.
+        """
+        with self._lock:
+            group, manager = self._scheduler.get(request_id), self._memory.managers[0]
+            if group is None:
+                return []
+            seqs = [seq for seq in group.live if seq.seq_id in manager]
+            return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
+
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
         with self._lock:
