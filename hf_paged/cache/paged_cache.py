@@ -213,6 +213,7 @@ class PagedKVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` tokens from the end of every row (a positive value is the length to keep)."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers also passes tensors, which += would change in place
         keep = self._length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self._length)
         if keep < 0:
             raise ValueError(f"cannot crop {-tokens_to_remove} tokens from a cache of length {self._length}")

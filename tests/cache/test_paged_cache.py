@@ -130,8 +130,8 @@ def test_batch_select_with_a_bool_mask() -> None:
 @pytest.mark.parametrize("removed", [0, 1, 4, 8])
 def test_crop(block_size: int, removed: int) -> None:
     paged, plain = _pair(block_size)
-    for cache in (paged, plain):
-        cache.crop(-removed)
+    plain.crop(-removed)
+    paged.crop(torch.tensor(-removed))  # as assisted decoding does in some versions
     _assert_equal(paged, plain)
     _feed([plain, paged], 3, 2, 7)
     _assert_equal(paged, plain)
