@@ -423,4 +423,10 @@ def _observe_end(call: _Call, result: Any) -> None:
         call.record.observe(call.memory)
     sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
     if sequences is not None:
-        call.record.finish(call.memory, sequences.shape[0], sequences.shape[1])
+        # Beam search returns fewer rows than it computes.
+        rows = sequences.shape[0]
+        if call.decoder is not None:
+            rows = max(rows, len(call.decoder.rows))
+        elif call.cache is not None:
+            rows = max(rows, call.cache.num_rows)
+        call.record.finish(call.memory, rows, sequences.shape[1])
