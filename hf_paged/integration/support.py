@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
@@ -346,22 +347,39 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
     from transformers import DynamicCache
 
     batch = _padded_batch(model)
-    logits = []
     with _without_drawing(model):
-        for past in (cache, DynamicCache(config=model.config)):
-            steps = []
-            for start, stop in ((0, 4), (4, 5)):
-                part = {name: value[:, start:stop] for name, value in batch.items()}
-                part["attention_mask"] = batch["attention_mask"][:, :stop]
-                steps.append(model(**part, past_key_values=past, use_cache=True, return_dict=True).logits)
-            logits.append(torch.cat(steps, dim=1)[batch["attention_mask"].bool()])
+        actual, expected = (_two_steps(model, batch, past) for past in (cache, DynamicCache(config=model.config)))
     # Under gradient checkpointing transformers drops every cache that is given in training.
     if not cache.num_rows and not (model.training and model.is_gradient_checkpointing):
         raise UnsupportedModelError(
             "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
         )
     if not model.training:
-        _compare(logits[0], logits[1], "paged", model.dtype)
+        _compare(actual, expected, "paged", model.dtype)
+
+
+def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
+    """Logits of the last token after a prefill of all tokens but one, and after that one."""
+    logits = []
+    for start, stop in ((0, 4), (4, 5)):
+        inputs = {name: value[:, :stop] for name, value in batch.items()}
+        options = {"past_key_values": past, "use_cache": True}
+        if _takes_ordinary_inputs(model):
+            first = start == 0
+            inputs = model.prepare_inputs_for_generation(
+                **inputs, **options, is_first_iteration=first, next_sequence_length=None if first else 1
+            )
+        else:
+            inputs = {name: v if name == "attention_mask" else v[:, start:] for name, v in inputs.items()} | options
+        logits.append(model(**inputs, return_dict=True).logits[:, -1])
+    return torch.cat(logits)
+
+
+def _takes_ordinary_inputs(model: Any) -> bool:
+    """Whether generate is the one of all models, which calls prepare_inputs_for_generation with ordinary arguments."""
+    from transformers import GenerationMixin
+
+    return type(model).generate is GenerationMixin.generate
 
 
 def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str, dtype: torch.dtype) -> None:

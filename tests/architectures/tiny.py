@@ -24,7 +24,17 @@ def _size(value: Any, *names: str) -> None:
 
 
 _size(VOCAB, "vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
-_size(64, "hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "embedding_dim", "word_embed_proj_dim")
+_size(
+    64,
+    "hidden_size",
+    "hidden_size_global",
+    "d_model",
+    "n_embd",
+    "emb_dim",
+    "embedding_size",
+    "embedding_dim",
+    "word_embed_proj_dim",
+)
 _size(64, "input_embedding_size", "output_embedding_size", "attention_hidden_size", "lru_width")
 _size(
     4, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
@@ -107,7 +117,11 @@ _REQUIRED = ("num_key_value_heads", "head_dim", "n_routed_experts", "n_shared_ex
 
 def _specials() -> None:
     special("bamba", attn_layer_indices=[1, 3])
-    special("bert-generation", hidden_size=64)
+    special("blt", num_hidden_layers=NUM_LAYERS)
+    special(
+        "dots3_note", vision_config={"adapter_in_dim": 64, "adapter_out_dim": 64},
+        audio_config={"adapter_input_size": 64, "adapter_output_size": 64},
+    )  # fmt: skip
     special(
         "dbrx",
         attn_config={"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
@@ -133,13 +147,19 @@ def _specials() -> None:
         rope_parameters={k: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
                          for k in ("full_attention", "sliding_attention")},
     )  # fmt: skip
-    special("xlstm", num_blocks=4, num_hidden_layers=4)
+    special("xlstm", num_blocks=4, num_hidden_layers=4, qk_dim_factor=1.0)
     special("zamba", attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)
     special("zamba2", attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)
     special("zaya", num_experts_per_tok=1)
-    for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
+    for name in ("qwen2", "qwen2_moe", "qwen3"):
         layers = ["full_attention", "sliding_attention"] * 2
         special(name, use_sliding_window=True, sliding_window=WINDOW, layer_types=layers)
+    half = [1.0] * 8
+    for name in ("phi3", "phimoe"):  # crosses from short to long factors in the middle of the generation
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": half, "long_factor": [2.0] * 8}
+        rope |= {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.1}
+        special(name, original_max_position_embeddings=32, rope_parameters=rope)
+    special("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 2)
     special("gemma4_text", num_kv_shared_layers=2)
 
 
@@ -147,6 +167,10 @@ def _layer_types(types: list[str]) -> list[str]:
     """Every kind at least once, in their order, cycled to NUM_LAYERS."""
     kinds = list(dict.fromkeys(types))
     return [kinds[i % len(kinds)] for i in range(max(NUM_LAYERS, len(kinds)))]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def shrink(config: Any) -> dict[str, Any]:
@@ -159,9 +183,7 @@ def shrink(config: Any) -> dict[str, Any]:
                 fields[name] = _TOKENS[name]
         elif name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types") and value:
             fields[name] = _layer_types(value)
-        elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            fields[name] = _SIZES[name]
-        elif value is None and name in _REQUIRED:
+        elif _is_size(value) and name in _SIZES or value is None and name in _REQUIRED:
             fields[name] = _SIZES[name]
         elif isinstance(value, float) and "drop" in name:
             fields[name] = 0.0
