@@ -116,6 +116,22 @@ class PagedKVCache(Cache):
             if isinstance(layer, PagedLayer):
                 layer.length = self._length
 
+    def view_row(self, seq_id: int, num_written: int) -> None:
+        """Show one sequence that another owner keeps in `memory`, its room appended already, as the only row.
+
+        Updates write after its first `num_written` tokens. Undone by `release_row`.
+        """
+        if self._rows:
+            raise ValueError(f"the cache already has {len(self._rows)} rows; call release_row() first")
+        self._rows, self._padding, self._length = [seq_id], [0], self._manager.num_tokens(seq_id)
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.length = num_written
+
+    def release_row(self) -> None:
+        """Let go of the row of `view_row`: its blocks stay its owner's."""
+        self._forget()
+
     def fork(self, row: int) -> int:
         """A new last row that shares all blocks of `row`; returns its index. Copies no K/V (copy-on-write later)."""
         self._check_row(row)

@@ -60,11 +60,12 @@ class Engine:
         self.scheduler_config = scheduler_config or SchedulerConfig()
         self.tokenizer = tokenizer
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
-        self._model = opened.packed.model
+        self._model = opened.model.model
         self._memory = opened.memory
+        self._max_length = opened.max_length
         self._host_managers = opened.host_managers
         self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
-        self._runner = Runner(opened.packed, opened.memory, opened.host_pools)
+        self._runner = Runner(opened.model, opened.memory, opened.host_pools)
         self._requests: dict[str, Request] = {}
         self._undelivered: list[Request] = []  # ended between two steps
         self._inboxes: dict[str, dict[str, Request]] = {}  # of whoever follows a request: what has changed
@@ -113,6 +114,12 @@ class Engine:
                 stopping_criteria=stopping_criteria,
                 tokenizer=self.tokenizer,
             )
+            length, limit = prepared.generation_config.max_length, self._max_length
+            if limit is not None and length > limit:
+                raise ValueError(
+                    f"max_length={length}: this model's rotary frequencies depend on the longest sequence of the batch "
+                    f"beyond {limit} tokens, so requests cannot share one; use model.generate"
+                )
             root = root_digest(type(self._model).__name__, adapter, cache_salt)
             group, kind = new_request(prepared, request_id, priority=priority, cache_root=root)
             request = kind(group, prepared, self._generator(generation_config))

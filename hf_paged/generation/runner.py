@@ -12,9 +12,10 @@ import torch
 
 from hf_paged.cache.kv_pool import HostPool
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.generation.scheduler import SchedulerOutput
+from hf_paged.generation.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.sequence import Sequence
 from hf_paged.integration.forward import PackedModel
+from hf_paged.integration.row_forward import RowModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +27,27 @@ class StepResult:
 
 
 class Runner:
-    """One model over one PagedMemory, with host pools (one a layer group) to swap to."""
+    """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
-    def __init__(self, packed: PackedModel, memory: PagedMemory, host_pools: list[HostPool]) -> None:
-        self._packed = packed
+    A PackedModel computes all sequences of a step in one forward, a RowModel one after the other.
+    """
+
+    def __init__(self, model: PackedModel | RowModel, memory: PagedMemory, host_pools: list[HostPool]) -> None:
+        self._model = model
         self._memory = memory
         self._host_pools = host_pools
-        self._device = packed.model.device
+        self._device = model.model.device
 
     def run(self, output: SchedulerOutput) -> StepResult:
-        """Swaps, block copies, then one forward of all scheduled tokens."""
+        """Swaps, block copies, then the forward of all scheduled tokens."""
         self._move_blocks(output)
-        plan = output.scheduled
-        if not plan:
+        if not output.scheduled:
             return StepResult([], None)
+        if isinstance(self._model, PackedModel):
+            return self._run_packed(self._model, output.scheduled)
+        return self._run_rows(self._model, output.scheduled)
+
+    def _run_packed(self, model: PackedModel, plan: Plan) -> StepResult:
         counts = [count for _, count in plan]
         tokens = np.empty(sum(counts), dtype=np.int64)
         seqs, rows, end = [], [], 0
@@ -57,8 +65,19 @@ class Runner:
         # Every token's logits are wanted in a pure decode step: no index, no copy of the hidden states.
         wanted = None if len(rows) == len(tokens) else torch.tensor(rows, dtype=torch.int64, device=self._device)
         ids = torch.from_numpy(tokens).to(self._device, non_blocking=True)
-        logits = self._packed.forward(ids, positions, metadata, wanted)
+        logits = model.forward(ids, positions, metadata, wanted)
         return StepResult(seqs, logits if seqs else None)
+
+    def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
+        seqs, rows = [], []
+        for seq, count in plan:
+            first = seq.num_computed_tokens
+            ids = torch.tensor(seq.token_ids[first : first + count], device=self._device)
+            logits = model.forward(seq.seq_id, ids, first)
+            if first + count == seq.num_tokens:
+                seqs.append(seq)
+                rows.append(logits)
+        return StepResult(seqs, torch.stack(rows) if rows else None)
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         for index, group in enumerate(self._memory.groups):

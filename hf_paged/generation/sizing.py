@@ -15,6 +15,7 @@ from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.prepack import packed_weights
+from hf_paged.integration.row_forward import RowModel
 from hf_paged.integration.support import SupportReport, refuse_unsupported
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
@@ -26,12 +27,16 @@ MAX_DEFAULT_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
-    """What an engine needs to run: the model bound to its memory, and the swap space of each layer group."""
+    """What an engine needs to run: the model bound to its memory, and the swap space of each layer group.
 
-    packed: PackedModel
+    max_length: sequences beyond it would depend on their neighbours (None: no limit).
+    """
+
+    model: PackedModel | RowModel
     memory: PagedMemory
     host_managers: list[BlockManager]
     host_pools: list[HostPool]
+    max_length: int | None
 
 
 def open_memory(
@@ -43,16 +48,16 @@ def open_memory(
     """
     model = _generating_model(model)
     report = refuse_unsupported(model)
-    if not report.native:
-        raise UnsupportedModelError(
-            f"{report.model} runs through the dense view ({report.reason}), which the engine does not batch; "
-            "use model.generate(..., cache_implementation='paged')"
-        )
     if model.training and _drops(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
-    memory = PagedMemory(cache_config.block_size, 1, windows=_windows(report))
-    packed = PackedModel(model, memory, packed_weights(model, prepack))
-    _measure(packed, scheduler_config)
+    bound: PackedModel | RowModel
+    if report.native:
+        memory = PagedMemory(cache_config.block_size, 1, windows=_windows(report))
+        bound = PackedModel(model, memory, packed_weights(model, prepack))
+    else:
+        memory = PagedMemory(cache_config.block_size, 1)
+        bound = RowModel(model, memory)
+    _measure(bound, scheduler_config)
     bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
     num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)
     for group in memory.groups:
@@ -69,12 +74,14 @@ def open_memory(
                 f"preemption='swap' needs swap memory, but swap_memory={cache_config.swap_memory!r} holds no block of "
                 f"{bytes_per_block} bytes; give it more, or use preemption='recompute'"
             )
-        return OpenedMemory(packed, memory, [], [])
+        return OpenedMemory(bound, memory, [], [], report.native_length)
     host_managers = [
         BlockManager(BlockAllocator(host_blocks), cache_config.block_size, sliding_window=manager.sliding_window)
         for manager in memory.managers
     ]
-    return OpenedMemory(packed, memory, host_managers, [HostPool(host_blocks) for _ in memory.groups])
+    return OpenedMemory(
+        bound, memory, host_managers, [HostPool(host_blocks) for _ in memory.groups], report.native_length
+    )
 
 
 def _generating_model(model: Any) -> Any:
@@ -105,25 +112,28 @@ def _windows(report: SupportReport) -> tuple[tuple[frozenset[int] | None, int | 
 
 
 @torch.no_grad()
-def _measure(packed: PackedModel, scheduler_config: SchedulerConfig) -> None:
+def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> None:
     """One forward, so that every layer has told the shape of its K/V. On a GPU it is as large as a step may be, so
     that what is free afterwards is free in every step.
     """
-    memory, device = packed.memory, packed.model.device
+    memory, device = bound.memory, bound.model.device
     count = 1
     if device.type == "cuda":
-        limit = getattr(packed.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
+        limit = getattr(bound.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
         count = min(scheduler_config.max_num_batched_tokens, limit)
     if count > memory.block_size:
         blocks = -(-count // memory.block_size)
         for group in memory.groups:
             group.pool.resize(blocks)
             group.manager.allocator.grow(blocks)
-    memory.append([("measure", count)])
-    metadata, positions = memory.step_metadata(["measure"], [count], device)
+    memory.append([(-1, count)])
     ids = torch.zeros(count, dtype=torch.int64, device=device)
-    packed.forward(ids, positions, metadata, torch.tensor([count - 1], device=device))
-    memory.free("measure")
+    if isinstance(bound, PackedModel):
+        metadata, positions = memory.step_metadata([-1], [count], device)
+        bound.forward(ids, positions, metadata, torch.tensor([count - 1], device=device))
+    else:
+        bound.forward(-1, ids, 0)
+    memory.free(-1)
 
 
 def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, bytes_per_block: int) -> int:

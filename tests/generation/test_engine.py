@@ -398,6 +398,22 @@ def test_what_can_never_run_is_refused_on_arrival(prompt: Any, options: dict[str
         assert_idle(engine)
 
 
+def test_models_that_cannot_run_packed_run_row_by_row() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": models.VOCAB}
+    model = BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.6, eos_token_id=models.EOS)).eval()
+    assert not hf_paged.check(model).native
+    wanted = requests(12, seed=8)
+    with Engine(model, CacheConfig(num_blocks=30, block_size=4)) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert_idle(engine)
+        stats = engine.stats()
+    assert stats.preemptions_recompute + stats.preemptions_swap > 0
+    assert_as_solo(model, outputs, wanted)
+
+
 def test_unsupported_models_and_a_closed_engine() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
