@@ -5,8 +5,10 @@ Runs in a process of its own without TRITON_INTERPRET: `python offline.py CHIP` 
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.triton_launch import Launch, Target
+from hf_paged.kernels.triton_ops import attention_launches
+from hf_paged.kernels.triton_write import copy_blocks_launch, write_kv_launch
 
 # The chip's name: target, shared memory a program may use (bytes).
 CHIPS = {
@@ -70,14 +75,35 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
         found["mfma"] = text.count("v_mfma")
         return found
     text = compiled.asm["ptx"]
-    found |= {
-        name: len(re.findall(pattern, text))
-        for name, pattern in {
-            "cp_async": r"cp\.async\.c[ga]", "mma": r"\bmma\.sync", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma",
-            "wide_loads": r"ld\.global\S*\.v[24]\.", "wide_stores": r"st\.global\S*\.v[24]\.",
-        }.items()
+    patterns = {
+        "cp_async": r"cp\.async\.c[ga]", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma",
+        "wide_loads": r"ld\.global\S*\.v[24]\.", "wide_stores": r"st\.global\S*\.v[24]\.",
     }  # fmt: skip
+    found |= {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
+    found["in_flight"] = _copies_in_flight(text)
     found |= _ptxas(text, chip)
+    return found
+
+
+def _copies_in_flight(ptx: str) -> list[int]:
+    """For each innermost loop with matrix instructions: groups of copies that may be under way while it computes.
+
+    0 where the loop waits for everything it has asked for: double buffering at best, no pipeline at worst.
+    """
+    lines = ptx.splitlines()
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\$L__BB\w+):", line))}
+    loops = [
+        (labels[match[1]], i)
+        for i, line in enumerate(lines)
+        if (match := re.search(r"\bbra\S*\s+(\$L__BB\w+)", line)) and labels[match[1]] < i
+    ]
+    inner = [loop for loop in loops if not any(loop != o and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)]
+    found = []
+    for start, end in inner:
+        body = "\n".join(lines[start:end])
+        waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", body)
+        if waits and re.search(r"mma", body):
+            found.append(min(map(int, waits)))
     return found
 
 
@@ -94,3 +120,59 @@ def _ptxas(ptx: str, chip: str) -> dict[str, int]:
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),  # type: ignore[index]
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
     }
+
+
+def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list[Launch]:
+    """32 query heads on 8 KV heads; options as in `attention_launches`, and v_head_dim, block_size, dtype, num_seqs."""
+    dtype, block_size = options.pop("dtype", torch.bfloat16), options.pop("block_size", 16)
+    v_head_dim, num_seqs, max_seq_len = options.pop("v_head_dim", head_dim), options.pop("num_seqs", 64), 4096
+    num_tokens = query_len * num_seqs
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    metadata = AttentionMetadata(
+        block_tables=empty(num_seqs, max_seq_len // block_size, dtype=torch.int32),
+        seq_lens=empty(num_seqs, dtype=torch.int32),
+        query_start_loc=empty(num_seqs + 1, dtype=torch.int32),
+        slot_mapping=empty(num_tokens, dtype=torch.int64),
+        max_query_len=query_len,
+        max_seq_len=options.pop("max_seq_len", max_seq_len),
+    )
+    heads = empty(32, dtype=torch.float32)
+    defaults = {"scale": 0.1, "sliding_window": None, "chunk_size": None, "softcap": None}
+    return attention_launches(
+        empty(num_tokens, 32, head_dim), empty(99, block_size, 8, head_dim), empty(99, block_size, 8, v_head_dim), metadata,
+        **defaults | options, sinks=heads if options else None, alibi_slopes=heads if options else None,
+        out=empty(num_tokens, 32, v_head_dim), lse=heads if options else None, target=CHIPS[chip][0],
+    )  # fmt: skip
+
+
+def variants(chip: str) -> dict[str, Launch]:
+    """Every kernel at the shapes it is tuned for."""
+    every_feature = {"sliding_window": 1024, "softcap": 30.0}
+    found: dict[str, Launch] = {}
+    for head_dim in (64, 80, 128, 256, 512):
+        found[f"decode d{head_dim}"] = _attention(chip, 1, head_dim)[-2]
+        found[f"prefill d{head_dim}"] = _attention(chip, 4096, head_dim)[-1]
+    prefix, plan, _, reduce = _attention(chip, 1, 128)
+    found |= {"prefix": prefix, "plan": plan, "reduce": reduce}
+    found["decode d128 blocks of 48"] = _attention(chip, 1, 128, block_size=48)[-2]
+    found["decode d128 blocks of 128"] = _attention(chip, 1, 128, block_size=128)[-2]
+    found["decode d128 features"] = _attention(chip, 1, 128, **every_feature)[-2]
+    found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[-2]
+    found["decode d64 fp32"] = _attention(chip, 1, 64, dtype=torch.float32)[-2]
+    found["short decode d128"] = _attention(chip, 1, 128, max_seq_len=200)[-1]
+    found["verify d128"] = _attention(chip, 16, 128)[-2]
+    found["prefill d128 features"] = _attention(chip, 4096, 128, **every_feature)[-1]
+    found["prefill d128 fp16"] = _attention(chip, 4096, 128, dtype=torch.float16)[-1]
+    rows, cache = (torch.empty(n, 8, 128, dtype=torch.bfloat16) for n in (1024, 16))
+    cache = cache.unflatten(0, (1, 16))
+    found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
+    found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64))
+    return found
+
+
+if __name__ == "__main__":
+    for name, launch in variants(sys.argv[1]).items():
+        print(json.dumps(measure(launch, sys.argv[1]) | {"name": name}), flush=True)

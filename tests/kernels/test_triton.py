@@ -1,0 +1,254 @@
+"""The Triton kernels against the reference: in the interpreter on a CPU at small sizes, on a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Batch, Case, check, make_batch
+
+from hf_paged.kernels import ops, reference, triton_launch, triton_ops, triton_plan
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.skipif(
+    not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
+)
+
+DECODE = ((1, 1), (1, 15), (1, 16), (0, 0), (1, 17), (1, 150))
+VERIFY = ((3, 3), (2, 70), (0, 0), (5, 129))
+PREFILL = ((17, 17), (40, 90), (18, 33))
+MIXED = ((1, 40), (20, 36), (0, 0), (3, 70), (33, 33))
+
+SHAPES = [
+    {"heads": (2, 2), "head_dim": 16},
+    {"heads": (7, 1), "head_dim": 24},
+    {"heads": (5, 1), "head_dim": 80, "block_size": 8},
+    {"heads": (3, 1), "head_dim": 64, "block_size": 48},
+    {"heads": (4, 2), "head_dim": 16, "v_head_dim": 40, "block_size": 1},
+    {"heads": (4, 1), "head_dim": 40, "v_head_dim": 16, "block_size": 128},
+    {"heads": (2, 1), "head_dim": 32, "block_size": 528},
+    {"heads": (18, 1), "head_dim": 16, "block_size": 32},
+]
+FEATURES = [
+    {"sliding_window": 1},
+    {"sliding_window": 20},
+    {"sliding_window": 70, "softcap": 5.0, "sinks": True},
+    {"chunk_size": 24},
+    {"chunk_size": 64, "alibi": True, "sinks": True},
+    {"softcap": 2.0, "alibi": True},
+    {"sinks": True},
+]
+
+
+def name(options: dict[str, object]) -> str:
+    return ",".join(f"{k}={v}" for k, v in options.items()).replace(" ", "")
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decode step is planned and split, however short."""
+    monkeypatch.setattr(triton_ops, "MAX_WHOLE_TILES", 0)
+    monkeypatch.setattr(triton_plan, "MIN_TILES", 1)
+    monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
+
+
+@pytest.mark.parametrize("options", SHAPES + FEATURES, ids=name)
+@pytest.mark.parametrize("lens", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_whole(lens: tuple[tuple[int, int], ...], options: dict[str, object]) -> None:
+    check(make_batch(Case(lens, **options), DEVICE), "triton")
+
+
+@pytest.mark.parametrize("options", SHAPES + FEATURES, ids=name)
+@pytest.mark.usefixtures("split")
+def test_split_decode(options: dict[str, object]) -> None:
+    check(make_batch(Case(DECODE, **options), DEVICE), "triton")
+
+
+@pytest.mark.parametrize("options", [SHAPES[1], SHAPES[7], *FEATURES[1:5]], ids=name)
+@pytest.mark.usefixtures("split")
+def test_split_verification_of_several_tokens(options: dict[str, object]) -> None:
+    check(make_batch(Case(VERIFY, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
+
+
+@pytest.mark.parametrize("options", [SHAPES[0], SHAPES[3], *FEATURES[1:5]], ids=name)
+@pytest.mark.usefixtures("split")
+def test_decode_and_prefill_in_one_step(options: dict[str, object]) -> None:
+    check(make_batch(Case(MIXED, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lens", [DECODE, ((130, 300),), MIXED], ids=["decode", "prefill", "mixed"])
+@pytest.mark.usefixtures("split")
+def test_half_precision(lens: tuple[tuple[int, int], ...], dtype: torch.dtype) -> None:
+    check(make_batch(Case(lens, heads=(2, 1), dtype=dtype), DEVICE), "triton")
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129])
+@pytest.mark.usefixtures("split")
+def test_lengths_around_the_edges_of_blocks_and_tiles(length: int) -> None:
+    check(make_batch(Case(((1, length), (min(2, length), length)), heads=(2, 2), head_dim=16), DEVICE), "triton")
+
+
+def test_many_short_rows() -> None:
+    check(make_batch(Case(((1, 1),) * 40 + ((0, 0),) * 3 + ((1, 2),) * 3, heads=(1, 1), head_dim=16), DEVICE), "triton")
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 100.0])
+def test_any_scale(scale: float) -> None:
+    batch = make_batch(Case(DECODE), DEVICE)
+    batch.options["scale"] = scale
+    check(batch, "triton")
+
+
+def test_strided_query_and_out() -> None:
+    batch = make_batch(Case(MIXED, strided=True, heads=(4, 2)), DEVICE)
+    check(batch, "triton")
+    expected = batch.run("reference")
+    out = torch.full((expected.shape[0], 4, 2, expected.shape[2]), torch.nan, device=DEVICE)[:, :, 1]
+    assert batch.run("triton", out=out) is out
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_strided_caches() -> None:
+    """K and V interleaved in one tensor, heads before slots."""
+    batch = make_batch(Case(DECODE), DEVICE)
+    both = torch.stack([batch.key_cache, batch.value_cache], 1).transpose(2, 3).contiguous().transpose(2, 3)
+    check(replace(batch, key_cache=both[:, 0], value_cache=both[:, 1]), "triton")
+    check(replace(batch, key_cache=both[:, 0]), "triton")
+
+
+def test_last_dimension_must_be_contiguous() -> None:
+    batch = make_batch(Case(DECODE), DEVICE)
+    with pytest.raises(ValueError, match="key_cache has strides"):
+        replace(batch, key_cache=batch.key_cache.transpose(1, 3).contiguous().transpose(1, 3)).run("triton")
+
+
+def test_nothing_to_do() -> None:
+    batch = make_batch(Case(((0, 0), (0, 0)), heads=(2, 1)), DEVICE)
+    assert batch.run("triton").shape == (0, 2, 32)
+
+
+@pytest.mark.usefixtures("split")
+def test_same_bits_twice() -> None:
+    batch = make_batch(Case(MIXED), DEVICE)
+    assert torch.equal(batch.run("triton"), batch.run("triton"))
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------
+
+
+def planned(batch: Batch) -> triton_plan.Plan:
+    """Run with poisoned scratch memory and compare; the plan that was used."""
+    batch.metadata.scratch.clear()
+    arguments = batch.query, batch.key_cache, batch.value_cache, batch.metadata
+    ops.paged_attention(*arguments, impl="triton", **batch.options)
+    ((plan, partial_out, partial_lse),) = batch.metadata.scratch.values()
+    partial_out.fill_(torch.nan)
+    partial_lse.fill_(torch.nan)
+    again = ops.paged_attention(*arguments, impl="triton", **batch.options)
+    torch.testing.assert_close(again, batch.run("reference"), atol=2e-5, rtol=2e-5)
+    return plan
+
+
+def units_of(plan: triton_plan.Plan) -> list[tuple[int, int, int, int]]:
+    """(first sequence, tokens, first tile, tiles) of the units that have work."""
+    return [tuple(unit) for unit in plan.units.view(-1, 4).tolist() if unit[3] > 0]
+
+
+@pytest.mark.usefixtures("split")
+def test_plan_is_made_once_a_step_and_cuts_the_work_evenly() -> None:
+    batch = make_batch(Case(((1, 1000), (1, 70), (0, 0), (1, 200)), heads=(2, 2), head_dim=16), DEVICE)
+    plan = planned(batch)
+    assert units_of(plan) == [(0, 1, 0, 16), (1, 1, 0, 2), (3, 1, 0, 4)]
+    assert int(plan.tile_starts[-1]) == 2 * 22
+    assert int(plan.schedule[0]) == max(1, -(-44 // plan.num_programs))
+
+
+@pytest.mark.usefixtures("split")
+def test_plan_leaves_out_what_the_window_hides() -> None:
+    batch = make_batch(Case(((1, 1000), (2, 300)), heads=(2, 2), head_dim=16, sliding_window=100), DEVICE)
+    assert units_of(planned(batch)) == [(0, 1, 14, 2), (1, 2, 3, 2)]
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "softcap": 3.0, "alibi": True}, {"block_size": 48}], ids=name)
+@pytest.mark.usefixtures("split")
+def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
+    """Three sequences with 192 keys in common, one alone, two with one more new token than may share."""
+    shared = 192 // int(options.get("block_size", 16))
+    lens = ((1, 250), (1, 200), (1, 321), (2, 300), (1, 193))
+    plan = planned(make_batch(Case(lens, head_dim=16, shared=shared, **options), DEVICE))
+    assert plan.share
+    assert units_of(plan) == [(0, 3, 0, 3), (0, 1, 3, 1), (1, 1, 3, 1), (2, 1, 3, 3), (3, 2, 0, 5), (4, 1, 0, 4)]
+
+
+@pytest.mark.usefixtures("split")
+def test_more_sequences_share_than_fit_a_tile() -> None:
+    lens = tuple((1, 100 + i) for i in range(11))
+    plan = planned(make_batch(Case(lens, heads=(4, 1), head_dim=16, shared=6), DEVICE))
+    assert units_of(plan)[0] == (0, 11, 0, 1)
+
+
+# -- blocks written and copied ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads, head_dim, v_head_dim, block_size, num_tokens", [
+    (2, 64, 64, 16, 5), (3, 80, 48, 48, 9), (1, 24, 16, 1, 600), (33, 80, 80, 16, 2),
+])  # fmt: skip
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.float16)], ids=str)
+def test_write_kv(
+    heads: int, head_dim: int, v_head_dim: int, block_size: int, num_tokens: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Strided K and V (halves of one tensor), permuted slots, padding, a cache of another dtype."""
+    num_blocks = -(-num_tokens // block_size) + 2
+    both = torch.randn(heads, num_tokens, head_dim + v_head_dim, dtype=dtypes[0], device=DEVICE).transpose(0, 1)
+    key, value = both.split([head_dim, v_head_dim], -1)
+    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens]
+    slots[1] = -1
+    caches = [
+        torch.randn(num_blocks, block_size, heads, d, device=DEVICE).to(dtypes[1]) for d in (head_dim, v_head_dim)
+    ]
+    expected = [cache.clone() for cache in caches]
+    reference.write_kv(key, value, *expected, slots)
+    ops.write_kv(key, value, *caches, slots, impl="triton")
+    for actual, wanted in zip(caches, expected):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.int8, torch.bfloat16)], ids=str)
+def test_copy_blocks(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Caches of different dtypes and sizes, one inside a larger tensor, sizes that are no multiple of a word."""
+    caches = [torch.randint(-99, 99, (7, 16, 2, 5), device=DEVICE).to(dtype) for dtype in dtypes]
+    caches.append(torch.randint(-99, 99, (7, 2, 3001), device=DEVICE).to(dtypes[0])[:, 1])
+    for group in (caches, caches[1:2]):
+        expected = [cache.clone() for cache in group]
+        copies = torch.tensor([[0, 3], [1, 5], [1, 4]], device=DEVICE)
+        reference.copy_blocks(expected, copies)
+        ops.copy_blocks(group, copies, impl="triton")
+        for actual, wanted in zip(group, expected):
+            assert torch.equal(actual, wanted)
+
+
+def test_copy_blocks_needs_contiguous_blocks() -> None:
+    cache = torch.zeros(4, 8, 2, 16, device=DEVICE).transpose(1, 2)
+    with pytest.raises(ValueError, match="each block contiguous"):
+        ops.copy_blocks([cache], torch.tensor([[0, 1]], device=DEVICE), impl="triton")
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    """Blocks so far apart that element offsets need 64 bits; the memory between them is never touched."""
+    num_blocks, stride = 6, 2**29 + 64
+    pool = torch.empty(num_blocks * stride, dtype=torch.float16, device=DEVICE)
+    key_cache = pool.as_strided((num_blocks, 4, 1, 16), (stride, 32, 16, 1))
+    value_cache = pool.as_strided((num_blocks, 4, 1, 16), (stride, 32, 16, 1), storage_offset=16)
+    batch = make_batch(Case(((1, 6), (3, 7)), heads=(1, 1), head_dim=16, block_size=4, dtype=torch.float16), DEVICE)
+    batch.metadata.block_tables[:, :2] = torch.tensor([[5, 0], [1, 4]])
+    key, value = (torch.randn(13, 1, 16, device=DEVICE).half() for _ in range(2))
+    slots = torch.tensor([20, 21, 22, 23, 0, 1, 4, 5, 6, 7, 16, 17, 18], device=DEVICE)
+    ops.write_kv(key, value, key_cache, value_cache, slots, impl="triton")
+    assert torch.equal(key_cache[5], key[:4]) and torch.equal(value_cache[4, :3], value[10:])
+    check(replace(batch, key_cache=key_cache, value_cache=value_cache), "triton")
+    blocks = pool.as_strided((num_blocks, 128), (stride, 1))
+    ops.copy_blocks([blocks], torch.tensor([[5, 3], [4, 2]], device=DEVICE), impl="triton")
+    assert torch.equal(key_cache[3], key_cache[5]) and torch.equal(value_cache[2], value_cache[4])
