@@ -8,6 +8,8 @@ from typing import Any
 import models
 import pytest
 import torch
+import transformers
+from packaging import version
 
 Compare = Callable[..., Any]
 
@@ -93,8 +95,10 @@ def test_beam_sampling(family: str, num_return_sequences: int, paged_equals_plai
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_assisted_decoding(family: str, do_sample: bool, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
-    # The same model with slightly other weights: some drafts are accepted, some are not.
-    assistant = models.build(family)
+    # The same model with slightly other weights: some drafts are accepted, some are not. (transformers 5.17 itself
+    # fails where the assistant has sliding windows.)
+    old = version.parse(transformers.__version__) < version.parse("5.20")
+    assistant = models.build("llama" if old and family in ("mistral", "gemma3") else family)
     with torch.no_grad():
         for parameter in assistant.parameters():
             parameter.mul_(1.02)
