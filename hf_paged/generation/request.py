@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import isnan
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_paged.generation.beam import BeamSearch, Candidate
 from hf_paged.generation.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.sampling import choose, logprobs_of
 from hf_paged.generation.sequence import FinishReason, Sequence, SequenceGroup
+
+NOT_FINITE = "the model's logits are NaN"
 
 
 class Fork(NamedTuple):
@@ -100,8 +104,8 @@ class Request:
         """Samples or beams that go on: tokens that a step of this request generates."""
         raise NotImplementedError
 
-    def advance(self, seqs: list[Sequence], logits: torch.Tensor, logsumexp: torch.Tensor) -> list[Fork] | Reorder:
-        """seqs: the live sequences; logits fp32 [num_seqs, vocab], logsumexp fp32 [num_seqs] of them."""
+    def advance(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Fork] | Reorder:
+        """seqs: the live sequences; logits fp32 [num_seqs, vocab] of them."""
         raise NotImplementedError
 
     def completions(self) -> list[CompletionOutput]:
@@ -179,7 +183,7 @@ class SampleRequest(Request):
     def num_unfinished(self) -> int:
         return sum(sample.seq is not None for sample in self.samples)
 
-    def advance(self, seqs: list[Sequence], logits: torch.Tensor, logsumexp: torch.Tensor) -> list[Fork] | Reorder:
+    def advance(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Fork] | Reorder:
         row_of = {seq.seq_id: row for row, seq in enumerate(seqs)}
         # Finished samples take part in the arithmetic (with the first row's logits): the random numbers they use up in
         # transformers' loop are used up here too.
@@ -191,15 +195,11 @@ class SampleRequest(Request):
         scores = spread
         if self.processors:
             scores = self.processors(self._rows(), spread.clone())
-        if self.do_sample:
-            probs = torch.softmax(scores, dim=-1)
-            tokens = torch.multinomial(probs, 1, generator=self.generator).squeeze(1)
-        else:
-            tokens = scores.argmax(dim=-1)
-        raw = (spread.gather(1, tokens[:, None]).squeeze(1) - logsumexp[rows]).tolist()
-        processed = None
-        if self.keeps_processed:
-            processed = torch.log_softmax(scores, dim=-1).gather(1, tokens[:, None]).squeeze(1).tolist()
+        tokens = choose(scores, do_sample=self.do_sample, generator=self.generator)
+        raw = logprobs_of(spread, tokens).tolist()
+        if any(map(isnan, raw)):
+            raise ArithmeticError(NOT_FINITE)
+        processed = logprobs_of(scores, tokens).tolist() if self.keeps_processed else None
         return self.accept(tokens.tolist(), raw, processed)
 
     def accept(self, tokens: list[int], logprobs: list[float], processed: list[float] | None = None) -> list[Fork]:
@@ -288,7 +288,7 @@ class BeamRequest(Request):
     def num_unfinished(self) -> int:
         return self.search.num_beams
 
-    def advance(self, seqs: list[Sequence], logits: torch.Tensor, logsumexp: torch.Tensor) -> list[Fork] | Reorder:
+    def advance(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Fork] | Reorder:
         num_beams = self.search.num_beams
         raw = torch.log_softmax(logits, dim=-1)
         if len(seqs) != num_beams:
@@ -309,6 +309,8 @@ class BeamRequest(Request):
         indices = chosen[0].tolist()
         raws = raw.reshape(1, -1).gather(1, chosen)[0].tolist()
         candidates = [Candidate(i // vocab_size, i % vocab_size, v) for i, v in zip(indices, values)]
+        if any(map(isnan, raws)):
+            raise ArithmeticError(NOT_FINITE)
         stopped = self._stopped(candidates)
         payloads = {}
         for i in self.search.finishing(stopped):

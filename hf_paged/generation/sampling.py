@@ -1,0 +1,30 @@
+"""Logits to tokens and log-probabilities. Knows rows of logits; never requests or sequences."""
+
+from __future__ import annotations
+
+import torch
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits fp32 [num_rows, vocab] -> the most likely tokens int64 [num_rows], their log-probabilities [num_rows].
+
+    A log-probability is NaN where the logits are.
+    """
+    # On a CPU max is 30 times faster than argmax.
+    scores, tokens = logits.max(dim=-1)
+    return tokens, scores - torch.logsumexp(logits, dim=-1)
+
+
+def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
+    """scores fp32 [num_rows, vocab], after all processors -> tokens int64 [num_rows].
+
+    Uses up random numbers exactly as transformers' sampling loop does.
+    """
+    if not do_sample:
+        return scores.max(dim=-1)[1]
+    return torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=generator).squeeze(1)
+
+
+def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [num_rows] of tokens int64 [num_rows] under the distributions of scores [num_rows, vocab]."""
+    return scores.gather(1, tokens[:, None]).squeeze(1) - torch.logsumexp(scores, dim=-1)
