@@ -183,7 +183,7 @@ def shrink(config: Any) -> dict[str, Any]:
                 fields[name] = _TOKENS[name]
         elif name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types") and value:
             fields[name] = _layer_types(value)
-        elif _is_size(value) and name in _SIZES or value is None and name in _REQUIRED:
+        elif (_is_size(value) and name in _SIZES) or (value is None and name in _REQUIRED):
             fields[name] = _SIZES[name]
         elif isinstance(value, float) and "drop" in name:
             fields[name] = 0.0
