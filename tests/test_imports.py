@@ -30,6 +30,7 @@ PURE = [
     "hf_paged.cache.block_manager",
     "hf_paged.cache.prefix_cache",
     "hf_paged.generation.sequence",
+    "hf_paged.generation.tables",
     "hf_paged.generation.scheduler",
     "hf_paged.generation.beam",
 ]

@@ -161,25 +161,26 @@ class BlockManager:
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative")
-        table = self._tables.get(seq_id)
-        needed = self.num_blocks_to_append(seq_id, num_tokens)
-        if needed > self.allocator.num_available:
-            raise OutOfBlocks(needed, self.allocator.num_available)
-        if table is None:
-            table = self._tables[seq_id] = _Table()
+        allocator, size = self.allocator, self.block_size
+        table = self._tables.get(seq_id) or _Table()
+        blocks, length = table.blocks, table.num_tokens + num_tokens
+        last = blocks[-1] if num_tokens and table.num_tokens % size else NULL_BLOCK  # about to be written
+        is_shared = last != NULL_BLOCK and allocator.ref_count(last) > 1
+        num_new = -(-length // size) - len(blocks)
+        if num_new + is_shared > allocator.num_available:
+            raise OutOfBlocks(num_new + is_shared, allocator.num_available)
         copies: list[BlockCopy] = []
-        if num_tokens > 0 and table.num_tokens % self.block_size:
-            last = table.blocks[-1]
-            if self.allocator.ref_count(last) > 1:
-                table.blocks[-1] = self.allocator.allocate()
-                self.allocator.free(last)
-                copies.append(BlockCopy(last, table.blocks[-1]))
-                self.num_copies += 1
-            elif last in self.cached_blocks:
-                self.allocator.forget(last)
-        table.num_tokens += num_tokens
-        for _ in range(-(-table.num_tokens // self.block_size) - len(table.blocks)):
-            table.blocks.append(self.allocator.allocate())
+        if is_shared:
+            blocks[-1] = allocator.allocate()
+            allocator.free(last)
+            copies.append(BlockCopy(last, blocks[-1]))
+            self.num_copies += 1
+        elif last in self.cached_blocks:
+            allocator.forget(last)
+        for _ in range(num_new):
+            blocks.append(allocator.allocate())
+        table.num_tokens = length
+        self._tables[seq_id] = table
         return copies
 
     def drop_outside_window(self, seq_id: SeqId) -> int:

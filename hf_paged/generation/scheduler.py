@@ -1,4 +1,4 @@
-"""Owns who runs in the next step: admission, preemption, the order of requests, and every change of a block table.
+"""Owns who runs in the next step: admission, preemption and the order of requests.
 
 Decides with counts and block ids only. Never sees a tensor, a model or a sampling parameter; what the device has to
 do is returned as data (SchedulerOutput). Standard library only.
@@ -7,19 +7,18 @@ do is returned as data (SchedulerOutput). Standard library only.
 from __future__ import annotations
 
 import itertools
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-from hf_paged.cache.block_manager import BlockCopy, BlockManager
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
-from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
-
-Plan = list[tuple[Sequence, int]]
+from hf_paged.generation.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.tables import Copies, Tables
 
 _by_order = attrgetter("order")
 
@@ -33,9 +32,9 @@ class SchedulerOutput:
     in this step if the step closes its gap: `num_new_tokens == seq.num_uncomputed_tokens` (before `update`).
     """
 
-    block_copies: list[list[BlockCopy]]
-    swap_out: list[list[BlockCopy]]
-    swap_in: list[list[BlockCopy]]
+    block_copies: Copies
+    swap_out: Copies
+    swap_in: Copies
     scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
     preempted: list[SequenceGroup] = field(default_factory=list)  # since the last step
     failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
@@ -81,11 +80,17 @@ class Scheduler:
         self.prefix_cache: PrefixCache | None = None
         if config.prefix_caching and len(managers) == 1 and managers[0].sliding_window is None:
             self.prefix_cache = PrefixCache(managers[0])
+        self._tables = Tables(managers, host_managers or [])
         self._sliding = [manager for manager in managers if manager.sliding_window is not None]
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[SequenceGroup] = []
         self._running: list[SequenceGroup] = []
         self._swapped: list[SequenceGroup] = []
+        self._queues = {
+            SeqStatus.WAITING: self._waiting,
+            SeqStatus.RUNNING: self._running,
+            SeqStatus.SWAPPED: self._swapped,
+        }
         self._arrivals = itertools.count()
         self._output = SchedulerOutput.for_managers(len(managers))  # of the next step, as far as it is known
         self.num_preemptions_recompute = 0
@@ -123,19 +128,10 @@ class Scheduler:
         config = self.config
         if group.request_id in self._groups:
             raise ValueError(f"request_id {group.request_id!r} is in use; choose another one")
-        if group.width > config.max_num_seqs:
-            raise ValueError(f"{group.width} sequences in one request, but max_num_seqs={config.max_num_seqs}")
-        if group.width > config.max_num_batched_tokens:
-            raise ValueError(
-                f"{group.width} sequences in one request, but max_num_batched_tokens={config.max_num_batched_tokens}"
-            )
-        for manager in self.managers:
-            needed, total = self._blocks_needed(group, manager), manager.allocator.num_blocks
-            if needed > total:
-                raise ValueError(
-                    f"a prompt of {group.num_prompt_tokens} tokens needs {needed} blocks of {manager.block_size}, "
-                    f"but the cache has {total}; give the cache more memory or shorten the prompt"
-                )
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if group.width > getattr(config, name):
+                raise ValueError(f"{group.width} sequences in one request, but {name}={getattr(config, name)}")
+        self._tables.check_fits_alone(group)
         if config.max_waiting is not None and len(self._waiting) >= config.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already (max_waiting={config.max_waiting})")
         group.order = (group.priority, group.arrival, next(self._arrivals))
@@ -162,12 +158,10 @@ class Scheduler:
         self._release(group, [seq], reason)
         if any(other.parent is seq for other in group.live):
             # They were to be forked from this one: they find themselves another parent.
-            self._free_tables(group, group.live)
-            self._leave_queue(group)
-            self._restart(group)
+            self._start_over(group)
 
     def _release(self, group: SequenceGroup, seqs: list[Sequence], reason: FinishReason) -> None:
-        self._free_tables(group, seqs)
+        self._free(group, seqs)
         for seq in seqs:
             seq.finish_reason = reason
             seq.parent = None
@@ -176,37 +170,35 @@ class Scheduler:
         group.width = max(len(group.live), group.width - len(seqs))
         self._output.finished_seq_ids.extend(seq.seq_id for seq in seqs)
         if not group.live:
-            self._leave_queue(group)
-            group.status = SeqStatus.FINISHED
+            self._set_status(group, SeqStatus.FINISHED)
             group.has_branches = False
             del self._groups[group.request_id]
 
-    def _free_tables(self, group: SequenceGroup, seqs: Iterable[Sequence]) -> None:
-        if group.status is SeqStatus.WAITING:
-            return
-        swapped = group.status is SeqStatus.SWAPPED
-        for index, manager in enumerate(self._host_managers if swapped else self.managers):
-            for seq in seqs:
-                if seq.parent is None:
-                    manager.free(seq.seq_id)
-            if swapped and (pending := self._output.swap_out[index]):
-                # These host blocks may be handed out again before the step in which they would have been filled.
-                pending[:] = [copy for copy in pending if manager.allocator.ref_count(copy.dst)]
+    def _free(self, group: SequenceGroup, seqs: list[Sequence]) -> None:
+        if group.status is SeqStatus.RUNNING:
+            self._tables.free(seqs)
+        elif group.status is SeqStatus.SWAPPED:
+            self._tables.free_swapped(seqs, self._output.swap_out)
 
-    @property
-    def _host_managers(self) -> list[BlockManager]:
-        assert self.host_managers is not None, "nothing can be swapped without host managers"
-        return self.host_managers
+    def _start_over(self, group: SequenceGroup) -> None:
+        """Give up what is computed and wait."""
+        self._free(group, group.live)
+        group.restart()
+        self._set_status(group, SeqStatus.WAITING)
 
-    def _leave_queue(self, group: SequenceGroup) -> None:
-        queues = {SeqStatus.WAITING: self._waiting, SeqStatus.RUNNING: self._running, SeqStatus.SWAPPED: self._swapped}
-        queues[group.status].remove(group)
+    def _set_status(self, group: SequenceGroup, status: SeqStatus) -> None:
+        """Take the group from one queue to another."""
+        old = self._queues[group.status]
+        del old[bisect_left(old, group.order, key=_by_order)]
+        group.status = status
+        if status is not SeqStatus.FINISHED:
+            insort(self._queues[status], group, key=_by_order)
 
     def _fail(self, group: SequenceGroup) -> None:
-        counts = [(m.num_blocks_of(m.seq_ids), m.allocator.num_blocks) for m in self.managers]
+        num_tokens, count = max(seq.num_tokens for seq in group.live), len(group.live)
         group.error = (
-            f"the cache is too small for request {group.request_id!r} alone: {max(s.num_tokens for s in group.live)} "
-            f"tokens in {len(group.live)} sequence(s), blocks in use and in all {counts}; give it more memory"
+            f"the cache is too small for request {group.request_id!r} alone, with {count} sequence(s) of up to "
+            f"{num_tokens} tokens ({self._tables.usage()}); give it more memory"
         )
         self.finish_group(group, FinishReason.ERROR)
         self._output.failed.append(group)
@@ -245,31 +237,15 @@ class Scheduler:
     def _resume_swapped(self, budget: int) -> int:
         while self._swapped and budget > 0:
             group = self._swapped[0]
-            if self._has_room(group):
-                self._swapped.remove(group)
-                seq_ids = [seq.seq_id for seq in group.live if seq.parent is None]
-                for index, host in enumerate(self._host_managers):
-                    self._output.swap_in[index].extend(host.move_to(self.managers[index], seq_ids))
-                for seq in group.live:
-                    seq.num_registered_blocks = 0
+            if self._tables.fits_swapped(group, self._watermark):
+                self._tables.swap_in(group, self._output.swap_in)
                 budget -= self._start(group, budget)
             elif self._running:
                 break
             else:
                 # Alone it can do with less: in host memory it shares nothing with pinned prefixes.
-                self._free_tables(group, group.live)
-                self._swapped.remove(group)
-                self._restart(group)
+                self._start_over(group)
         return budget
-
-    def _has_room(self, group: SequenceGroup) -> bool:
-        appends = [(seq.seq_id, 1) for seq in group.live if seq.parent is None]
-        for index, host in enumerate(self._host_managers):
-            allocator = self.managers[index].allocator
-            needed = host.num_blocks_of(seq_id for seq_id, _ in appends) + host.num_blocks_to_append_all(appends)
-            if needed + self._watermark(allocator.num_blocks) > allocator.num_available:
-                return False
-        return True
 
     def _admit(self, budget: int) -> None:
         waiting = self._waiting
@@ -279,23 +255,21 @@ class Scheduler:
         while waiting and budget > 0 and waiting[0].width <= places:
             group = waiting[0]
             hits = self._match(group)
-            if not self._fits(group, hits):
-                if self._running:
-                    break
+            if self._tables.fits(group, hits, self._watermark):
+                places -= group.width
+                self._adopt(group, hits)
+                budget -= self._start(group, budget)
+            elif self._running:
+                break
+            else:
                 self._fail(group)
-                continue
-            waiting.pop(0)
-            places -= group.width
-            leader = group.live[0]
-            for manager in self.managers:
-                manager.adopt(leader.seq_id, hits)
-            leader.num_computed_tokens = len(hits) * self.managers[0].block_size
-            leader.num_registered_blocks = len(hits)
-            if self.prefix_cache is not None and group.cache_root is not None and group.num_preemptions == 0:
-                self.prefix_cache.count(leader.num_tokens, leader.num_computed_tokens)
-            budget -= self._start(group, budget)
+
+    @property
+    def _watermark(self) -> float:
+        return self.config.watermark if self._running else 0.0
 
     def _match(self, group: SequenceGroup) -> list[int]:
+        """Blocks of the prefix cache for a waiting group."""
         if self.prefix_cache is None or group.cache_root is None:
             return []
         leader = group.live[0]
@@ -304,104 +278,39 @@ class Scheduler:
         branch = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
         return hits[: branch // self.prefix_cache.block_size]
 
-    def _fits(self, group: SequenceGroup, hits: list[int]) -> bool:
-        for manager in self.managers:
-            allocator = manager.allocator
-            idle_hits = sum(allocator.ref_count(block_id) == 0 for block_id in hits)
-            needed = self._blocks_needed(group, manager) - len(hits) + idle_hits
-            if needed + self._watermark(allocator.num_blocks) > allocator.num_available:
-                return False
-        return True
-
-    def _watermark(self, num_blocks: int) -> int:
-        return int(self.config.watermark * num_blocks) if self._running else 0
-
-    def _blocks_needed(self, group: SequenceGroup, manager: BlockManager) -> int:
-        """Blocks for all known tokens of a waiting group, prefixes shared at the branches."""
-        size, window = manager.block_size, manager.sliding_window
-        needed = 0
-        for seq in group.live:
-            own = -(-seq.num_tokens // size) - seq.branch_at // size
-            # Inside a window, smaller chunks do with fewer blocks.
-            needed += own if window is None else min(own, -(-window // size) + 1)
-        return needed
+    def _adopt(self, group: SequenceGroup, hits: list[int]) -> None:
+        leader = group.live[0]
+        self._tables.start(leader, hits)
+        leader.num_computed_tokens = len(hits) * self.managers[0].block_size
+        leader.num_registered_blocks = len(hits)
+        if self.prefix_cache is not None and group.cache_root is not None and group.num_preemptions == 0:
+            self.prefix_cache.count(leader.num_tokens, leader.num_computed_tokens)
 
     def _start(self, group: SequenceGroup, budget: int) -> int:
-        group.status = SeqStatus.RUNNING
-        insort(self._running, group, key=_by_order)
+        self._set_status(group, SeqStatus.RUNNING)
         return self._schedule_group(group, budget) or 0
-
-    # -- one group ----------------------------------------------------------------------------------------------
 
     def _schedule_group(self, group: SequenceGroup, budget: int) -> int | None:
         """Schedule what the budget and the blocks allow; returns the number of tokens, None if blocks are missing."""
-        plan = self._plan(group, budget)
-        while plan:
-            if self._append(plan):
-                self._output.scheduled.extend(plan)
-                return sum([num_tokens for _, num_tokens in plan])
+        if group.has_branches:
+            self._fork_branches(group)
+        plan = group.plan(budget)
+        if not plan:
+            return 0
+        while not self._tables.append(plan, self._output.block_copies):
             plan = self._smaller(plan)
             if not plan:
                 return None
-        return 0
-
-    def _plan(self, group: SequenceGroup, budget: int) -> Plan:
-        """How many tokens of each sequence to compute: all that are missing, or as many as the budget allows.
-
-        A group of several samples at once or not at all: until all of it fits, everybody's last token is held back.
-        """
-        live = group.live
-        if len(live) == 1:
-            num_tokens = min(live[0].num_uncomputed_tokens, budget)
-            return [(live[0], num_tokens)] if num_tokens else []
-        if group.has_branches:
-            self._fork_branches(group)
-        if not group.has_branches and sum(seq.num_uncomputed_tokens for seq in live) <= budget:
-            return [(seq, seq.num_uncomputed_tokens) for seq in live if seq.num_uncomputed_tokens]
-        stops = {seq: seq.num_tokens - 1 for seq in live}
-        for seq in live:
-            if seq.parent is not None:
-                stops[seq.parent] = min(stops[seq.parent], seq.branch_at)
-        plan: Plan = []
-        for seq in live:
-            num_tokens = min(stops[seq] - seq.num_computed_tokens, budget)
-            if seq.parent is None and num_tokens > 0:
-                plan.append((seq, num_tokens))
-                budget -= num_tokens
-        return plan
-
-    def _append(self, plan: Plan) -> bool:
-        """Make room for the plan on all managers, or change nothing and return False."""
-        appends = [(seq.seq_id, num_tokens) for seq, num_tokens in plan]
-        for manager in self.managers:
-            if manager.num_blocks_to_append_all(appends) > manager.allocator.num_available:
-                return False
-        for manager, copies in zip(self.managers, self._output.block_copies):
-            for seq_id, num_tokens in appends:
-                copies += manager.append(seq_id, num_tokens)
-        return True
+        self._output.scheduled.extend(plan)
+        return sum([num_tokens for _, num_tokens in plan])
 
     def _smaller(self, plan: Plan) -> Plan:
-        """A part of the plan that the free blocks allow: a chunk of the first sequence that is far behind, or []."""
+        """A part of a plan that lacks blocks: a chunk of the first sequence that is far behind, or nothing."""
         for seq, num_tokens in plan:
             if num_tokens > 1:
-                room = min(self._room(manager, seq) for manager in self.managers)
-                num_tokens = min(num_tokens - 1, room)
+                num_tokens = min(num_tokens - 1, self._tables.room(seq))
                 return [(seq, num_tokens)] if num_tokens > 0 else []
         return []
-
-    def _room(self, manager: BlockManager, seq: Sequence) -> int:
-        """Tokens that could be appended to `seq`."""
-        size, num_tokens, available = (
-            manager.block_size,
-            manager.num_tokens(seq.seq_id),
-            manager.allocator.num_available,
-        )
-        last_block = -num_tokens % size
-        if last_block and manager.num_blocks_to_append(seq.seq_id, 1):
-            # The last block has to be copied first.
-            return last_block + (available - 1) * size if available else 0
-        return last_block + available * size
 
     # -- preemption ---------------------------------------------------------------------------------------------
 
@@ -428,58 +337,14 @@ class Scheduler:
 
     def _preempt(self, group: SequenceGroup, mode: Literal["recompute", "swap"]) -> None:
         """Take all blocks of a running group that is not scheduled in this step. A full swap space: recompute."""
-        self._running.remove(group)
         group.num_preemptions += 1
         self._output.preempted.append(group)
-        if mode == "swap" and self._swap_out(group):
+        if mode == "swap" and self._tables.swap_out(group, self._output.swap_out):
             self.num_preemptions_swap += 1
-            return
-        self.num_preemptions_recompute += 1
-        self._free_tables(group, group.live)
-        self._restart(group)
-
-    def _swap_out(self, group: SequenceGroup) -> bool:
-        seq_ids = [seq.seq_id for seq in group.live if seq.parent is None]
-        pairs = list(zip(self.managers, self.host_managers or ()))
-        if not pairs or any(m.num_blocks_of(seq_ids) > host.allocator.num_available for m, host in pairs):
-            return False
-        for (manager, host), moves in zip(pairs, self._output.swap_out):
-            moves.extend(manager.move_to(host, seq_ids))
-        group.status = SeqStatus.SWAPPED
-        insort(self._swapped, group, key=_by_order)
-        return True
-
-    def _restart(self, group: SequenceGroup) -> None:
-        """Queue a group that holds no block any more: its tokens are computed again, common prefixes only once.
-
-        Every sequence but the first gets a parent, the earlier one with which it has most in common. The blocks are
-        then shared as far as they were before, so that the group needs no more of them than it had.
-        """
-        live = group.live
-        for index, seq in enumerate(live):
-            seq.num_computed_tokens = seq.num_registered_blocks = seq.branch_at = 0
-            seq.parent = None
-            for other in live[:index]:
-                # Both have at least their last token left to compute: it is what they sample from.
-                common = _common_prefix(seq.token_ids, other.token_ids, min(seq.num_tokens, other.num_tokens) - 1)
-                if seq.parent is None or common > seq.branch_at:
-                    seq.parent, seq.branch_at = other, common
-        group.has_branches = len(live) > 1
-        group.status = SeqStatus.WAITING
-        insort(self._waiting, group, key=_by_order)
-
-    def _fork_branches(self, group: SequenceGroup) -> None:
-        for seq in group.live:
-            parent = seq.parent
-            if parent is None or parent.parent is not None or parent.num_computed_tokens < seq.branch_at:
-                continue
-            assert parent.num_computed_tokens == seq.branch_at, f"{parent!r} ran past the branch of {seq!r}"
-            for manager in self.managers:
-                manager.fork(parent.seq_id, seq.seq_id)
-            seq.num_computed_tokens = parent.num_computed_tokens
-            seq.num_registered_blocks = parent.num_registered_blocks
-            seq.parent = None
-        group.has_branches = any(seq.parent is not None for seq in group.live)
+            self._set_status(group, SeqStatus.SWAPPED)
+        else:
+            self.num_preemptions_recompute += 1
+            self._start_over(group)
 
     # -- after the forward --------------------------------------------------------------------------------------
 
@@ -517,8 +382,7 @@ class Scheduler:
         """The forward of this step failed after its copies were done: take the tables back to what is computed."""
         for seq, _ in output.scheduled:
             if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
-                for manager in self.managers:
-                    manager.crop(seq.seq_id, seq.num_computed_tokens)
+                self._tables.take_back(seq)
 
     def fork(self, parent: Sequence, tokens: list[int]) -> list[Sequence]:
         """The computed `parent` goes on with every one of `tokens`: itself with the first, copies with the others.
@@ -529,7 +393,7 @@ class Scheduler:
         if len(group.live) + len(tokens) - 1 > group.width or not tokens:
             raise ValueError(f"{len(group.live)} + {len(tokens)} - 1 sequences in a group of width {group.width}")
         assert parent.num_uncomputed_tokens == 0, f"{parent!r} is not computed"
-        family = [parent, *(self._fork_one(parent) for _ in tokens[1:])]
+        family = [parent, *(self._copy(parent) for _ in tokens[1:])]
         for seq, token in zip(family, tokens):
             seq.token_ids.append(token)
         group.sequences.extend(family[1:])
@@ -549,62 +413,48 @@ class Scheduler:
         beams: list[Sequence] = []
         seen: set[int] = set()
         for index in parents:
-            beams.append(self._fork_one(old[index]) if index in seen else old[index])
+            beams.append(self._copy(old[index]) if index in seen else old[index])
             seen.add(index)
         losers = [seq for index, seq in enumerate(old) if index not in seen]
-        self._free_tables(group, losers)
+        self._tables.free(losers)
         self._output.finished_seq_ids.extend(seq.seq_id for seq in losers)
         for seq, token in zip(beams, tokens):
             seq.token_ids.append(token)
         group.sequences = [seq for seq in group.sequences if seq.finish_reason is not None] + beams
+        group.live = beams[:]
         for seq in losers:
             seq.finish_reason = FinishReason.STOP
-        group.live = beams[:]
         return group.live
 
-    def _fork_one(self, parent: Sequence) -> Sequence:
+    def _copy(self, parent: Sequence) -> Sequence:
         child = parent.copy()
-        for manager in self.managers:
-            manager.fork(parent.seq_id, child.seq_id)
+        self._tables.fork(parent, child)
         return child
+
+    def _fork_branches(self, group: SequenceGroup) -> None:
+        """After a restart: fork the sequences whose parent has computed what they have in common."""
+        for seq in group.live:
+            parent = seq.parent
+            if parent is None or parent.parent is not None or parent.num_computed_tokens < seq.branch_at:
+                continue
+            assert parent.num_computed_tokens == seq.branch_at, f"{parent!r} ran past the branch of {seq!r}"
+            self._tables.fork(parent, seq)
+            seq.num_computed_tokens = parent.num_computed_tokens
+            seq.parent = None
+        group.has_branches = any(seq.parent is not None for seq in group.live)
 
     # -- invariants ---------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the class does not hold (between two steps)."""
-        queues = {SeqStatus.WAITING: self._waiting, SeqStatus.RUNNING: self._running, SeqStatus.SWAPPED: self._swapped}
-        queued = [group for queue in queues.values() for group in queue]
-        assert {id(group) for group in queued} == {id(group) for group in self._groups.values()}
-        assert len(queued) == len(self._groups), "a group is in two queues"
-        for status, queue in queues.items():
+        queued = [group for queue in self._queues.values() for group in queue]
+        assert len(queued) == len(self._groups) and set(queued) == set(self._groups.values()), "a group is lost"
+        for status, queue in self._queues.items():
             assert queue == sorted(queue, key=_by_order), f"{status} is out of order"
             for group in queue:
                 assert group.status is status and group.live, f"{group!r} is in the queue {status}"
         assert sum(group.width for group in self._running) <= self.config.max_num_seqs
-        on_device = {s.seq_id for g in self._running for s in g.live if s.parent is None}
-        on_host = {s.seq_id for g in self._swapped for s in g.live if s.parent is None}
-        pins = set() if self.prefix_cache is None else set(self.prefix_cache.pins)
-        for manager in self.managers:
-            manager.check_integrity()
-            assert set(manager.seq_ids) - pins == on_device, "the device's tables are not those of the running groups"
-            for group in self._running:
-                for seq in group.live:
-                    if seq.parent is None:
-                        assert manager.num_tokens(seq.seq_id) == seq.num_computed_tokens
-        for manager in self.host_managers or ():
-            manager.check_integrity()
-            assert set(manager.seq_ids) == on_host, "the host's tables are not those of the swapped groups"
+        pins: set[object] = set() if self.prefix_cache is None else set(self.prefix_cache.pins)
+        self._tables.check_integrity(self._running, self._swapped, pins)
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
-
-
-def _common_prefix(left: list[int], right: list[int], limit: int) -> int:
-    """Length of the common prefix, at most `limit`; bisection, because slices compare at the speed of C."""
-    low = 0
-    while low < limit:
-        middle = (low + limit + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            limit = middle - 1
-    return low

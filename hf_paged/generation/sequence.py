@@ -95,6 +95,11 @@ class Sequence:
         child.num_registered_blocks = self.num_registered_blocks
         return child
 
+    def restart(self, parent: Sequence | None, branch_at: int) -> None:
+        """Nothing of it is in the cache any more. It computes its tokens itself, or forks from `parent`."""
+        self.num_computed_tokens = self.num_registered_blocks = 0
+        self.parent, self.branch_at = parent, branch_at
+
     def __repr__(self) -> str:
         return f"Sequence({self.seq_id}, {self.num_computed_tokens}/{self.num_tokens} tokens, {self.status.value})"
 
@@ -161,5 +166,62 @@ class SequenceGroup:
     def is_finished(self) -> bool:
         return self.status is SeqStatus.FINISHED
 
+    def plan(self, budget: int) -> Plan:
+        """How many tokens of each live sequence to compute next: all that are missing, or what the budget allows.
+
+        Several sequences sample together or not at all: until everything fits, the last token of each is held back.
+        A sequence that others are to fork from stops at the branch until they have.
+        """
+        live = self.live
+        if len(live) == 1:
+            num_tokens = min(live[0].num_uncomputed_tokens, budget)
+            return [(live[0], num_tokens)] if num_tokens else []
+        if not self.has_branches and sum([seq.num_uncomputed_tokens for seq in live]) <= budget:
+            return [(seq, seq.num_uncomputed_tokens) for seq in live if seq.num_uncomputed_tokens]
+        stops = {seq: seq.num_tokens - 1 for seq in live}
+        for seq in live:
+            if seq.parent is not None:
+                stops[seq.parent] = min(stops[seq.parent], seq.branch_at)
+        plan: Plan = []
+        for seq in live:
+            num_tokens = min(stops[seq] - seq.num_computed_tokens, budget)
+            if seq.parent is None and num_tokens > 0:
+                plan.append((seq, num_tokens))
+                budget -= num_tokens
+        return plan
+
+    def restart(self) -> None:
+        """No block is left: all tokens are computed again, a common prefix only once.
+
+        Every sequence but the first gets a parent, the earlier one with which it has most in common. The blocks are
+        then shared as far as they were before, so that the group needs no more of them than it had.
+        """
+        live = self.live
+        for index, seq in enumerate(live):
+            seq.restart(None, 0)
+            for other in live[:index]:
+                # Both have at least their last token left to compute: it is what they sample from.
+                limit = min(seq.num_tokens, other.num_tokens) - 1
+                common = _common_prefix(seq.token_ids, other.token_ids, limit)
+                if seq.parent is None or common > seq.branch_at:
+                    seq.restart(other, common)
+        self.has_branches = len(live) > 1
+
     def __repr__(self) -> str:
         return f"SequenceGroup({self.request_id!r}, {self.status.value}, {self.sequences!r})"
+
+
+Plan = list[tuple[Sequence, int]]
+"""Who computes how many of its next tokens."""
+
+
+def _common_prefix(left: list[int], right: list[int], limit: int) -> int:
+    """Length of the common prefix, at most `limit`; bisection, because slices compare at the speed of C."""
+    low = 0
+    while low < limit:
+        middle = (low + limit + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            limit = middle - 1
+    return low
