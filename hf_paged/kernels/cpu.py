@@ -61,7 +61,6 @@ class _Bucket:
     q_pos, k_pos   int64 [num_seqs, query_len], [num_seqs, span]: positions.
     hidden    bool [num_seqs, query_len, span]: keys a query must not see; None: it sees all of them, or `causal`.
     causal    query i sees keys 0..i (num_seqs is 1 and query_len == span).
-    consecutive   the slots are consecutive (num_seqs is 1), so that no gather is needed.
     """
 
     first_row: int
@@ -72,7 +71,6 @@ class _Bucket:
     k_pos: torch.Tensor
     hidden: torch.Tensor | None
     causal: bool = False
-    consecutive: bool = False
 
 
 def _padded(length: int, quantum: int) -> int:
@@ -134,7 +132,6 @@ def _plan(
             k_pos=torch.from_numpy(k_pos).to(device),
             hidden=torch.from_numpy(hidden).to(device) if hidden is not None and hidden.any() else None,
             causal=causal,
-            consecutive=len(members) == 1 and bool((np.diff(slots[0]) == 1).all()),
         )
 
     batched: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -183,19 +180,25 @@ def paged_attention(
     """See `ops.paged_attention`. `seqs`: do only these sequences, into `out` and `lse`."""
     num_tokens, num_heads, _ = query.shape
     v_head_dim = value_cache.shape[3]
-    if out is None:
-        out = query.new_empty(num_tokens, num_heads, v_head_dim)
-    if return_lse and lse is None:
-        lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
     block_size = key_cache.shape[1]
     whole_prompts = softcap is None and alibi_slopes is None  # else the scores of a long prompt would fill the memory
-    key = ("torch", block_size, sliding_window, chunk_size, whole_prompts)
+    key = ("torch", block_size, sliding_window, chunk_size, whole_prompts, seqs is None)
     buckets = metadata.scratch.get(key)
     if buckets is None:
         buckets = _plan(metadata, block_size, sliding_window, chunk_size, whole_prompts, seqs)
         metadata.scratch[key] = buckets
     options = _Options(scale, softcap, sinks, alibi_slopes)
     row_bytes = key_cache.shape[2] * (key_cache.shape[3] + v_head_dim) * key_cache.element_size()
+    if out is None:
+        whole = buckets[0] if len(buckets) == 1 and not return_lse else None
+        if whole is not None and whole.rows is None and whole.q_pos.numel() == num_tokens:
+            num_seqs, span = whole.slots.shape
+            if num_seqs == 1 or num_seqs * span * row_bytes <= _WORKSPACE_BYTES:  # the bucket is the result: no copy
+                o, _ = _attend_bucket(whole, query, key_cache, value_cache, options, metadata.scratch)
+                return o.flatten(2, 3).flatten(0, 1).to(query.dtype)
+        out = query.new_empty(num_tokens, num_heads, v_head_dim)
+    if return_lse and lse is None:
+        lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
     for number, bucket in enumerate(buckets):
         num_seqs, span = bucket.slots.shape
         step = max(1, _WORKSPACE_BYTES // (span * row_bytes))
@@ -203,7 +206,10 @@ def paged_attention(
             part = metadata.scratch.get((*key, number, low, step))
             if part is None:
                 part = metadata.scratch[(*key, number, low, step)] = _slice(bucket, low, low + step)
-            _attend_bucket(part, query, key_cache, value_cache, options, out, lse, metadata.scratch)
+            o, row_lse = _attend_bucket(part, query, key_cache, value_cache, options, metadata.scratch)
+            _scatter(part, o, out)
+            if lse is not None:
+                _scatter(part, row_lse, lse)
     if return_lse:
         assert lse is not None
         return out, lse
@@ -244,69 +250,72 @@ def _attend_bucket(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     options: _Options,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
     scratch: dict[Any, Any],
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> out [num_seqs, query_len, num_kv_heads, group, v_head_dim], lse, the same without the last dimension."""
     num_seqs, query_len = bucket.q_pos.shape
     num_rows = num_seqs * query_len
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
     group = num_heads // num_kv_heads
-    rows = slice(bucket.first_row, bucket.first_row + num_rows)
-    q = query[rows] if bucket.rows is None else query.index_select(0, bucket.rows.flatten())
+    caches = ((key_cache, "key"), (value_cache, "value"))
+    if bucket.rows is None:
+        q = query[bucket.first_row : bucket.first_row + num_rows]
+    else:
+        q = query.index_select(0, bucket.rows.flatten())
     q = q.unflatten(1, (num_kv_heads, group))  # [num_rows, num_kv_heads, group, head_dim]
-    k = _gather(key_cache, bucket, "key")  # [num_seqs, span, num_kv_heads, head_dim]
-    v = _gather(value_cache, bucket, "value")
     packed = num_seqs > 1 or query_len <= _MAX_BATCHED_QUERY_LEN
     if packed:
         # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
         q = q.unflatten(0, (num_seqs, query_len)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (_gather(cache, bucket.slots, name).transpose(1, 2) for cache, name in caches)
     else:
-        # A KV head is a batch entry, its query heads share it through a stride of zero: `causal` stays usable.
+        # A KV head is a batch entry, its query heads share it through a stride of zero: `causal` stays usable. Each
+        # head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
         q = q.permute(1, 2, 0, 3)  # [num_kv_heads, group, query_len, head_dim]
-        k, v = (x[0].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
+        index = scratch.get(("torch heads", id(bucket), num_kv_heads))
+        if index is None:
+            index = bucket.slots * num_kv_heads + torch.arange(num_kv_heads, device=q.device).unsqueeze(1)
+            scratch[("torch heads", id(bucket), num_kv_heads)] = index  # [num_kv_heads, span]
+        k, v = (_gather(cache.flatten(1, 2).unsqueeze(2), index, name) for cache, name in caches)
+        k, v = (x.transpose(1, 2).expand(-1, group, -1, -1) for x in (k, v))
     bias = _bias(bucket, packed, query.dtype, group, num_kv_heads, options.alibi_slopes, scratch)
     o, row_lse = _attend(q, k, v, bias, bucket.causal, options)
     if packed:
-        o = o.unflatten(2, (query_len, group)).permute(0, 2, 1, 3, 4).reshape(num_rows, num_heads, -1)
-        row_lse = row_lse.unflatten(2, (query_len, group)).permute(0, 2, 1, 3).reshape(num_rows, num_heads)
+        o = o.unflatten(2, (query_len, group)).permute(0, 2, 1, 3, 4)
+        row_lse = row_lse.unflatten(2, (query_len, group)).permute(0, 2, 1, 3)
     else:
-        o = o.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
-        row_lse = row_lse.permute(2, 0, 1).reshape(num_rows, num_heads)
+        o, row_lse = o.permute(2, 0, 1, 3).unsqueeze(0), row_lse.permute(2, 0, 1).unsqueeze(0)
     if options.sinks is not None:
-        sinks = options.sinks.float()
+        sinks = options.sinks.float().view(num_kv_heads, group)
         o = o * torch.sigmoid(row_lse - sinks).unsqueeze(-1)
         row_lse = torch.logaddexp(row_lse, sinks)
+    return o, row_lse
+
+
+def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
+    """values [num_seqs, query_len, num_kv_heads, group, ...] to the bucket's rows of [num_tokens, num_heads, ...]."""
+    num_seqs, query_len, num_kv_heads, group = values.shape[:4]
     if bucket.rows is None:
-        out[rows] = o
-        if lse is not None:
-            lse[rows] = row_lse
+        rows = out[bucket.first_row : bucket.first_row + num_seqs * query_len]
+        rows.unflatten(0, (num_seqs, query_len)).unflatten(2, (num_kv_heads, group)).copy_(values)
         return
-    targets = bucket.rows.flatten()
+    values, rows = values.flatten(2, 3).flatten(0, 1), bucket.rows.flatten()
     if bucket.kept is not None:
-        o, row_lse, targets = (x.index_select(0, bucket.kept) for x in (o, row_lse, targets))
-    out.index_copy_(0, targets, o.to(out.dtype))
-    if lse is not None:
-        lse.index_copy_(0, targets, row_lse)
+        values, rows = values.index_select(0, bucket.kept), rows.index_select(0, bucket.kept)
+    out.index_copy_(0, rows, values.to(out.dtype))
 
 
-def _gather(cache: torch.Tensor, bucket: _Bucket, name: str) -> torch.Tensor:
-    """The bucket's slots of a cache [num_blocks, block_size, heads, dim], as [num_seqs, span, heads, dim]."""
-    num_seqs, span = bucket.slots.shape
+def _gather(cache: torch.Tensor, slots: torch.Tensor, name: str) -> torch.Tensor:
+    """Slots [a, b] of a cache [num_blocks, block_size, heads, dim], as [a, b, heads, dim] in the shared workspace."""
     heads, dim = cache.shape[2:]
-    flat = cache.flatten(0, 1)
-    if bucket.consecutive:
-        start = int(bucket.slots[0, 0])
-        return flat[start : start + span].unsqueeze(0)
-    needed = num_seqs * span * heads * dim
+    needed = slots.numel() * heads * dim
     buffers: dict[Any, torch.Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get((name, cache.dtype, cache.device))
     if buffer is None or buffer.numel() < needed:
         buffer = buffers[(name, cache.dtype, cache.device)] = cache.new_empty(needed)
-    gathered = buffer[:needed].view(num_seqs * span, heads, dim)
-    torch.index_select(flat, 0, bucket.slots.flatten(), out=gathered)
-    return gathered.view(num_seqs, span, heads, dim)
+    gathered = buffer[:needed].view(slots.numel(), heads, dim)
+    torch.index_select(cache.flatten(0, 1), 0, slots.flatten(), out=gathered)
+    return gathered.view(*slots.shape, heads, dim)
 
 
 def _bias(

@@ -17,8 +17,9 @@ from hf_paged.kernels import cpu, native_build
 from hf_paged.kernels.metadata import AttentionMetadata
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Sequences with more new tokens than this in a step are the torch path's.
-_MAX_QUERY_LEN = 32
+# A sequence is the torch path's if it has more new tokens in a step than the first number and more scores (new tokens
+# times keys) than the second: there the fused attention is faster, in half precision (matrix units) much earlier.
+_MAX_QUERY_LEN = {torch.float32: (64, 1 << 18), torch.bfloat16: (16, 1 << 12), torch.float16: (16, 1 << 12)}
 # Queries (of one sequence, or of several that share blocks) that read a chunk together, and their rows a KV head.
 _MAX_ITEM_QUERIES = 16
 _MAX_ITEM_ROWS = 64
@@ -66,12 +67,20 @@ class _Plan:
     __slots__ = ("__weakref__", "handle", "prompts", "workspace")
 
     def __init__(
-        self, metadata: AttentionMetadata, block_size: int, window: int, chunk_size: int, group: int, share: bool
+        self,
+        metadata: AttentionMetadata,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int, int],
+        share: bool,
     ) -> None:
+        """shape: block size, window, attention chunk (0 = none), query heads a KV head."""
         library = _library()
-        query_lens = np.diff(metadata.query_start_loc.numpy())
-        mine = np.ascontiguousarray((query_lens <= _MAX_QUERY_LEN).nonzero()[0], dtype=np.int32)
-        self.prompts = None if len(mine) == len(query_lens) else (query_lens > _MAX_QUERY_LEN).nonzero()[0]
+        block_size, window, chunk_size, group = shape
+        query_lens = np.diff(metadata.query_start_loc.numpy()).astype(np.int64)
+        max_query_len, max_scores = _MAX_QUERY_LEN[dtype]
+        long = (query_lens > max_query_len) & (query_lens * metadata.seq_lens.numpy() > max_scores)
+        mine = np.ascontiguousarray((~long).nonzero()[0], dtype=np.int32)
+        self.prompts = long.nonzero()[0] if long.any() else None
         tables = metadata.block_tables
         self.handle = library.hfp_plan(
             tables.data_ptr(),
@@ -95,7 +104,7 @@ class _Plan:
         """Work items, queries in them, queries with several chunks, partial results."""
         counts = (ctypes.c_int64 * 4)()
         _library().hfp_plan_counts(self.handle, counts)
-        return tuple(counts)  # type: ignore[return-value]
+        return tuple(counts)
 
 
 def _workspace(num_bytes: int) -> int:
@@ -132,6 +141,18 @@ def paged_attention(
             f"impl='native' needs query and caches of one dtype, fp32, bf16 or fp16; these are {dtype}, "
             f"{key_cache.dtype} and {value_cache.dtype}"
         )
+    window, chunk = sliding_window or 0, chunk_size or 0
+    group = num_heads // num_kv_heads
+    key = ("native", dtype, block_size, window, chunk, group, share)
+    plan: _Plan | None = metadata.scratch.get(key)
+    if plan is None:
+        plan = metadata.scratch[key] = _Plan(metadata, dtype, (block_size, window, chunk, group), share)
+    if plan.prompts is not None and len(plan.prompts) == len(metadata.seq_lens):
+        return cpu.paged_attention(
+            query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window,
+            chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out,
+            return_lse=return_lse,
+        )  # fmt: skip
     if out is None:
         out = torch.empty((num_tokens, num_heads, v_head_dim), dtype=dtype)
     lse = torch.full((num_tokens, num_heads), -torch.inf) if return_lse else None
@@ -142,12 +163,6 @@ def paged_attention(
         sinks = sinks.to(torch.float32).contiguous()
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
-    window, chunk = sliding_window or 0, chunk_size or 0
-    group = num_heads // num_kv_heads
-    key = ("native", block_size, window, chunk, group, share)
-    plan: _Plan | None = metadata.scratch.get(key)
-    if plan is None:
-        plan = metadata.scratch[key] = _Plan(metadata, block_size, window, chunk, group, share)
     threads = torch.get_num_threads()
     shape = (num_heads, num_kv_heads, head_dim, v_head_dim, threads)
     num_bytes = plan.workspace.get(shape)
