@@ -129,8 +129,9 @@ class BlockManager:
         table = self._tables.get(seq_id)
         if table is None:
             return -(-num_tokens // self.block_size)
-        needed = -(-(table.num_tokens + num_tokens) // self.block_size) - len(table.blocks)
-        return needed + (num_tokens > 0 and self._must_copy_last(table))
+        offset, size = table.num_tokens % self.block_size, self.block_size
+        is_shared = num_tokens > 0 and offset > 0 and self.allocator.ref_count(table.blocks[-1]) > 1
+        return -(-(table.num_tokens + num_tokens) // size) - len(table.blocks) + is_shared
 
     def num_blocks_to_append_all(self, appends: Iterable[tuple[SeqId, int]]) -> int:
         """Blocks that these appends, of different sequences, take together: the last sharer of a block keeps it."""
@@ -146,9 +147,6 @@ class BlockManager:
                 last = table.blocks[-1]
                 sharers[last] = sharers.get(last, 0) + 1
         return needed + sum(min(count, ref_count(block_id) - 1) for block_id, count in sharers.items())
-
-    def _must_copy_last(self, table: _Table) -> bool:
-        return table.num_tokens % self.block_size > 0 and self.allocator.ref_count(table.blocks[-1]) > 1
 
     # -- the verbs ----------------------------------------------------------------------------------------------
 

@@ -339,6 +339,36 @@ def test_samples_that_agree_so_far_are_recomputed_once() -> None:
     assert [seq.num_uncomputed_tokens for seq in family] == [0, 0, 0]
 
 
+def test_beams_are_recomputed_once_for_each_common_prefix() -> None:
+    """As many tokens are computed, and as many blocks taken, as the tree of the beams has nodes."""
+    engine = FakeEngine(config(prefix_caching=False, max_num_batched_tokens=64))
+    name = engine.add(long(8, kind="beams", width=4))
+    group, scheduler = engine.group(name), engine.scheduler
+
+    def step() -> int:
+        output = scheduler.schedule()
+        engine.forced.clear()
+        scheduler.update(output)
+        scheduler.check_integrity()
+        return output.num_scheduled_tokens
+
+    step()
+    scheduler.reorder(group, [0, 0], [1, 2])
+    for token in range(10, 17):
+        step()
+        scheduler.reorder(group, [0, 1], [token, token])
+    step()
+    scheduler.reorder(group, [0, 1, 0, 1], [20, 21, 22, 23])  # beams 0 and 2 have most in common, and 1 and 3
+    step()
+    used = engine.managers[0].allocator.num_used
+    engine.force_preempt(name, "recompute")
+    computed = 0
+    while group.has_branches or group.live[0].num_uncomputed_tokens:
+        computed += step()
+    assert computed == 8 + 2 * 8 + 4
+    assert engine.managers[0].allocator.num_used == used == 2 + 2 * 2 + 4
+
+
 def test_a_finished_sample_frees_its_own_blocks_only() -> None:
     engine = FakeEngine(config(prefix_caching=False))
     name = engine.add(long(14, kind="samples", width=3))
