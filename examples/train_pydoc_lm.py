@@ -9,7 +9,7 @@ same text. What the models say is what that text says: they have learnt it by he
 
 Everything is seeded: the same Python version, library versions and thread count give the same checkpoints.
 
-The shipped ones: `--threads 1` on a shared x86-64 machine with 2 cores, Python 3.11.7, torch 2.13.0, transformers 5.23.0;
+The shipped ones: `--threads 1` on a shared x86-64 machine, Python 3.11.7, torch 2.13.0, transformers 5.23.0;
 848 seconds in all; mean loss of the last tenth of the steps 0.224 (base) and 0.008 (answers only, after fine-tuning).
 """
 
