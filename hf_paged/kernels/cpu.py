@@ -60,7 +60,7 @@ class _Bucket:
     kept      int64 [n]: the positions in `rows` that are not padding; None: all.
     q_pos, k_pos   int64 [num_seqs, query_len], [num_seqs, span]: positions.
     hidden    bool [num_seqs, query_len, span]: keys a query must not see; None: it sees all of them, or `causal`.
-    causal    query i sees keys 0..i (num_seqs is 1 and query_len == span).
+    causal    query i sees keys 0..i; query_len == span.
     """
 
     first_row: int
@@ -135,6 +135,7 @@ def _plan(
         )
 
     batched: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    prompts: dict[int, list[tuple[int, int, int]]] = {}
     buckets = []
     for i in range(len(seq_lens)) if seqs is None else seqs.tolist():
         query_len, seq_len = int(query_lens[i]), int(seq_lens[i])
@@ -145,13 +146,15 @@ def _plan(
             key = (query_len if query_len <= 2 else _padded(query_len, 8), _padded(span, 64))
             batched.setdefault(key, []).append((i, 0, query_len))
         elif whole_prompts and query_len == seq_len and first_key(seq_len - 1) == 0:
-            buckets.append(bucket([(i, 0, query_len)], query_len, seq_len, causal=True))
+            prompts.setdefault(query_len, []).append((i, 0, query_len))
         else:
             for low in range(0, query_len, _QUERY_TILE):
                 high = min(low + _QUERY_TILE, query_len)
                 context = seq_len - query_len
                 span = context + high - first_key(context + low)
                 buckets.append(bucket([(i, low, high)], high - low, span))
+    for query_len, members in prompts.items():
+        buckets.append(bucket(members, query_len, query_len, causal=True))
     for (query_len, span), members in batched.items():
         buckets.append(bucket(members, query_len, span))
     return buckets
@@ -241,6 +244,7 @@ def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
         q_pos=bucket.q_pos[low:high],
         k_pos=bucket.k_pos[low:high],
         hidden=None if bucket.hidden is None else bucket.hidden[low:high],
+        causal=bucket.causal,
     )
 
 
@@ -263,28 +267,29 @@ def _attend_bucket(
     else:
         q = query.index_select(0, bucket.rows.flatten())
     q = q.unflatten(1, (num_kv_heads, group))  # [num_rows, num_kv_heads, group, head_dim]
-    packed = num_seqs > 1 or query_len <= _MAX_BATCHED_QUERY_LEN
+    packed = not bucket.causal and (num_seqs > 1 or query_len <= _MAX_BATCHED_QUERY_LEN)
     if packed:
         # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
         q = q.unflatten(0, (num_seqs, query_len)).permute(0, 2, 1, 3, 4).flatten(2, 3)
         k, v = (_gather(cache, bucket.slots, name).transpose(1, 2) for cache, name in caches)
     else:
-        # A KV head is a batch entry, its query heads share it through a stride of zero: `causal` stays usable. Each
-        # head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
-        q = q.permute(1, 2, 0, 3)  # [num_kv_heads, group, query_len, head_dim]
+        # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
+        q = q.unflatten(0, (num_seqs, query_len)).flatten(2, 3).transpose(1, 2)  # [num_seqs, num_heads, query_len, ...]
         index = scratch.get(("torch heads", id(bucket), num_kv_heads))
         if index is None:
-            index = bucket.slots * num_kv_heads + torch.arange(num_kv_heads, device=q.device).unsqueeze(1)
-            scratch[("torch heads", id(bucket), num_kv_heads)] = index  # [num_kv_heads, span]
+            heads = torch.arange(num_kv_heads, device=q.device)[:, None]
+            index = (bucket.slots[:, None] * num_kv_heads + heads).flatten(0, 1)
+            scratch[("torch heads", id(bucket), num_kv_heads)] = index  # [num_seqs * num_kv_heads, span]
         k, v = (_gather(cache.flatten(1, 2).unsqueeze(2), index, name) for cache, name in caches)
-        k, v = (x.transpose(1, 2).expand(-1, group, -1, -1) for x in (k, v))
+        k, v = (x.squeeze(2).unflatten(0, (num_seqs, num_kv_heads)) for x in (k, v))
     bias = _bias(bucket, packed, query.dtype, group, num_kv_heads, options.alibi_slopes, scratch)
     o, row_lse = _attend(q, k, v, bias, bucket.causal, options)
     if packed:
         o = o.unflatten(2, (query_len, group)).permute(0, 2, 1, 3, 4)
         row_lse = row_lse.unflatten(2, (query_len, group)).permute(0, 2, 1, 3)
     else:
-        o, row_lse = o.permute(2, 0, 1, 3).unsqueeze(0), row_lse.permute(2, 0, 1).unsqueeze(0)
+        o = o.transpose(1, 2).unflatten(2, (num_kv_heads, group))
+        row_lse = row_lse.transpose(1, 2).unflatten(2, (num_kv_heads, group))
     if options.sinks is not None:
         sinks = options.sinks.float().view(num_kv_heads, group)
         o = o * torch.sigmoid(row_lse - sinks).unsqueeze(-1)
@@ -350,7 +355,7 @@ def _bias(
         bias = slopes[None, :, None, :, None] * distance[:, None, :, None, :]
         bias = bias.flatten(2, 3)  # [num_seqs, num_kv_heads, query_len * group, span]
     else:
-        bias = slopes[:, :, None, None] * distance  # [num_kv_heads, group, query_len, span]
+        bias = slopes.view(1, -1, 1, 1) * distance[:, None]  # [num_seqs, num_heads, query_len, span]
     if bucket.causal:
         bias = bias.masked_fill(distance > 0, -torch.inf)
     return bias if mask is None else bias + mask
@@ -359,7 +364,8 @@ def _bias(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [a, b, rows, head_dim], k, v [a, b, span, (v_)head_dim] -> out [a, b, rows, v_head_dim], lse [a, b, rows]."""
+    """q [a, b, rows, head_dim], k, v [a, b // group, span, (v_)head_dim], where `group` heads of q share one of k
+    -> out [a, b, rows, v_head_dim], log-sum-exp [a, b, rows]."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
     if options.softcap is not None or q.device.type != "cpu":
         return _attend_unfused(q, k, v, bias, causal, options)
@@ -379,6 +385,8 @@ def _attend_unfused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in fp32 products, for scores that need more than a bias."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k, v))
     q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(options.scale)
     if options.softcap is not None:

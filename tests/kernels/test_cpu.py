@@ -32,6 +32,7 @@ SHAPES = [
     Case(MIXED, heads=(9, 3), head_dim=64),
     Case(MIXED, heads=(4, 4), consecutive=True),
     Case(MIXED, heads=(8, 2), head_dim=48, v_head_dim=32, block_size=32),
+    Case(((80, 80), (80, 80), (80, 80), (1, 7)), heads=(6, 2), head_dim=24, v_head_dim=40),
     Case(EMPTY),
     Case(((7, 7), (12, 60)), strided=True),
     Case(((1, 50), (1, 51), (1, 64), (1, 200)), shared=3),
@@ -88,6 +89,7 @@ NEIGHBOURS = [
     Case(MIXED, heads=(7, 1), head_dim=40, block_size=8, sliding_window=50),
     Case((*DECODE, (1, 2100), (1, 2000), (16, 2047)), heads=(8, 2), head_dim=64),
     Case(((4, 150), (1, 151), (2, 164), (1, 300)), shared=9, heads=(8, 2), softcap=3.0, sinks=True),
+    Case(((300, 300), (90, 90), (300, 300), (90, 90), (90, 90), (300, 300)), heads=(8, 2), head_dim=64),
     Case(((1, 330), (1, 331), (1, 332), (1, 300), (1, 700)), shared=17, heads=(4, 1)),
 ]
 
