@@ -37,7 +37,7 @@ def large_tile(target: Target, element_size: int, head_dim: int) -> Tile:
     """For many rows (prefill): 64 or 128 rows, two warp groups on sm90 so that its matrix units are fed."""
     size = head_dim * element_size
     if target.backend == "hip":
-        return Tile(128, 64, 4, 1) if size <= 256 else Tile(64, 32, 4, 1)
+        return Tile(128, 64, 4, 1) if size <= 256 else Tile(64, 32, 4, 1) if size <= 512 else Tile(32, 32, 4, 1)
     if element_size == 4:  # fp32 runs on the ordinary cores; small tiles keep it in registers
         return Tile(32, 16, 8, 2) if head_dim <= 256 else Tile(16, 16, 8, 2)
     if int(target.arch) < 90:

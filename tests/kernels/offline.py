@@ -141,35 +141,38 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
     )
     heads = empty(32, dtype=torch.float32)
     defaults = {"scale": 0.1, "sliding_window": None, "chunk_size": None, "softcap": None}
+    key_cache, value_cache = (empty(9, block_size, 8, size) for size in (head_dim, v_head_dim))
     return attention_launches(
-        empty(num_tokens, 32, head_dim), empty(99, block_size, 8, head_dim), empty(99, block_size, 8, v_head_dim), metadata,
-        **defaults | options, sinks=heads if options else None, alibi_slopes=heads if options else None,
+        empty(num_tokens, 32, head_dim), key_cache, value_cache, metadata, **defaults | options, sinks=heads if options else None, alibi_slopes=heads if options else None,
         out=empty(num_tokens, 32, v_head_dim), lse=heads if options else None, target=CHIPS[chip][0],
     )  # fmt: skip
 
 
 def variants(chip: str) -> dict[str, Launch]:
-    """Every kernel at the shapes it is tuned for."""
+    """Every kernel at the shapes it is tuned for; on sm90 more of them, the other chips share its code paths."""
     every_feature = {"sliding_window": 1024, "softcap": 30.0}
-    found: dict[str, Launch] = {}
-    for head_dim in (64, 80, 128, 256, 512):
+    prefix, plan, decode, reduce = _attention(chip, 1, 128)
+    found = {"prefix": prefix, "plan": plan, "decode d128": decode, "reduce": reduce}
+    found["prefill d128"] = _attention(chip, 4096, 128)[-1]
+    for head_dim in (64, 256, 512):
         found[f"decode d{head_dim}"] = _attention(chip, 1, head_dim)[-2]
         found[f"prefill d{head_dim}"] = _attention(chip, 4096, head_dim)[-1]
-    prefix, plan, _, reduce = _attention(chip, 1, 128)
-    found |= {"prefix": prefix, "plan": plan, "reduce": reduce}
-    found["decode d128 blocks of 48"] = _attention(chip, 1, 128, block_size=48)[-2]
-    found["decode d128 blocks of 128"] = _attention(chip, 1, 128, block_size=128)[-2]
     found["decode d128 features"] = _attention(chip, 1, 128, **every_feature)[-2]
-    found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[-2]
-    found["decode d64 fp32"] = _attention(chip, 1, 64, dtype=torch.float32)[-2]
-    found["short decode d128"] = _attention(chip, 1, 128, max_seq_len=200)[-1]
-    found["verify d128"] = _attention(chip, 16, 128)[-2]
     found["prefill d128 features"] = _attention(chip, 4096, 128, **every_feature)[-1]
-    found["prefill d128 fp16"] = _attention(chip, 4096, 128, dtype=torch.float16)[-1]
+    found["verify d128"] = _attention(chip, 16, 128)[-2]
     rows, cache = (torch.empty(n, 8, 128, dtype=torch.bfloat16) for n in (1024, 16))
     cache = cache.unflatten(0, (1, 16))
     found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
     found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64))
+    if chip == "sm90":
+        found["decode d80"] = _attention(chip, 1, 80)[-2]
+        found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[-2]
+        found["decode d128 blocks of 48"] = _attention(chip, 1, 128, block_size=48)[-2]
+        found["decode d128 blocks of 128"] = _attention(chip, 1, 128, block_size=128)[-2]
+        found["decode d64 fp32"] = _attention(chip, 1, 64, dtype=torch.float32)[-2]
+        found["short decode d128"] = _attention(chip, 1, 128, max_seq_len=200)[-1]
+        found["prefill d80"] = _attention(chip, 4096, 80)[-1]
+        found["prefill d128 fp16"] = _attention(chip, 4096, 128, dtype=torch.float16)[-1]
     return found
 
 

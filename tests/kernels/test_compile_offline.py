@@ -1,0 +1,60 @@
+"""A performance test that needs no GPU: every kernel compiled for four chips, and what the machine code looks like."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHIPS = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB of shared memory that a program may use
+
+
+@pytest.fixture(scope="module", params=CHIPS)
+def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, Any]]]:
+    """(chip, measurements by variant). In a process of its own: this one may run the interpreter."""
+    folder = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder.parent.parent), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, str(folder / "offline.py"), request.param], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    return request.param, {measured["name"]: measured for measured in found}
+
+
+def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
+    """What is wrong with one variant's machine code."""
+    attends = name.split()[0] in ("decode", "prefill", "verify", "short")
+    wanted = {
+        # One register parked outside the loops costs nothing; ptxas does that at its own discretion.
+        "no spills": found["spills"] <= (0 if chip == "gfx942" else 8),
+        "fits shared memory": found["shared"] <= CHIPS[chip] * 1024,
+    }
+    if chip == "gfx942":
+        wanted["matrix cores"] = not attends or found["mfma"] > 0
+    elif name in ("write", "copy"):
+        wanted["16 bytes an access"] = found["wide_loads"] >= 4 and found["wide_stores"] >= 4
+    elif attends:
+        wanted["asynchronous copies"] = found["cp_async"] > 0
+        if not name.startswith("prefill") and "fp32" not in name:
+            # K and V of the next tile are under way while this one is multiplied: paging costs no pipeline stage.
+            wanted["pipelined"] = bool(found["in_flight"]) and min(found["in_flight"]) >= 2
+        if chip == "sm90" and name.startswith(("prefill", "verify")) and "d512" not in name:
+            wanted["wgmma"] = found["wgmma"] > 0
+        if chip == "sm100" and name.startswith("prefill d128"):
+            wanted["tcgen05"] = found["tcgen05"] > 0
+    return [f"{name}: {rule}: {found}" for rule, holds in wanted.items() if not holds]
+
+
+# The first use of the fixture compiles about twenty kernels.
+@pytest.mark.timeout(1800)
+def test_machine_code(compiled: tuple[str, dict[str, dict[str, Any]]]) -> None:
+    chip, variants = compiled
+    assert len(variants) >= 15
+    assert not [fault for name, found in variants.items() for fault in faults(chip, name, found)]
