@@ -30,7 +30,9 @@ def small_tile(target: Target, element_size: int, head_dim: int, rows: int) -> T
         bn = 64 if size <= 256 else 32 if size <= 512 else 16
     if target.backend == "hip":
         return Tile(bm, bn, 4, 2 if size <= 256 else 1)
-    return Tile(bm, bn, 8 if bm == 64 and size > 256 else 4, 3)
+    # 64 rows: mma.sync keeps the queries in registers, wgmma reads them from shared memory.
+    most = 128 if int(target.arch) < 90 else 256
+    return Tile(bm, bn, 8 if bm == 64 and size > most else 4, 3)
 
 
 def large_tile(target: Target, element_size: int, head_dim: int) -> Tile:

@@ -143,7 +143,8 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
     defaults = {"scale": 0.1, "sliding_window": None, "chunk_size": None, "softcap": None}
     key_cache, value_cache = (empty(9, block_size, 8, size) for size in (head_dim, v_head_dim))
     return attention_launches(
-        empty(num_tokens, 32, head_dim), key_cache, value_cache, metadata, **defaults | options, sinks=heads if options else None, alibi_slopes=heads if options else None,
+        empty(num_tokens, 32, head_dim), key_cache, value_cache, metadata, **defaults | options,
+        sinks=heads if options else None, alibi_slopes=heads if options else None,
         out=empty(num_tokens, 32, v_head_dim), lse=heads if options else None, target=CHIPS[chip][0],
     )  # fmt: skip
 
