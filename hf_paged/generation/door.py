@@ -21,8 +21,9 @@ from torch import nn
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
-from hf_paged.generation.validation import check_counts, check_inputs, check_pool, prompt_length
+from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.support import SupportReport, refuse_unsupported
 
@@ -261,6 +262,8 @@ def prepare_cache_for_generation(
     given = model_kwargs.get("past_key_values")
     call.returned = bool(config.return_dict_in_generate) or config.is_assistant
     obstacle = call.obstacle or _config_obstacle(config, model_kwargs, str(values["generation_mode"].value))
+    if obstacle is None and _prepares_otherwise(model):
+        obstacle = f"{call.report.model} prepares the inputs of a step in a way of its own"
     obstacle = obstacle or _layout_obstacle(call.report, config.max_length, model_kwargs.get("attention_mask"))
     call.record.route, call.record.reason = ("engine", None) if obstacle is None else ("hf_loop", obstacle)
     if given is not None:
@@ -332,6 +335,26 @@ def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> st
     if mask is not None and not _is_left_padding(mask):
         return "the attention mask is not left padding"
     return None
+
+
+def _prepares_otherwise(model: Any) -> bool:
+    """Whether a step's inputs may be other than the support probe saw: packed rows ask nobody for them."""
+    from transformers import GenerationMixin
+
+    name = "prepare_inputs_for_generation"
+    if name in vars(model):
+        # Patched on this model, as PEFT does for prompts of virtual tokens.
+        adapter = getattr(getattr(vars(model)[name], "__self__", None), "active_peft_config", None)
+        kind = getattr(adapter, "peft_type", None)
+        if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+            raise UnsupportedModelError(
+                f"the {kind.value} adapter brings its K/V in a cache of its own; call generate without "
+                "cache_implementation"
+            )
+        return True
+    # Rotary factors that change with the length make some models start their cache anew on the way.
+    own = getattr(type(model), name) is not getattr(GenerationMixin, name)
+    return own and extends_positions(model.config.get_text_config(decoder=True))
 
 
 def _is_left_padding(mask: torch.Tensor) -> bool:

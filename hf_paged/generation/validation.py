@@ -88,12 +88,12 @@ def position_limit(model: Any) -> int | None:
     """The longest sequence the model was made for; None if it says nothing, or scales its positions beyond."""
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit <= 0 or _extends_positions(config):
+    if not isinstance(limit, int) or limit <= 0 or extends_positions(config):
         return None
     return limit
 
 
-def _extends_positions(config: Any) -> bool:
+def extends_positions(config: Any) -> bool:
     """Rotary scalings that are made for running past max_position_embeddings."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]

@@ -327,6 +327,7 @@ def _refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
             "attention_mask": batch["attention_mask"],
             "past_key_values": DynamicCache(config=model.config),
             "use_cache": True,
+            "logits_to_keep": 1,
             "is_first_iteration": prefill,
             "next_sequence_length": None if prefill else 1,
         }
@@ -350,7 +351,7 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
     with _without_drawing(model):
         actual, expected = (_two_steps(model, batch, past) for past in (cache, DynamicCache(config=model.config)))
     # Under gradient checkpointing transformers drops every cache that is given in training.
-    if not cache.num_rows and not (model.training and model.is_gradient_checkpointing):
+    if not cache.num_rows and not drops_cache(model):
         raise UnsupportedModelError(
             "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
         )

@@ -332,3 +332,45 @@ def test_gradient_checkpointing_in_training_mode(paged_equals_plain: Compare) ->
     assert torch.equal(model.generate(**inputs, cache_implementation="paged"), plain)
     model.gradient_checkpointing_disable()
     paged_equals_plain(model, **inputs)
+
+
+# -- models and wrappers with ideas of their own -----------------------------------------------------------------------
+
+
+def test_a_model_that_prepares_its_inputs_otherwise(paged_equals_plain: Compare) -> None:
+    """What a subclass or a patch does to a step's inputs reaches the model."""
+    import transformers
+
+    def louder(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+        return {**inputs, "inputs_embeds": embeds * 1.5}
+
+    class Louder(transformers.LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return louder(self, super().prepare_inputs_for_generation(*args, **kwargs))
+
+    model = Louder(models.shared("llama").config).eval()
+    model.load_state_dict(models.shared("llama").state_dict())
+    inputs = {**models.batch(5, 19), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    text = paged_equals_plain(model, **inputs, route="hf_loop").paged
+    assert text.tolist() != models.shared("llama").generate(**inputs).tolist()
+    patched = models.build("llama")
+    prepare = patched.prepare_inputs_for_generation
+    patched.prepare_inputs_for_generation = lambda *args, **kwargs: louder(patched, prepare(*args, **kwargs))
+    assert torch.equal(paged_equals_plain(patched, **inputs, route="hf_loop").paged, text)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_model_that_restarts_its_cache(scaled: bool, paged_equals_plain: Compare) -> None:
+    """Phi-3 recomputes the prompt when it passes from short to long rotary factors."""
+    import transformers
+
+    sizes = {"vocab_size": models.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.6, "pad_token_id": 0}
+    sizes |= {"max_position_embeddings": 96, "original_max_position_embeddings": 24}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+    config = transformers.Phi3Config(**sizes, **({"rope_parameters": rope} if scaled else {}))
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(config).eval()
+    inputs = {**models.batch(5, 19), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    paged_equals_plain(model, **inputs, route="hf_loop" if scaled else "engine")

@@ -246,3 +246,26 @@ def test_data_parallel_wrapper_attribute(paged_equals_plain: Any) -> None:
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     assert paged_equals_plain(wrapper.module, **inputs).paged.tolist() != first.tolist()
+
+
+@older_names
+@pytest.mark.parametrize("kind", ["prompt", "ptuning", "prefix"])
+def test_peft_prompt_learning(kind: str) -> None:
+    """Virtual tokens enter through a patch on the model's input preparation; they must not get lost."""
+    peft = pytest.importorskip("peft")
+    configs = {
+        "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+        "ptuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=16),
+        "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    }
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(models.build("llama"), configs[kind]).eval()
+    inputs = {**models.batch(5, 12), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    plain = wrapped.generate(**inputs)
+    assert plain.tolist() != models.shared("llama").generate(**inputs).tolist()
+    if kind == "prefix":
+        with pytest.raises(hf_paged.UnsupportedModelError, match=r"PREFIX_TUNING.*without cache_implementation"):
+            wrapped.generate(**inputs, **PAGED)
+    else:
+        assert torch.equal(wrapped.generate(**inputs, **PAGED), plain)
+    assert conftest.blocks_in_use() == 0
