@@ -84,7 +84,9 @@ class SchedulerConfig:
     """What one step may hold and what happens when memory runs out.
 
     `watermark` is the share of blocks kept free when new requests are admitted, so that running ones can grow
-    without being preempted at once. `max_waiting` bounds the queue (None = unbounded).
+    without being preempted at once. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
+    blocks of common prefixes; models with sliding windows or recurrent states do without, for their blocks alone do not
+    hold a prefix.
     """
 
     max_num_seqs: int = 256

@@ -8,10 +8,11 @@ Knows rows; never requests or generation settings.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import (
@@ -131,6 +132,13 @@ class PagedKVCache(Cache):
     def release_row(self) -> None:
         """Let go of the row of `view_row`: its blocks stay its owner's."""
         self._forget()
+
+    def copy_states(self) -> PagedKVCache:
+        """A cache over the same memory, without rows, with copies of what its layers keep beside blocks."""
+        if self._rows:
+            raise ValueError(f"the cache has {len(self._rows)} rows; call release_row() first")
+        shared = (self.memory, self._manager, self._pool, self._ids)
+        return copy.deepcopy(self, {id(thing): thing for thing in shared})
 
     def fork(self, row: int) -> int:
         """A new last row that shares all blocks of `row`; returns its index. Copies no K/V (copy-on-write later)."""
@@ -409,14 +417,19 @@ class PagedStateLayer(PagedLayer):
 
     @property
     def is_croppable(self) -> bool:
-        return bool(super(PagedLayer, self).is_croppable)
+        return bool(self._rest().is_croppable)
+
+    def _rest(self) -> Any:
+        """This layer as its own class sees it."""
+        return super(PagedLayer, self)
 
     @staticmethod
     def adopt(layer: DynamicLayer, cache: PagedKVCache, index: int) -> PagedStateLayer:
         """Turn a fresh transformers layer into a paged one, in place."""
         layer.__class__ = _paged_class(type(layer))
-        PagedLayer.__init__(layer, cache, index, sliding_window=getattr(layer, "sliding_window", None))
-        return layer
+        paged = cast(PagedStateLayer, layer)
+        PagedLayer.__init__(paged, cache, index, sliding_window=getattr(layer, "sliding_window", None))
+        return paged
 
     def _stand_in(self) -> torch.Tensor:
         device = self._cache._pool[self.index].key.device if self.length else None
@@ -455,19 +468,19 @@ class PagedStateLayer(PagedLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         # Two positional tensors are K and V; a state names itself.
         if kwargs:
-            super(PagedLayer, self).lazy_initialization(*args, **kwargs)
+            self._rest().lazy_initialization(*args, **kwargs)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         with self._kv_apart():
-            super().reorder_cache(beam_idx)
+            self._rest().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         with self._kv_apart():
-            super().crop(tokens_to_remove)
+            self._rest().crop(tokens_to_remove)
 
     def reset(self) -> None:
         with self._kv_apart():
-            super().reset()
+            self._rest().reset()
 
 
 @functools.cache

@@ -73,7 +73,10 @@ class Engine:
         self._memory = opened.memory
         self._max_length = opened.max_length
         self._host_managers = opened.host_managers
-        self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
+        scheduler_config = self.scheduler_config
+        if not opened.shares_prefixes:
+            scheduler_config = replace(scheduler_config, prefix_caching=False)
+        self._scheduler = Scheduler(scheduler_config, opened.memory.managers, opened.host_managers or None)
         self._runner = Runner(opened.model, opened.memory, opened.host_pools)
         self._requests: dict[str, Request] = {}
         self._undelivered: list[Request] = []  # ended between two steps
@@ -403,7 +406,9 @@ class Engine:
         ids = as_prompt(self._model, prompt_ids)
         cache = self._scheduler.prefix_cache
         if cache is None:
-            raise ValueError("there is no prefix cache: prefix_caching=False, or the model has sliding windows")
+            raise ValueError(
+                "there is no prefix cache: prefix_caching=False, or the model has sliding windows or recurrent states"
+            )
         from transformers import GenerationConfig
 
         with self._lock:

@@ -41,11 +41,11 @@ class Runner:
     def run(self, output: SchedulerOutput) -> StepResult:
         """Swaps, block copies, then the forward of all scheduled tokens."""
         self._move_blocks(output)
+        if isinstance(self._model, RowModel):
+            return self._run_rows(self._model, output)
         if not output.scheduled:
             return StepResult([], None)
-        if isinstance(self._model, PackedModel):
-            return self._run_packed(self._model, output.scheduled)
-        return self._run_rows(self._model, output.scheduled)
+        return self._run_packed(self._model, output.scheduled)
 
     def _run_packed(self, model: PackedModel, plan: Plan) -> StepResult:
         counts = [count for _, count in plan]
@@ -68,9 +68,13 @@ class Runner:
         logits = model.forward(ids, positions, metadata, wanted)
         return StepResult(seqs, logits if seqs else None)
 
-    def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
+    def _run_rows(self, model: RowModel, output: SchedulerOutput) -> StepResult:
+        for parent_id, child_id in output.forks:
+            model.fork(parent_id, child_id)
+        for seq_id in output.finished_seq_ids:
+            model.free(seq_id)
         seqs, rows = [], []
-        for seq, count in plan:
+        for seq, count in output.scheduled:
             first = seq.num_computed_tokens
             ids = torch.tensor(seq.token_ids[first : first + count], device=self._device)
             logits = model.forward(seq.seq_id, ids, first)

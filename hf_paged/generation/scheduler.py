@@ -38,6 +38,7 @@ class SchedulerOutput:
     scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
     preempted: list[SequenceGroup] = field(default_factory=list)  # since the last step
     failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
+    forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
 
     @classmethod
@@ -429,6 +430,7 @@ class Scheduler:
     def _copy(self, parent: Sequence) -> Sequence:
         child = parent.copy()
         self._tables.fork(parent, child)
+        self._output.forks.append((parent.seq_id, child.seq_id))
         return child
 
     def _fork_branches(self, group: SequenceGroup) -> None:
@@ -439,6 +441,7 @@ class Scheduler:
                 continue
             assert parent.num_computed_tokens == seq.branch_at, f"{parent!r} ran past the branch of {seq!r}"
             self._tables.fork(parent, seq)
+            self._output.forks.append((parent.seq_id, seq.seq_id))
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.parent = None
         group.has_branches = any(seq.parent is not None for seq in group.live)

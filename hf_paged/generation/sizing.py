@@ -29,7 +29,8 @@ MAX_DEFAULT_TOKENS = 1 << 22
 class OpenedMemory:
     """What an engine needs to run: the model bound to its memory, and the swap space of each layer group.
 
-    max_length: sequences beyond it would depend on their neighbours (None: no limit).
+    max_length: sequences beyond it would depend on their neighbours (None: no limit). shares_prefixes: a prefix's
+    blocks are all there is of it (a recurrent state is not in them).
     """
 
     model: PackedModel | RowModel
@@ -37,6 +38,7 @@ class OpenedMemory:
     host_managers: list[BlockManager]
     host_pools: list[HostPool]
     max_length: int | None
+    shares_prefixes: bool
 
 
 def open_memory(
@@ -57,6 +59,7 @@ def open_memory(
     else:
         memory = PagedMemory(cache_config.block_size, 1)
         bound = RowModel(model, memory)
+    shares_prefixes = isinstance(bound, PackedModel) or not bound.has_states
     _measure(bound, scheduler_config)
     bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
     num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)
@@ -74,14 +77,13 @@ def open_memory(
                 f"preemption='swap' needs swap memory, but swap_memory={cache_config.swap_memory!r} holds no block of "
                 f"{bytes_per_block} bytes; give it more, or use preemption='recompute'"
             )
-        return OpenedMemory(bound, memory, [], [], report.native_length)
+        return OpenedMemory(bound, memory, [], [], report.native_length, shares_prefixes)
     host_managers = [
         BlockManager(BlockAllocator(host_blocks), cache_config.block_size, sliding_window=manager.sliding_window)
         for manager in memory.managers
     ]
-    return OpenedMemory(
-        bound, memory, host_managers, [HostPool(host_blocks) for _ in memory.groups], report.native_length
-    )
+    pools = [HostPool(host_blocks) for _ in memory.groups]
+    return OpenedMemory(bound, memory, host_managers, pools, report.native_length, shares_prefixes)
 
 
 def _generating_model(model: Any) -> Any:
@@ -133,6 +135,7 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
         bound.forward(ids, positions, metadata, torch.tensor([count - 1], device=device))
     else:
         bound.forward(-1, ids, 0)
+        bound.free(-1)
     memory.free(-1)
 
 
