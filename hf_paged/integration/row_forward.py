@@ -31,7 +31,7 @@ class RowModel:
         # Layers that read another layer's K/V, or none, keep a placeholder.
         self.has_states = any(type(layer).__name__ != "DummyLayer" for layer in beside)
         self._caches: dict[int, PagedKVCache] = {}
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._parameters = inspect.signature(model.forward).parameters
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """`child_id` has computed what `parent_id` has."""
@@ -60,7 +60,13 @@ class RowModel:
 
     def _run(self, cache: PagedKVCache, seq_id: int, input_ids: torch.Tensor, num_computed: int) -> torch.Tensor:
         cache.view_row(seq_id, num_computed)
-        kwargs = {"logits_to_keep": 1} if self._keeps_logits else {}
+        kwargs: dict[str, Any] = {}
+        if "logits_to_keep" in self._parameters:
+            kwargs["logits_to_keep"] = 1
+        if "position_ids" in self._parameters:
+            # As generate does: not every model asks its cache where it is.
+            end = num_computed + input_ids.shape[0]
+            kwargs["position_ids"] = torch.arange(num_computed, end, device=input_ids.device)[None]
         try:
             output = self.model(
                 input_ids=input_ids[None], past_key_values=cache, use_cache=True, return_dict=True, **kwargs
