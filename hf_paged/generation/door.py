@@ -222,8 +222,8 @@ def _argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]
         return report.reason
     if kwargs.get("custom_generate") is not None:
         return "custom_generate is a callable that drives the model itself"
-    for name in ("_sample", "_beam_search", "_prefill"):
-        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+    for name in ("_sample", "_beam_search", "_prefill", "_update_model_kwargs_for_generation"):
+        if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
             return f"{report.model} has a {name} of its own"
     if kwargs.get("position_ids") is not None:
         return "position_ids are given explicitly"

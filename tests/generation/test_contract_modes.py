@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import conftest
 import models
 import pytest
 import torch
 import transformers
 from packaging import version
+
+import hf_paged
 
 Compare = Callable[..., Any]
 
@@ -103,7 +106,32 @@ def test_assisted_decoding(family: str, do_sample: bool, paged_equals_plain: Com
         for parameter in assistant.parameters():
             parameter.mul_(1.02)
     options = {"assistant_model": assistant, "do_sample": do_sample, "max_new_tokens": 16}
-    paged_equals_plain(model, **_one(model), **options, fresh=lambda: {}, route="hf_loop")
+    paged_equals_plain(model, **_one(model), **options, route="hf_loop")
+
+
+def test_assistant_with_a_paged_cache_of_its_own() -> None:
+    model, assistant = models.shared("llama"), models.build("llama")
+    assistant.generation_config.cache_implementation = "paged"
+    options = {"max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(**_one(model), **options)
+    for given in ({}, {"cache_implementation": "paged"}):
+        with hf_paged.record_calls() as records:
+            drafted = model.generate(**_one(model), **options, assistant_model=assistant, **given)
+        assert torch.equal(drafted, expected)
+        assert len(records) > len(given)
+    assert conftest.blocks_in_use() == 0
+
+
+def test_early_exit_decoding(paged_equals_plain: Compare) -> None:
+    model = models.shared("llama")
+    options = {"assistant_early_exit": 1, "do_sample": False, "max_new_tokens": 10}
+    paged_equals_plain(model, **_one(model), **options, route="hf_loop")
+
+
+def test_token_healing(paged_equals_plain: Compare) -> None:
+    model = models.shared("llama")
+    options = {"token_healing": True, "do_sample": False, "max_new_tokens": 8}
+    paged_equals_plain(model, **_one(model), **options, fresh=lambda: {"tokenizer": models.tokenizer()})
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

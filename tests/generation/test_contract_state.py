@@ -181,6 +181,16 @@ def test_an_error_inside_the_call_leaves_nothing_behind(family: str) -> None:
         assert conftest.blocks_in_use() == 0
 
 
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "position_ids": torch.arange(9)[None]}])
+def test_memory_made_in_inference_mode_is_used_outside(options: dict[str, Any]) -> None:
+    """Both routes keep their blocks for the next call, whatever mode that one runs in."""
+    model, ids = models.shared("llama"), models.prompts(9)[0][None]
+    options = {**options, "max_new_tokens": 5, "do_sample": False}
+    with torch.inference_mode():
+        first = model.generate(ids, **options, cache_implementation="paged")
+    assert torch.equal(model.generate(ids, **options, cache_implementation="paged"), first)
+
+
 def test_second_call_reuses_the_memory() -> None:
     model, inputs = models.shared("llama"), _inputs(models.shared("llama"))
     with hf_paged.record_calls() as records:
@@ -304,6 +314,20 @@ def test_multi_turn_batch(family: str) -> None:
     # Left padding took no memory: each row stores its own tokens only.
     cache.check_integrity()
     assert cache.padding == [14, 0, 7]
+
+
+def test_multi_turn_with_the_new_tokens_only(family: str) -> None:
+    """Only the tokens that the cache lacks, and a mask over all: the other way to continue."""
+    model, ids = models.shared(family), models.prompts(21)[0][None]
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    results = []
+    for given in ({}, {"cache_implementation": "paged"}):
+        first = model.generate(ids, **options, return_dict_in_generate=True, **given)
+        more = torch.cat([first.sequences[:, -1:], models.prompts(3)[0][None]], dim=1)
+        mask = torch.ones(1, first.sequences.shape[1] + 3, dtype=torch.int64)
+        cache = first.past_key_values
+        results.append(model.generate(more, attention_mask=mask, past_key_values=cache, **options, **given))
+    assert torch.equal(results[1], results[0])
 
 
 def test_beams_after_a_conversation(family: str) -> None:

@@ -57,6 +57,10 @@ def test_pipeline_with_a_string(family: str) -> None:
     assert len(result[0]["generated_text"]) > len(TEXTS[0])
 
 
+def test_pipeline_with_an_empty_string() -> None:
+    _same_text(_pipe(), lambda: "", calls=1)
+
+
 def test_pipeline_with_a_list(family: str) -> None:
     _same_text(_pipe(family), lambda: list(TEXTS), calls=3)
 
