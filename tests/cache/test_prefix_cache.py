@@ -96,6 +96,26 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     assert found == [True, False, True]
 
 
+def test_a_block_that_is_written_again_is_not_found_any_more() -> None:
+    cached = Cached()
+    cached.compute("a", list(range(8)))
+    cached.manager.crop("a", 6)
+    assert cached.cache.match(list(range(9)), ROOT) == [0, 1]
+    assert cached.manager.append("a", 1) == []  # nobody else holds the block: no copy
+    assert cached.cache.match(list(range(9)), ROOT) == [0]
+    cached.cache.check_integrity()
+
+
+def test_a_shared_block_that_is_written_again_stays_with_the_others() -> None:
+    cached = Cached()
+    cached.compute("a", list(range(8)))
+    cached.manager.fork("a", "b")
+    cached.manager.crop("a", 6)
+    assert cached.manager.append("a", 1) == [(1, 2)]
+    assert cached.cache.match(list(range(9)), ROOT) == [0, 1]
+    cached.cache.check_integrity()
+
+
 def test_two_sequences_that_computed_the_same_keep_one_entry() -> None:
     cached = Cached()
     cached.manager.append("a", 4)

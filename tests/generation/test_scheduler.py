@@ -442,6 +442,22 @@ def test_beams_may_become_fewer_and_more() -> None:
     engine.check_empty()
 
 
+def test_a_group_may_branch_later_and_keeps_its_places_until_then() -> None:
+    engine = FakeEngine()
+    name = engine.add(long(6, kind="samples", width=4))
+    group, scheduler = engine.group(name), engine.scheduler
+    scheduler.update(scheduler.schedule())
+    first, second = scheduler.fork(group.live[0], [1, 2])
+    assert (group.width, group.live) == (4, [first, second])
+    scheduler.finish(first, FinishReason.STOP)
+    assert (group.width, group.live) == (3, [second])
+    scheduler.update(scheduler.schedule())
+    assert len(scheduler.fork(second, [3, 4, 5])) == len(group.live) == group.width == 3
+    scheduler.abort(name)
+    assert (group.width, group.live) == (0, [])
+    engine.check_empty()
+
+
 def test_no_more_forks_than_announced() -> None:
     engine = FakeEngine()
     name = engine.add(long(6, kind="samples", width=2))
