@@ -80,7 +80,7 @@ class PackedCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0  # for masks, which are patterns here
 
-    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
         """0 for the model, which is given its positions. A layer that asks numbers the step's tokens itself, from
         this length on: it gets what to add to their index, int64 [num_tokens]."""
         if layer_idx is None:

@@ -266,7 +266,7 @@ class PagedKVCache(Cache):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
         for layer in self.layers:
-            yield layer.keys, layer.values, None
+            yield getattr(layer, "keys", None), getattr(layer, "values", None), None
 
     def stats(self) -> MemoryStats:
         return self.memory.stats()

@@ -192,7 +192,8 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     except UnsupportedModelError as error:
         return SupportReport(name, False, False, str(error), ())
     except _PROBE_ERRORS as error:
-        return SupportReport(name, False, False, f"it does not run over a paged cache ({_told(error)})", ())
+        reason = f"it does not run over a paged cache ({_told(error)}); call generate without cache_implementation"
+        return SupportReport(name, False, False, reason, ())
     layers = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PagedStateLayer):
@@ -276,13 +277,13 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
             metadata, positions = memory.step_metadata([0, 1], counts, model.device)
             step = torch.cat([row[start : start + n] for row, start, n in zip(rows, starts, counts)])
             logits = packed.forward(step, positions, metadata)
-            for row, part in zip(got, logits.split(counts)):
-                row.append(part)
+            for parts, part in zip(got, torch.split(logits, counts)):
+                parts.append(part)
         expected = model(**batch, use_cache=False, return_dict=True).logits
         _refuse_own_inputs(model, batch)
     if not model.training:
-        for row, parts in enumerate(got):
-            _compare(torch.cat(parts), expected[row, -_LENGTHS[row] :], "packed", model.dtype)
+        for parts, own, length in zip(got, expected, _LENGTHS):
+            _compare(torch.cat(parts), own[-length:], "packed", model.dtype)
     return _native_layers(model, packed), packed.cache.numbers_tokens
 
 
@@ -322,7 +323,7 @@ def _refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
     if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
         return
     for prefill in (True, False):
-        options = {
+        options: dict[str, Any] = {
             "input_ids": batch["input_ids"],
             "attention_mask": batch["attention_mask"],
             "past_key_values": DynamicCache(config=model.config),
@@ -332,12 +333,13 @@ def _refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
             "next_sequence_length": None if prefill else 1,
         }
         own = model.prepare_inputs_for_generation(**options)
-        plain = GenerationMixin.prepare_inputs_for_generation(model, **options)
+        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
         for name in own.keys() | plain.keys():
             a, b = own.get(name), plain.get(name)
-            same = (
-                torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
-            )
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                same = torch.equal(a, b)
+            else:
+                same = a is b or (not isinstance(a or b, torch.Tensor) and (a or None) == (b or None))
             if not same:
                 raise UnsupportedModelError(f"its prepare_inputs_for_generation makes its own {name}")
 
@@ -363,8 +365,8 @@ def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch
     """Logits of the last token after a prefill of all tokens but one, and after that one."""
     logits = []
     for start, stop in ((0, 4), (4, 5)):
-        inputs = {name: value[:, :stop] for name, value in batch.items()}
-        options = {"past_key_values": past, "use_cache": True}
+        inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
+        options: dict[str, Any] = {"past_key_values": past, "use_cache": True}
         if _takes_ordinary_inputs(model):
             first = start == 0
             inputs = model.prepare_inputs_for_generation(

@@ -1,0 +1,82 @@
+"""Writes docs/models.md from the results of tests/architectures/sweep.py: `make_models_doc.py results.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+DOC = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+
+INTRODUCTION = """\
+# Models
+
+<!-- Written by scripts/make_models_doc.py from the results of tests/architectures/sweep.py. Do not edit. -->
+
+Every causal language model type of transformers {version}, as a tiny random model in fp32 on a CPU: 4 layers of every
+kind its config knows, windows and chunks of 8 tokens, a left-padded batch of prompts of 5 to 26 tokens, 24 new ones.
+`generate(cache_implementation="paged")` against plain `generate`: greedy, again with an EOS id, 3 beams with 2
+returned, 2 samples a prompt with a seed. *Identical*: the same tokens in all of them, K/V in blocks, no block in use
+afterwards.
+
+{summary}
+
+How a type runs is found by trying (`hf_paged.check(model)`), never by its name, so a model that is not in the table,
+or that you wrote yourself, is treated in the same way.
+
+- **native**: sequences packed without padding, attention in hf_paged's kernels.
+- **dense view**: the K/V lies in blocks; the model's own attention computes on tensors gathered from them. Exact, and
+  slower. State that is not K/V (recurrent, convolution, indexer) is kept per row and moves with the blocks.
+- **refused**: `UnsupportedModelError` before anything runs, with the reason.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="what sweep.py --out wrote")
+    parser.add_argument("--version", required=True, help="of transformers, that the results are from")
+    args = parser.parse_args()
+    results = json.loads(args.results.read_text())
+    DOC.write_text(document(results, args.version))
+
+
+def document(results: list[dict[str, Any]], version: str) -> str:
+    runnable = [r for r in results if r["result"] != "unrunnable"]
+    lines = [INTRODUCTION.format(version=version, summary=_summary(results, runnable))]
+    engine = any("engine" in r for r in runnable)
+    lines += [
+        f"| type | class | result | how |{' engine |' if engine else ''} why |",
+        f"|---|---|---|---|{'---|' if engine else ''}---|",
+    ]
+    for result in sorted(runnable, key=lambda r: r["type"]):
+        how = result.get("mode", "")
+        why = "" if how == "native" else result.get("reason", "").replace("|", "\\|")
+        cells = [result["type"], result.get("class", ""), result["result"], "" if how == "refused" else how]
+        if engine:
+            cells.append(result.get("engine", "").split(":")[0])
+        lines.append("| " + " | ".join([*cells, why]) + " |")
+    failed = sorted(r["type"] for r in results if r["result"] == "unrunnable")
+    if failed:
+        lines += ["", f"Not in the table, because no tiny model of them can be built or run: {', '.join(failed)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(results: list[dict[str, Any]], runnable: list[dict[str, Any]]) -> str:
+    counts = Counter((r["result"], r.get("mode")) for r in runnable)
+    native, dense = counts["identical", "native"], counts["identical", "dense view"]
+    rest = Counter(r["result"] for r in runnable)
+    line = (
+        f"Of {len(results)} types {len(runnable)} run: **{native + dense} identical** ({native} native, {dense} "
+        f"through the dense view), {rest['refused']} refused, {rest['different']} different, {rest['crashed']} crashed."
+    )
+    engines = Counter(r["engine"].split(":")[0] for r in runnable if "engine" in r)
+    if engines:
+        told = ", ".join(f"{count} {kind}" for kind, count in engines.most_common())
+        line += f" The engine, with requests that arrive at different steps and one that forks: {told}."
+    return line
+
+
+if __name__ == "__main__":
+    main()
