@@ -75,10 +75,13 @@ class Runner:
             model.free(seq_id)
         seqs, rows = [], []
         for seq, count in output.scheduled:
-            first = seq.num_computed_tokens
-            ids = torch.tensor(seq.token_ids[first : first + count], device=self._device)
-            logits = model.forward(seq.seq_id, ids, first)
-            if first + count == seq.num_tokens:
+            end = seq.num_computed_tokens + count
+            logits = None
+            for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
+                ids = torch.tensor(seq.token_ids[start:stop], device=self._device)
+                logits = model.forward(seq.seq_id, ids, start)
+            if end == seq.num_tokens:
+                assert logits is not None
                 seqs.append(seq)
                 rows.append(logits)
         return StepResult(seqs, torch.stack(rows) if rows else None)
@@ -90,3 +93,10 @@ class Runner:
             if moves := output.swap_in[index]:
                 group.pool.write_blocks([m.dst for m in moves], self._host_pools[index], [m.src for m in moves])
             group.pool.copy_blocks(output.block_copies[index])
+
+
+def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:
+    """The next `count` tokens cut as generate cuts them: the prompt at once, when all of it is due, then singly."""
+    start, end, prompt = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.num_prompt_tokens
+    pieces = [(0, prompt)] if start < prompt <= end else []
+    return pieces + [(position, position + 1) for position in range(max(start, prompt), end)]

@@ -59,7 +59,7 @@ def open_memory(
     else:
         memory = PagedMemory(cache_config.block_size, 1)
         bound = RowModel(model, memory)
-    shares_prefixes = isinstance(bound, PackedModel) or not bound.has_states
+    shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
     _measure(bound, scheduler_config)
     bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
     num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)

@@ -21,6 +21,10 @@ class RowModel:
 
     Invariant: a sequence that has been computed at all has its states in `_caches`, as they are after its computed
     tokens; `fork` and `free` follow what happens to its block table.
+
+    `is_incremental`: results depend on how a sequence is cut into forwards (a recurrent layer takes up its state for
+    one token only, a windowed cache hands out what it then holds, some models take no second piece of a prompt). Such
+    a sequence must be computed as generate does it: the whole prompt, then one token at a time.
     """
 
     def __init__(self, model: Any, memory: PagedMemory) -> None:
@@ -29,13 +33,33 @@ class RowModel:
         self._blank = PagedKVCache(model.config, memory=memory)
         beside = [layer for layer in self._blank.layers if type(layer) is not PagedLayer]
         # Layers that read another layer's K/V, or none, keep a placeholder.
-        self.has_states = any(type(layer).__name__ != "DummyLayer" for layer in beside)
+        self._has_states = any(type(layer).__name__ != "DummyLayer" for layer in beside)
+        windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._blank.layers)
         self._caches: dict[int, PagedKVCache] = {}
         self._parameters = inspect.signature(model.forward).parameters
+        self.is_incremental = self._has_states or windows or not self._continues()
+
+    @torch.no_grad()
+    def _continues(self) -> bool:
+        """Whether a prompt in two pieces comes to what it comes to in one."""
+        ids = torch.arange(5, device=self.model.device)[None]
+        logits = []
+        try:
+            for cuts in ((5,), (2, 3)):
+                cache, done = PagedKVCache(self.model.config), 0
+                for count in cuts:
+                    last = self._call(cache, ids[:, done : done + count], done)
+                    done += count
+                logits.append(last.float())
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError, NotImplementedError):
+            return False
+        whole, pieces = logits
+        tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 5e-2
+        return bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """`child_id` has computed what `parent_id` has."""
-        if self.has_states:
+        if self._has_states:
             self._caches[child_id] = self._caches[parent_id].copy_states()
 
     def free(self, seq_id: int) -> None:
@@ -47,31 +71,24 @@ class RowModel:
         The tokens' slots must have been appended; their K/V is in the blocks afterwards.
         """
         cache = self._blank
-        if self.has_states:
+        if self._has_states:
             if num_computed == 0:
                 self._caches[seq_id] = self._blank.copy_states()
             cache = self._caches[seq_id]
-            if num_computed:
-                # Recurrent layers take up a state for one token only.
-                for done, token in enumerate(input_ids.split(1)):
-                    logits = self._run(cache, seq_id, token, num_computed + done)
-                return logits
-        return self._run(cache, seq_id, input_ids, num_computed)
-
-    def _run(self, cache: PagedKVCache, seq_id: int, input_ids: torch.Tensor, num_computed: int) -> torch.Tensor:
         cache.view_row(seq_id, num_computed)
+        try:
+            return self._call(cache, input_ids[None], num_computed)
+        finally:
+            cache.release_row()
+
+    def _call(self, cache: PagedKVCache, input_ids: torch.Tensor, num_computed: int) -> torch.Tensor:
         kwargs: dict[str, Any] = {}
         if "logits_to_keep" in self._parameters:
             kwargs["logits_to_keep"] = 1
         if "position_ids" in self._parameters:
             # As generate does: not every model asks its cache where it is.
-            end = num_computed + input_ids.shape[0]
+            end = num_computed + input_ids.shape[1]
             kwargs["position_ids"] = torch.arange(num_computed, end, device=input_ids.device)[None]
-        try:
-            output = self.model(
-                input_ids=input_ids[None], past_key_values=cache, use_cache=True, return_dict=True, **kwargs
-            )
-        finally:
-            cache.release_row()
+        output = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, **kwargs)
         logits: torch.Tensor = output.logits[0, -1]
         return logits
