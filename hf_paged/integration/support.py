@@ -157,11 +157,15 @@ def _examine(model: Any) -> SupportReport:
             "it keeps its state in a cache class of its own, not in layers of K/V; "
             "call generate without cache_implementation"
         )
-    if not any(isinstance(layer, PagedLayer) for layer in PagedKVCache(config).layers):
+    kept = PagedKVCache(config).layers
+    if not any(isinstance(layer, PagedLayer) for layer in kept):
         return refused(
             "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; "
             "call generate without cache_implementation"
         )
+    states = sorted({_kind(layer) for layer in kept if type(layer) is not PagedLayer and _kind(layer) != "DummyLayer"})
+    if states:
+        return _examine_dense(model, f"it keeps more than K/V, a state a row ({', '.join(states)})")
     try:
         layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
@@ -181,6 +185,11 @@ def _examine(model: Any) -> SupportReport:
     )
 
 
+def _kind(layer: Any) -> str:
+    """The transformers class that a cache layer is, or was made from."""
+    return str(getattr(layer, "kind", type(layer).__name__))
+
+
 _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
@@ -197,15 +206,15 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     layers = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PagedStateLayer):
-            reason = f"K/V in blocks, gathered for the model's own attention; the rest as {layer.kind} keeps it"
+            reason = f"K/V in blocks, gathered for the model's own attention; the rest as {_kind(layer)} keeps it"
             layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
         elif isinstance(layer, PagedLayer):
             reason = "K/V in blocks, gathered for the model's own attention"
             layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
-        elif type(layer).__name__ == "DummyLayer":
+        elif _kind(layer) == "DummyLayer":
             layers.append(LayerSupport(index, "none", "this layer keeps no cache"))
         else:
-            layers.append(LayerSupport(index, "state", f"kept per row by transformers' {type(layer).__name__}"))
+            layers.append(LayerSupport(index, "state", f"kept per row by transformers' {_kind(layer)}"))
     return SupportReport(name, True, False, why, tuple(layers))
 
 

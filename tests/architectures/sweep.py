@@ -93,7 +93,10 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
     if different:
         result["different"] = different
     if engine and not different:
-        result["engine"] = examine_engine(model, ids, mask)
+        try:
+            result["engine"] = examine_engine(model, ids, mask)
+        except Exception as error:
+            result["engine"], result["trace"] = f"crashed: {_line(error)}", traceback.format_exc()
     return result
 
 
@@ -119,8 +122,11 @@ def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
     with engine:
         while waiting or engine.has_unfinished_requests():
             if waiting and step % 3 == 0:
-                order.append(engine.add_request(waiting[0][0], waiting[0][1]))
-                waiting.pop(0)
+                prompt, config = waiting.pop(0)
+                try:
+                    order.append(engine.add_request(prompt, config))
+                except ValueError as error:
+                    return f"refused: {_line(error)}"
             for output in engine.step():
                 if output.finished:
                     done[output.request_id] = [list(completion.token_ids) for completion in output.outputs]
@@ -227,7 +233,9 @@ def summary(results: list[dict[str, Any]]) -> str:
     )
     engines = [r["engine"] for r in results if "engine" in r]
     if engines:
-        kinds = {kind: sum(e.startswith(kind) for e in engines) for kind in ("identical", "refused", "different")}
+        kinds = {
+            kind: sum(e.startswith(kind) for e in engines) for kind in ("identical", "refused", "different", "crashed")
+        }
         line += "; engine " + ", ".join(f"{kind} {n}" for kind, n in kinds.items())
     return line
 
@@ -250,7 +258,8 @@ def main() -> int:
     if args.out:
         args.out.write_text(json.dumps(sorted(results, key=lambda r: r["type"]), indent=1) + "\n")
     print(summary(results))
-    return int(any(r["result"] in ("different", "crashed") for r in results))
+    wrong = ("different", "crashed")
+    return int(any(r["result"] in wrong or r.get("engine", "").startswith(wrong) for r in results))
 
 
 if __name__ == "__main__":
