@@ -14,6 +14,7 @@ import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer
+from hf_paged.errors import UnsupportedModelError
 
 
 class RowModel:
@@ -37,11 +38,14 @@ class RowModel:
         windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._blank.layers)
         self._caches: dict[int, PagedKVCache] = {}
         self._parameters = inspect.signature(model.forward).parameters
-        self.is_incremental = self._has_states or windows or not self._continues()
+        self.is_incremental = not self._continues() or self._has_states or windows
 
     @torch.no_grad()
     def _continues(self) -> bool:
-        """Whether a prompt in two pieces comes to what it comes to in one."""
+        """Whether a prompt in two pieces comes to what it comes to in one.
+
+        Raises UnsupportedModelError for a model that does not keep just one entry a token.
+        """
         ids = torch.arange(5, device=self.model.device)[None]
         logits = []
         try:
@@ -51,6 +55,11 @@ class RowModel:
                     last = self._call(cache, ids[:, done : done + count], done)
                     done += count
                 logits.append(last.float())
+                if cache.get_seq_length() != done:
+                    raise UnsupportedModelError(
+                        f"{type(self.model).__name__} keeps {cache.get_seq_length()} entries for {done} tokens; the "
+                        "engine counts one a token: use model.generate(..., cache_implementation='paged')"
+                    )
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError, NotImplementedError):
             return False
         whole, pieces = logits
