@@ -8,7 +8,17 @@ import pytest
 import torch
 from cases import Case, check, make_batch
 
-IMPLS = ["torch", "native"]
+from hf_paged.kernels import native_build, ops
+
+
+@pytest.fixture(params=["torch", "native"])
+def impl(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        if native_build._toolchain() is None:
+            pytest.skip("no C compiler on this machine")
+        native_build.build()
+    return request.param
+
 
 DECODE = ((1, 1), (1, 17), (1, 16), (1, 300), (1, 131))
 MIXED = ((1, 40), (5, 18), (70, 70), (33, 97), (300, 300), (90, 400), (2, 2), (1, 129))
@@ -59,14 +69,12 @@ def _name(case: object) -> str:
     return str(case)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("case", SHAPES, ids=_name)
 def test_shapes(case: Case, dtype: torch.dtype, impl: str) -> None:
     check(make_batch(replace(case, dtype=dtype)), impl)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("lens", [DECODE, MIXED, EMPTY], ids=["decode", "mixed", "empty"])
 @pytest.mark.parametrize("features", FEATURES, ids=str)
@@ -74,7 +82,6 @@ def test_features(features: dict, lens: tuple, dtype: torch.dtype, impl: str) ->
     check(make_batch(Case(lens, heads=(6, 2), dtype=dtype, **features)), impl)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_out_is_used(impl: str) -> None:
     batch = make_batch(Case(MIXED))
     out = torch.full((batch.query.shape[0], 2, *batch.query.shape[1:]), 7.0)[:, 1]
@@ -94,7 +101,6 @@ NEIGHBOURS = [
 ]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", NEIGHBOURS, ids=_name)
@@ -114,3 +120,73 @@ def test_neighbours_do_not_matter(case: Case, dtype: torch.dtype, threads: int, 
         assert torch.equal(flipped[flipped.shape[0] - (first.stop - first.start) :], together[first])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+def test_write_kv(dtype: torch.dtype, impl: str) -> None:
+    qkv = torch.randn(42, 3, 5, 24).to(dtype)
+    _, key, value = qkv.unbind(1)
+    value = value[..., :10]
+    slots = torch.randperm(8 * 7)[:42]
+    slots[[3, 17, 41]] = -1
+    caches = [[torch.full((8, 7, 5, d), torch.nan, dtype=dtype) for d in (24, 10)] for _ in range(2)]
+    ops.write_kv(key, value, *caches[0], slots, impl=impl)
+    ops.write_kv(key, value, *caches[1], slots, impl="reference")
+    for actual, expected in zip(*caches):
+        torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=0)
+
+
+def test_write_kv_from_a_head_major_view(impl: str) -> None:
+    """As a model hands it over: [1, heads, tokens, dim] transposed; and into a cache of another dtype."""
+    states = torch.randn(1, 3, 20, 16)
+    key = states[0].transpose(0, 1)
+    slots = torch.randperm(32)[:20]
+    for dtype in (torch.float32, torch.bfloat16):
+        caches = [torch.zeros(4, 8, 3, 16, dtype=dtype) for _ in range(2)]
+        ops.write_kv(key, key, *caches, slots, impl=impl)
+        assert torch.equal(caches[0].flatten(0, 1)[slots], key.to(dtype))
+        assert torch.equal(caches[0], caches[1])
+
+
+def test_copy_blocks(impl: str) -> None:
+    shapes = [(32, 16, 2, 8), (32, 4), (32, 16, 1, 40)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    caches = [torch.randn(*s).to(d) for s in shapes for d in dtypes]
+    caches.append(torch.randn(16, 32, 8).transpose(0, 1))
+    ids = torch.randperm(32)
+    copies = torch.stack([ids[:4].repeat_interleave(2), ids[4:12]], dim=1)
+    expected = [cache.clone() for cache in caches]
+    ops.copy_blocks(expected, copies, impl="reference")
+    ops.copy_blocks(caches, copies, impl=impl)
+    for actual, wanted in zip(caches, expected):
+        assert torch.equal(actual, wanted)
+
+
+def test_offsets_beyond_two_to_the_31(impl: str) -> None:
+    """Block ids whose element offsets do not fit 32 bits. The memory is reserved, and touched in three blocks only."""
+    blocks = (1 << 31) // (16 * 64) + 4
+    key_cache, value_cache = (torch.empty(blocks, 16, 1, 64, dtype=torch.bfloat16) for _ in range(2))
+    small = make_batch(Case(((1, 40),), heads=(4, 1), head_dim=64, dtype=torch.bfloat16))
+    metadata = small.metadata
+    far = torch.tensor([blocks - 1, 3, blocks - 3])
+    near = metadata.block_tables[0, :3].long()
+    slots = (far[:, None] * 16 + torch.arange(16)).flatten()[:40]
+    key, value = (c[near].flatten(0, 1)[:40] for c in (small.key_cache, small.value_cache))
+    ops.write_kv(key, value, key_cache, value_cache, slots, impl=impl)
+    expected = small.run(impl)
+    table = far[None].int()
+    moved = replace(small, key_cache=key_cache, value_cache=value_cache, metadata=replace(metadata, block_tables=table))
+    assert torch.equal(moved.run(impl), expected)
+    ops.copy_blocks([key_cache], torch.tensor([[blocks - 1, blocks - 2]]), impl=impl)
+    assert torch.equal(key_cache[blocks - 2], key_cache[blocks - 1])
+
+
+def test_the_plan_is_made_once_a_step(impl: str) -> None:
+    """All layers of a step share it: the second call adds nothing to the scratch."""
+    batch = make_batch(Case(MIXED))
+    kwargs = {"impl": impl, **batch.options}
+    first = ops.paged_attention(batch.query, batch.key_cache, batch.value_cache, batch.metadata, **kwargs)
+    keys = set(batch.metadata.scratch)
+    second = ops.paged_attention(batch.query, batch.key_cache, batch.value_cache, batch.metadata, **kwargs)
+    assert keys == set(batch.metadata.scratch) and keys
+    assert torch.equal(first, second)

@@ -1,5 +1,6 @@
 /* Paged attention for one dtype: DTYPE (suffix), ELEMENT, LOAD (W elements as fp32), DOT_BF16 (queries stay
- * bf16 and are multiplied by the bf16 dot product of the machine). Included by paged.c; knows Call and Plan only. */
+ * bf16 and are multiplied by the bf16 dot product of the machine), COMMON_DIMS (head sizes 64 and 128 get code of their
+ * own). Included by paged.c; knows Call and Plan only. */
 
 #if DOT_BF16
 #define Q_ELEMENT uint16_t
@@ -18,34 +19,45 @@ INLINE vf TYPED(load_part)(const ELEMENT *p, int64_t n) {
 
 #define LINE (64 / (int64_t)sizeof(ELEMENT))
 
+#if DOT_BF16
+#define MULTIPLY_ADD(sum, q, k) \
+    ((vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)_mm512_loadu_si512(q), (__m512bh)_mm512_loadu_si512(k)))
+#else
+#define MULTIPLY_ADD(sum, q, k) ((sum) + load_f32(q) * LOAD(k))
+#endif
+
 /* Scores of one query with W keys: lane j = q . k[offsets[j]]. q is padded with zeros to a multiple of 2 * W.
- * The rows at `ahead` are prefetched meanwhile, a few at a time: all at once would fill the miss buffers and stall. */
+ * The rows at `ahead` are prefetched meanwhile, a few at a time: all at once would fill the miss buffers and stall.
+ * `fixed`: dim is a constant, a multiple of Q_STEP. */
 INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *offsets, const int64_t *ahead,
-                        const int64_t dim) {
+                        const int64_t dim, const int fixed) {
     vf sums[W];
+    if (fixed) {
 #pragma GCC unroll 16
+        for (int j = 0; j < W; j++) {
+            const ELEMENT *row = k + offsets[j];
+            if (ahead)
+                for (int64_t l = 0; l < dim; l += LINE) __builtin_prefetch(k + ahead[j] + l);
+            vf sum = {0};
+#pragma GCC unroll 32
+            for (int64_t d = 0; d < dim; d += Q_STEP) sum = MULTIPLY_ADD(sum, q + d, row + d);
+            sums[j] = sum;
+        }
+        return sum_rows(sums);
+    }
     for (int j = 0; j < W; j++) {
         const ELEMENT *row = k + offsets[j];
-        int64_t d = 0;
         if (ahead)
             for (int64_t l = 0; l < dim; l += LINE) __builtin_prefetch(k + ahead[j] + l);
-#if DOT_BF16
-        __m512 sum = _mm512_setzero_ps();
-#pragma GCC unroll 8
-        for (; d + Q_STEP <= dim; d += Q_STEP)
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(q + d), (__m512bh)_mm512_loadu_si512(row + d));
-        if (d < dim) {
-            __m512i part = _mm512_maskz_loadu_epi16((__mmask32)((1u << (dim - d)) - 1), row + d);
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(q + d), (__m512bh)part);
-        }
-        sums[j] = (vf)sum;
-#else
+        int64_t d = 0;
         vf sum = {0};
-#pragma GCC unroll 8
-        for (; d + Q_STEP <= dim; d += Q_STEP) sum += load_f32(q + d) * LOAD(row + d);
-        if (d < dim) sum += load_f32(q + d) * TYPED(load_part)(row + d, dim - d);
+        for (; d + Q_STEP <= dim; d += Q_STEP) sum = MULTIPLY_ADD(sum, q + d, row + d);
+        if (d < dim) {
+            ELEMENT part[Q_STEP] = {0};
+            memcpy(part, row + d, (size_t)(dim - d) * sizeof(ELEMENT));
+            sum = MULTIPLY_ADD(sum, q + d, part);
+        }
         sums[j] = sum;
-#endif
     }
     return sum_rows(sums);
 }
@@ -176,7 +188,7 @@ INLINE void TYPED(range)(const Call *call, const Item *item, int64_t *low, int64
 
 /* `next`: the item that this thread is likely to do next (prefetched), or NULL. */
 INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next, TYPED(Buffers) b, float scale,
-                            float softcap, const int64_t dim, const int64_t v_dim) {
+                            float softcap, const int64_t dim, const int64_t v_dim, const int fixed) {
     const Plan *plan = call->plan;
     const Token *tokens = plan->tokens + item->first;
     const int64_t count = item->count, kv_heads = call->num_kv_heads, heads = call->num_heads;
@@ -236,9 +248,9 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
             const ELEMENT *k = keys + h * call->k_head, *v = values + h * call->v_head;
             const Q_ELEMENT *q = b.q + h * rows * q_pad;
             for (int x = 0; x < vectors; x++) {
-                store_f32(b.scores + x * W, TYPED(scores)(q, k, k_at + x * W, k_next + x * W, dim) * scale);
+                store_f32(b.scores + x * W, TYPED(scores)(q, k, k_at + x * W, k_next + x * W, dim, fixed) * scale);
                 for (int64_t r = 1; r < rows; r++) {
-                    vf s = TYPED(scores)(q + r * q_pad, k, k_at + x * W, NULL, dim);
+                    vf s = TYPED(scores)(q + r * q_pad, k, k_at + x * W, NULL, dim, fixed);
                     store_f32(b.scores + r * TILE + x * W, s * scale);
                 }
             }
@@ -258,7 +270,8 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
                         }
                         if (lo > x * W || hi < (x + 1) * W) {
                             vi place = lanes + x * W;
-                            vi seen = (place >= (int32_t)(lo < 0 ? 0 : lo)) & (place < (int32_t)(hi > TILE ? TILE : hi));
+                            int32_t from = (int32_t)(lo < 0 ? 0 : lo), to = (int32_t)(hi > TILE ? TILE : hi);
+                            vi seen = (place >= from) & (place < to);
                             y = choose(seen, y, splat(-INFINITY));
                         }
                         store_f32(s + x * W, y);
@@ -331,12 +344,12 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
         for (int64_t i = 0; i < plan->num_items; i++) {
             const Item *item = plan->items + i;
             const Item *next = i + call->threads < plan->num_items ? item + call->threads : NULL;
-            if (dim == 64 && v_dim == 64)
-                TYPED(run_item)(call, item, next, b, scale, softcap, 64, 64);
-            else if (dim == 128 && v_dim == 128)
-                TYPED(run_item)(call, item, next, b, scale, softcap, 128, 128);
+            if (COMMON_DIMS && dim == 64 && v_dim == 64)
+                TYPED(run_item)(call, item, next, b, scale, softcap, 64, 64, 1);
+            else if (COMMON_DIMS && dim == 128 && v_dim == 128)
+                TYPED(run_item)(call, item, next, b, scale, softcap, 128, 128, 1);
             else
-                TYPED(run_item)(call, item, next, b, scale, softcap, dim, v_dim);
+                TYPED(run_item)(call, item, next, b, scale, softcap, dim, v_dim, 0);
         }
 #pragma omp for collapse(2) schedule(static)
         for (int64_t i = 0; i < plan->num_merges; i++)
@@ -352,7 +365,9 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
 #undef Q_STEP
 #undef SLICE
 #undef LINE
+#undef MULTIPLY_ADD
 #undef DTYPE
 #undef ELEMENT
 #undef LOAD
 #undef DOT_BF16
+#undef COMMON_DIMS

@@ -415,12 +415,14 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 #define ELEMENT float
 #define LOAD load_f32
 #define DOT_BF16 0
+#define COMMON_DIMS 1
 #include "attention.inc.c"
 
 #define DTYPE bf16
 #define ELEMENT uint16_t
 #define LOAD load_bf16
 #define DOT_BF16 HAS_DPBF16
+#define COMMON_DIMS 1
 #include "attention.inc.c"
 
 #if HAS_F16
@@ -428,6 +430,7 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 #define ELEMENT uint16_t
 #define LOAD load_f16
 #define DOT_BF16 0
+#define COMMON_DIMS 0 /* rare on CPUs: not worth the compile time */
 #include "attention.inc.c"
 #endif
 

@@ -1,0 +1,229 @@
+"""The native kernels: every instruction set this machine runs, sharing, threads; and how they are built and found."""
+
+from __future__ import annotations
+
+import os
+import platform
+import stat
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case, check, make_batch
+
+from hf_paged.kernels import cpu_native, native_build, ops
+
+pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+
+MIXED = ((1, 1), (1, 300), (5, 18), (70, 70), (1, 129), (0, 0), (33, 97))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> Path:
+    return native_build.build()
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def _machine_runs(target: str) -> bool:
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return platform.machine() == "x86_64" and ("avx2" in flags or target == "x86-64")
+
+
+@pytest.mark.parametrize("target", ["x86-64", "haswell"])
+def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not _machine_runs(target):
+        pytest.skip(f"this machine does not run {target} code")
+    toolchain = native_build._toolchain()
+    assert toolchain is not None
+    toolchain = replace(toolchain, target=(f"-march={target}", "-O1"))
+    for command in toolchain.commands(tmp_path, "other"):
+        subprocess.run(command, check=True)
+    library = native_build._load(tmp_path / "other.tmp.so")
+    assert library.hfp_target() == {"x86-64": b"128-bit vectors", "haswell": b"AVX2"}[target]
+    monkeypatch.setattr(native_build, "library", lambda: library)
+    dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if library.hfp_has_f16() else [])
+    for dtype in dtypes:
+        for case in (
+            Case(MIXED, heads=(9, 3), head_dim=64, dtype=dtype),
+            Case(MIXED, heads=(5, 1), head_dim=20, v_head_dim=12, block_size=6, dtype=dtype),
+            Case(MIXED, heads=(4, 2), dtype=dtype, sliding_window=40, softcap=5.0, sinks=True, alibi=True),
+        ):
+            check(make_batch(case), "native")
+    if not library.hfp_has_f16():
+        assert not cpu_native.supports(torch.float16)
+        with pytest.raises(ValueError, match="float16"):
+            make_batch(Case(MIXED, dtype=torch.float16)).run("native")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tuple((1, 400 + i) for i in range(40)), heads=(9, 3), head_dim=64, shared=18),
+        Case(((3, 390), (1, 500), (2, 385), (1, 384)), heads=(8, 2), shared=24),
+        Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), shared=24, sliding_window=200),
+        Case(((1, 390), (1, 500), (1, 385)), heads=(4, 1), shared=3, block_size=96),
+    ],
+    ids=["samples", "verify", "window", "large-blocks"],
+)
+def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
+    batch = make_batch(replace(case, dtype=dtype))
+    check(batch, "native")
+    results, plans = [], []
+    for share in (True, False):
+        metadata = replace(batch.metadata, scratch={})
+        results.append(
+            cpu_native.paged_attention(
+                batch.query, batch.key_cache, batch.value_cache, metadata, share=share, **batch.options
+            )
+        )
+        plans += [plan.counts() for plan in metadata.scratch.values() if isinstance(plan, cpu_native._Plan)]
+    assert torch.equal(*results)
+    shared, private = plans
+    assert shared[0] < private[0], "nothing was shared"
+    assert shared[1:] == private[1:]
+
+
+def test_equal_ids_in_other_places_are_not_shared() -> None:
+    """Two sequences that hold the same block at different positions, as no engine would: each reads its own."""
+    batch = make_batch(Case(((1, 256), (1, 256)), heads=(2, 1)))
+    table = batch.metadata.block_tables.clone()
+    table[1, :8], table[1, 8:16] = table[0, 8:16], table[0, :8].clone()
+    batch.metadata = replace(batch.metadata, block_tables=table)
+    check(batch, "native")
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_change_no_bit(threads: int) -> None:
+    batch = make_batch(Case(((1, 700), (1, 5), (6, 300), (20, 20)), heads=(6, 2), shared=0))
+    expected = batch.run("native")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(batch.run("native"), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_other_dtypes_are_refused_by_name_and_served_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(Case(MIXED))
+    expected = batch.run("reference")
+    double = replace(
+        batch, query=batch.query.double(), key_cache=batch.key_cache.double(), value_cache=batch.value_cache.double()
+    )
+    with pytest.raises(ValueError, match="float64"):
+        double.run("native")
+    monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
+    torch.testing.assert_close(double.run(None).float(), expected, atol=1e-5, rtol=1e-5)
+
+
+# -- the build --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache; returns the directory where the kernels will be."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(native_build.SWITCH, raising=False)
+    return tmp_path / "hf_paged"
+
+
+def _ask() -> tuple[object, str]:
+    return native_build._find.__wrapped__()
+
+
+def _compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def _wait_for(directory: Path, suffix: str) -> Path:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        found = [p for p in directory.glob(f"*{suffix}") if ".tmp." not in p.name]
+        if found and not list(directory.glob("*.lock")):
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError(f"no {suffix} in {sorted(os.listdir(directory))}")
+
+
+def test_the_first_question_does_not_wait(
+    fresh: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Stands for a slow compiler: whatever it is asked to make, it makes after a while.
+    script = f'sleep 1; while [ "$1" != -o ]; do shift; done; cp {built} "$2"'
+    monkeypatch.setenv("CC", _compiler(tmp_path / "slow", script))
+    start = time.monotonic()
+    library, status = _ask()
+    assert time.monotonic() - start < 0.9
+    assert library is None and "background" in status
+    assert _ask()[1] == status  # asked again while it runs: no second build, no wait
+    path = _wait_for(fresh, ".so")
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
+    assert sorted(p.name for p in fresh.iterdir()) == [path.name]
+    library, status = _ask()
+    assert library is not None and status.startswith("native kernels: ")
+
+
+def test_a_failing_compiler_is_reported_and_not_asked_again(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = tmp_path / "count"
+    compiler = _compiler(tmp_path / "broken", f"echo x >> {count}; echo 'no such instruction' >&2; exit 1")
+    monkeypatch.setenv("CC", compiler)
+    _ask()
+    _wait_for(fresh, ".failed")
+    library, status = _ask()
+    assert library is None and "no such instruction" in status
+    assert count.read_text() == "x\n"
+    with pytest.raises(native_build.NativeBuildError, match="no such instruction"):
+        native_build.build()
+
+
+def test_switched_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native_build.SWITCH, "0")
+    library, status = _ask()
+    assert library is None and "HF_PAGED_NATIVE=0" in status
+    assert not fresh.exists()
+
+
+def test_no_compiler(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    library, status = _ask()
+    assert library is None and "no C compiler" in status
+    with pytest.raises(native_build.NativeBuildError, match="no C compiler"):
+        native_build.build()
+
+
+def test_a_cache_that_others_can_write_is_not_trusted(fresh: Path) -> None:
+    fresh.mkdir()
+    fresh.chmod(0o777)
+    library, status = _ask()
+    assert library is None and "written by others" in status
+
+
+def test_without_kernels_the_torch_path_serves_and_native_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "library", lambda: None)
+    monkeypatch.setattr(ops, "_default_impl", {})
+    assert ops.default_impl("cpu") == "torch"
+    batch = make_batch(Case(MIXED))
+    torch.testing.assert_close(batch.run(None), batch.run("reference"), atol=2e-5, rtol=2e-5)
+    with pytest.raises(RuntimeError, match="impl='native'"):
+        batch.run("native")
+
+
+def test_the_choice_is_kept_until_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_default_impl", {})
+    monkeypatch.setattr(cpu_native, "is_available", lambda: False)
+    assert ops.default_impl("cpu") == "torch"
+    monkeypatch.setattr(cpu_native, "is_available", lambda: True)
+    assert ops.default_impl("cpu") == "torch"
+    ops.refresh()
+    assert ops.default_impl("cpu") == "native"
