@@ -82,9 +82,13 @@ def attention_launches(
     group = query.shape[1] // key_cache.shape[2]
     head_dim, v_head_dim = query.shape[2], value_cache.shape[3]
     block_d, block_dv = (max(16, next_power_of_2(n)) for n in (head_dim, v_head_dim))
+    if max(block_d, block_dv) > 512:
+        raise ValueError(f"head sizes {head_dim} and {v_head_dim}: the Triton kernels go up to 512; use impl='torch'")
     qk_scale, soft = scale * _LOG2E, 0.0
     if softcap is not None:  # see triton_tile: the scaled score is log2(e^2x) with x the argument of tanh
-        qk_scale, soft = scale * 2 * _LOG2E / softcap, softcap * _LOG2E
+        if max(block_d, block_dv) > 512:
+        raise ValueError(f"head sizes {head_dim} and {v_head_dim}: the Triton kernels go up to 512; use impl='torch'")
+    qk_scale, soft = scale * 2 * _LOG2E / softcap, softcap * _LOG2E
     common: dict[str, Any] = {
         "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": metadata.block_tables,
         "seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "sinks": sinks,

@@ -39,13 +39,11 @@ def large_tile(target: Target, element_size: int, head_dim: int) -> Tile:
     """For many rows (prefill): 64 or 128 rows, two warp groups on sm90 so that its matrix units are fed."""
     size = head_dim * element_size
     if target.backend == "hip":
-        return Tile(128, 64, 4, 1) if size <= 256 else Tile(64, 32, 4, 1) if size <= 512 else Tile(32, 32, 4, 1)
+        return Tile(128, 64, 4, 1) if size <= 256 else Tile(64, 32, 4, 1) if size <= 512 else Tile(32, 16, 4, 1)
     if element_size == 4:  # fp32 runs on the ordinary cores; small tiles keep it in registers
         return Tile(32, 16, 8, 2) if head_dim <= 256 else Tile(16, 16, 8, 2)
-    if int(target.arch) < 90:
+    if not 90 <= int(target.arch) < 120:  # no wgmma or tcgen05; 100 KB of shared memory on some
         shapes = {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2), 512: Tile(32, 16, 8, 2)}
-    elif target.arch == 90:
-        shapes = {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(64, 64, 8, 2), 512: Tile(32, 32, 8, 2)}
     else:
-        shapes = {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(64, 64, 8, 2), 512: Tile(32, 32, 8, 2)}
+        shapes = {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(64, 64, 8, 2), 512: Tile(32, 32, 8, 2)}
     return shapes[max(64, head_dim)]

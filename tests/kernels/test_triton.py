@@ -125,6 +125,11 @@ def test_last_dimension_must_be_contiguous() -> None:
         replace(batch, key_cache=batch.key_cache.transpose(1, 3).contiguous().transpose(1, 3)).run("triton")
 
 
+def test_head_size_past_the_tiles() -> None:
+    with pytest.raises(ValueError, match=r"head sizes 576 and 512.*impl='torch'"):
+        make_batch(Case(((1, 3),), heads=(1, 1), head_dim=576, v_head_dim=512), DEVICE).run("triton")
+
+
 def test_nothing_to_do() -> None:
     batch = make_batch(Case(((0, 0), (0, 0)), heads=(2, 1)), DEVICE)
     assert batch.run("triton").shape == (0, 2, 32)

@@ -1,0 +1,95 @@
+"""The Triton kernels on a GPU at real sizes: nothing waits for the host, nothing is compiled twice, graphs replay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Batch, Case, check, make_batch
+
+from hf_paged.kernels import ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
+]
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 128, 528])
+@pytest.mark.parametrize(
+    "heads, head_dim", [((32, 8), 128), ((28, 4), 128), ((8, 8), 64), ((64, 1), 80), ((4, 2), 256)]
+)
+@pytest.mark.parametrize(
+    "lens",
+    [((1, 1328), (5, 18), (129, 463)), ((1, 523), (1, 37), (1, 2011)), ((1000, 5000), (16, 3000)), ((1, 1),) * 533],
+    ids=["mixed", "decode", "chunked", "rows"],
+)
+def test_real_sizes(lens: tuple[tuple[int, int], ...], heads: tuple[int, int], head_dim: int, block_size: int) -> None:
+    check(make_batch(Case(lens, heads=heads, head_dim=head_dim, block_size=block_size, dtype=BF16), "cuda"), "triton")
+
+
+@pytest.mark.parametrize("options", [{"sliding_window": 1024, "sinks": True}, {"softcap": 50.0}, {"chunk_size": 512}])
+def test_features(options: dict[str, object]) -> None:
+    lens = ((1, 4000), (700, 3000), (8, 1025))
+    check(make_batch(Case(lens, heads=(32, 8), head_dim=128, dtype=BF16, **options), "cuda"), "triton")
+
+
+def test_shared_prefix_of_many_sequences() -> None:
+    lens = tuple((1, 4100 + 17 * i) for i in range(32))
+    check(make_batch(Case(lens, heads=(32, 8), head_dim=128, dtype=BF16, shared=256), "cuda"), "triton")
+
+
+def step(batch: Batch, out: torch.Tensor) -> None:
+    ops.write_kv(batch.key_cache[0, :1], batch.value_cache[0, :1], batch.key_cache, batch.value_cache,
+                 torch.full((1,), -1, device="cuda"), impl="triton")  # fmt: skip
+    ops.paged_attention(
+        batch.query, batch.key_cache, batch.value_cache, replace(batch.metadata, scratch={}), out=out, impl="triton",
+        **batch.options,
+    )  # fmt: skip
+
+
+def test_nothing_waits_for_the_host() -> None:
+    batches = [make_batch(Case(lens, heads=(8, 2), dtype=BF16), "cuda") for lens in (((1, 900),) * 4, ((90, 900),))]
+    outs = [torch.empty_like(batch.query) for batch in batches]
+    for batch, out in zip(batches, outs):
+        step(batch, out)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch, out in zip(batches, outs):
+            step(batch, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_is_compiled_after_the_first_steps() -> None:
+    from hf_paged.kernels.triton_split import split_kernel
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in split_kernel.device_caches.values())
+
+    def decode(num_seqs: int, length: int) -> None:
+        batch = make_batch(Case(((1, length),) * num_seqs, heads=(8, 2), dtype=BF16), "cuda")
+        step(batch, torch.empty_like(batch.query))
+
+    decode(1, 900)
+    decode(4, 900)
+    before = compiled()
+    for num_seqs, length in ((2, 2000), (5, 901), (16, 1024), (33, 3001), (1, 5000)):
+        decode(num_seqs, length)
+    assert compiled() == before
+
+
+def test_a_captured_step_replays_with_other_lengths() -> None:
+    batch = make_batch(Case(((1, 2000), (1, 3000), (1, 1500)), heads=(32, 8), head_dim=128, dtype=BF16), "cuda")
+    out = torch.empty_like(batch.query)
+    lengths = batch.metadata.seq_lens.clone()
+    batch.metadata.seq_lens.fill_(1)
+    step(batch, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(batch, out)
+    batch.metadata.seq_lens.copy_(lengths)
+    graph.replay()
+    torch.testing.assert_close(out, batch.run("reference"), atol=1.6e-2, rtol=1.6e-2)
