@@ -237,12 +237,13 @@ def tiny_model(model_type: str, seed: int = 0) -> Any:
     return model
 
 
+_MIXERS = ("att", "mamba", "mixer", "conv")  # of tokens, against which the rest must not be too loud
 _QK = ("q_", "k_", "query", "key", "qkv", "c_attn", "q.", "k.")
 
 
 @torch.no_grad()
 def redraw(model: nn.Module, seed: int) -> None:
-    """Small embeddings, so that what layers add decides; queries and keys moderate, so that attention stays broad."""
+    """Small embeddings, so that what layers add decides; what mixes tokens louder than what does not."""
     generator = torch.Generator().manual_seed(seed + 1)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, parameter in model.named_parameters():
@@ -253,7 +254,7 @@ def redraw(model: nn.Module, seed: int) -> None:
             parameter.copy_(noise * 0.5)
         elif parameter.ndim >= 2 and "norm" not in name:
             fan_in = parameter.shape[-1] if parameter.ndim == 2 else parameter[0].numel() // max(parameter.shape[1], 1)
-            gain = 1.5 if any(part in name for part in _QK) else 1.2 if "att" in name else 2.0
+            gain = 2.5 if any(part in name for part in _QK) else 1.5 if any(part in name for part in _MIXERS) else 1.2
             # Without their means: the common part of ReLU-like activations would drown what differs between tokens.
             noise -= noise.mean(-1, keepdim=True)
             noise -= noise.mean(-2, keepdim=True)
