@@ -86,9 +86,7 @@ def attention_launches(
         raise ValueError(f"head sizes {head_dim} and {v_head_dim}: the Triton kernels go up to 512; use impl='torch'")
     qk_scale, soft = scale * _LOG2E, 0.0
     if softcap is not None:  # see triton_tile: the scaled score is log2(e^2x) with x the argument of tanh
-        if max(block_d, block_dv) > 512:
-        raise ValueError(f"head sizes {head_dim} and {v_head_dim}: the Triton kernels go up to 512; use impl='torch'")
-    qk_scale, soft = scale * 2 * _LOG2E / softcap, softcap * _LOG2E
+        qk_scale, soft = scale * 2 * _LOG2E / softcap, softcap * _LOG2E
     common: dict[str, Any] = {
         "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": metadata.block_tables,
         "seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "sinks": sinks,
