@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
+import triton  # type: ignore[import-untyped]
 
 # Read by triton when a kernel is decorated: set before the first import, or not at all.
 INTERPRET: bool = triton.knobs.runtime.interpret

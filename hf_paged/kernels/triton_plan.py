@@ -6,7 +6,7 @@ with one new token each and the keys of their common prefix. A unit is `items` =
 [p * per_program, (p + 1) * per_program), whatever the lengths of the sequences. Knows lengths and tables; never K or V.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ A run that holds all keys of its rows writes the output; the others write partia
 their log-sum-exp. Knows a step's tensors and its Plan; never layers.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
 from __future__ import annotations
 
 import triton

@@ -4,7 +4,7 @@ A row is one query head of one token; the heads of a GQA group lie next to each 
 K/V head once. Knows positions and blocks; never which sequence a program works on.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
 from __future__ import annotations
 
 import triton

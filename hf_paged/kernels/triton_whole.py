@@ -3,7 +3,7 @@
 Finds its sequence by itself (no plan, no length read by the host). Knows a step's tensors; never layers.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
 from __future__ import annotations
 
 import triton

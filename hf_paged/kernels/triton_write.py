@@ -3,7 +3,7 @@
 One launch each, whatever the number of tokens, layers and copies. Knows tensors and slots; never metadata.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
 from __future__ import annotations
 
 import functools
