@@ -623,5 +623,10 @@ def test_soak() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_long_soak() -> None:
+    import psutil
+
+    sizes = []
     for seed in range(20):
         soak(5000, seed, models.shared("llama"))
+        sizes.append(psutil.Process().memory_info().rss)
+    assert max(sizes[10:]) < sizes[1] + 2**25, "memory grows from round to round"
