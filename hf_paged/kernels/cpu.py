@@ -20,7 +20,7 @@ _MAX_BATCHED_QUERY_LEN = 64
 # New tokens of a long prompt that share one mask and one range of keys.
 _QUERY_TILE = 256
 # A bucket is cut so that its gathered K/V stays about this large: what was just copied is then still in the cache.
-_WORKSPACE_BYTES = 4 << 20
+_WORKSPACE_BYTES = 2 << 20
 
 _local = threading.local()
 
@@ -74,8 +74,8 @@ class _Bucket:
 
 
 def _padded(length: int, quantum: int) -> int:
-    """`length` rounded up by at most a fifth (and to the quantum), so that few lengths share many sequences."""
-    step = max(quantum, 1 << max(length.bit_length() - 3, 0))
+    """`length` rounded up, by an eighth at most if it is long, so that sequences fall into few buckets."""
+    step = max(quantum, 1 << max(length.bit_length() - 4, 0))
     return -(-length // step) * step
 
 
@@ -143,7 +143,7 @@ def _plan(
             continue
         if query_len <= _MAX_BATCHED_QUERY_LEN:
             span = seq_len - first_key(seq_len - query_len)
-            key = (query_len if query_len <= 2 else _padded(query_len, 8), _padded(span, 64))
+            key = (query_len if query_len <= 2 else _padded(query_len, 8), _padded(span, 32))
             batched.setdefault(key, []).append((i, 0, query_len))
         elif whole_prompts and query_len == seq_len and first_key(seq_len - 1) == 0:
             prompts.setdefault(query_len, []).append((i, 0, query_len))
