@@ -126,8 +126,9 @@ class PagedKVCache(Cache):
             raise ValueError(f"the cache already has {len(self._rows)} rows; call release_row() first")
         self._rows, self._padding, self._length = [seq_id], [0], self._manager.num_tokens(seq_id)
         for layer in self.layers:
+            # A layer that no sequence has written to (cross-attention without images) is empty here too.
             if isinstance(layer, PagedLayer):
-                layer.length = num_written
+                layer.length = num_written if layer.index in self._pool else 0
 
     def release_row(self) -> None:
         """Let go of the row of `view_row`: its blocks stay its owner's."""

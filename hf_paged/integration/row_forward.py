@@ -16,6 +16,10 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer
 from hf_paged.errors import UnsupportedModelError
 
+PROBE_ERRORS = (
+    RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError, NotImplementedError,
+)  # fmt: skip
+
 
 class RowModel:
     """A model bound to a PagedMemory of one group. `forward` computes the next tokens of one sequence.
@@ -38,33 +42,61 @@ class RowModel:
         windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._blank.layers)
         self._caches: dict[int, PagedKVCache] = {}
         self._parameters = inspect.signature(model.forward).parameters
-        self.is_incremental = not self._continues() or self._has_states or windows
+        self.is_incremental = not self._probe() or self._has_states or windows
 
     @torch.no_grad()
-    def _continues(self) -> bool:
+    def _probe(self) -> bool:
         """Whether a prompt in two pieces comes to what it comes to in one.
 
-        Raises UnsupportedModelError for a model that does not keep just one entry a token.
+        Raises UnsupportedModelError if not even generate's own cut comes to what generate computes.
         """
         ids = torch.arange(5, device=self.model.device)[None]
-        logits = []
+        plain = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=3,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        expected = torch.cat(plain.logits).float()
+        tokens = plain.sequences[:, : ids.shape[1] + 2]
         try:
-            for cuts in ((5,), (2, 3)):
-                cache, done = PagedKVCache(self.model.config), 0
-                for count in cuts:
-                    last = self._call(cache, ids[:, done : done + count], done)
-                    done += count
-                logits.append(last.float())
-                if cache.get_seq_length() != done:
-                    raise UnsupportedModelError(
-                        f"{type(self.model).__name__} keeps {cache.get_seq_length()} entries for {done} tokens; the "
-                        "engine counts one a token: use model.generate(..., cache_implementation='paged')"
-                    )
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError, NotImplementedError):
+            same = self._close(self._logits(tokens, (5, 1, 1)), expected)
+        except UnsupportedModelError:
+            raise
+        except PROBE_ERRORS as error:
+            raise self._unsupported(f"{type(error).__name__}: {error}") from None
+        if not same:
+            raise self._unsupported("its logits are not those of generate")
+        try:
+            return self._close(self._logits(tokens, (2, 3, 1, 1))[1:], expected)
+        except PROBE_ERRORS:
             return False
-        whole, pieces = logits
+
+    def _logits(self, tokens: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
+        """Logits fp32 [len(cuts), vocab] after each piece of tokens int64 [1, sum(cuts)]."""
+        cache, done, logits = PagedKVCache(self.model.config), 0, []
+        for count in cuts:
+            logits.append(self._call(cache, tokens[:, done : done + count], done).float())
+            done += count
+            if cache.get_seq_length() != done:
+                raise self._unsupported(f"it keeps {cache.get_seq_length()} entries for {done} tokens")
+        return torch.stack(logits)
+
+    def _close(self, left: torch.Tensor, right: torch.Tensor) -> bool:
         tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 5e-2
-        return bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
+        finite = torch.isfinite(right)
+        difference = (left - right)[finite].abs().max()
+        return bool(difference <= tolerance * right[finite].abs().max())
+
+    def _unsupported(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{type(self.model).__name__} cannot be computed one sequence at a time ({reason}); "
+            "use model.generate(..., cache_implementation='paged')"
+        )
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """`child_id` has computed what `parent_id` has."""
