@@ -90,11 +90,8 @@ class PagedMemory:
 
     def append(self, appends: Sequence[tuple[SeqId, int]]) -> None:
         """Make room for (seq_id, num_tokens) of a whole step and do the copy-on-writes. All or nothing."""
-        needed = [0] * len(self.groups)
-        for index, group in enumerate(self.groups):
-            needed[index] = sum(group.manager.num_blocks_to_append(seq, n) for seq, n in appends)
-            # Copy-on-write: the last sharer of a block keeps it, so this counts at most what is needed.
-            self._reserve(group, needed[index])
+        for group in self.groups:
+            self._reserve(group, group.manager.num_blocks_to_append_all(appends))
         for group in self.groups:
             copies: list[BlockCopy] = []
             for seq_id, num_tokens in appends:
