@@ -256,8 +256,9 @@ def redraw(model: nn.Module, seed: int) -> None:
             fan_in = parameter.shape[-1] if parameter.ndim == 2 else parameter[0].numel() // max(parameter.shape[1], 1)
             gain = 2.5 if any(part in name for part in _QK) else 1.5 if any(part in name for part in _MIXERS) else 1.2
             # Without their means: the common part of ReLU-like activations would drown what differs between tokens.
-            noise -= noise.mean(-1, keepdim=True)
-            noise -= noise.mean(-2, keepdim=True)
+            if min(parameter.shape[-2:]) > 8:
+                noise -= noise.mean(-1, keepdim=True)
+                noise -= noise.mean(-2, keepdim=True)
             parameter.copy_(noise * gain / math.sqrt(max(fan_in, 1)))
         else:
             parameter.add_(noise * 0.1)
