@@ -281,6 +281,30 @@ def test_preemption_at_every_step(name: str, mode: Any) -> None:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if len(options) > 1])
+def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: str) -> None:
+    """As if nothing could stay: the group loses its blocks at every step, and all it has computed at every ninth."""
+    model = models.shared(family)
+    (prompt,) = models.prompts(13, seed=9)
+    others = requests(12, seed=10)
+    options = config(name)
+    finished = {}
+    with Engine(model, CacheConfig(num_blocks=60, block_size=4), SchedulerConfig(max_num_batched_tokens=64)) as engine:
+        for index, (other, other_options) in enumerate(others):
+            engine.add_request(other, other_options, request_id=str(index))
+        engine.add_request(prompt, options, request_id="it", priority=-1)
+        for step in itertools.count():
+            engine._scheduler.force_preempt("it", "swap" if step % 9 else "recompute")
+            finished.update({o.request_id: o for o in engine.step() if o.finished})
+            if not engine.has_unfinished_requests():
+                break
+            assert step < 1000
+        assert_idle(engine)
+        assert engine.stats().preemptions_swap + engine.stats().preemptions_recompute >= 2
+    assert_as_solo(model, [finished["it"]], [(prompt, options)])
+    assert_as_solo(model, [finished[str(i)] for i in range(12)], others)
+
+
 @pytest.mark.parametrize("name", ["greedy", "four samples", "beams"])
 @pytest.mark.parametrize("state", ["waiting", "chunk", "decode", "swapped", "recompute"])
 def test_abort_in_every_state(name: str, state: str) -> None:
