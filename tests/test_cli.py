@@ -187,7 +187,7 @@ def test_default_length_stays_inside_the_model(capsys: pytest.CaptureFixture[str
         (["generate", QA, "x", "--device", "mars"], ["--device mars", "cpu"]),
         (["generate", QA, "is " * 2000], ["prompt 1", "1024", "shorten"]),
         (["generate", QA, "x", "--max-new-tokens", "5000"], ["--max-new-tokens 5000", "1024", "or less"]),
-        (["generate", QA, "What is a list? " * 4, "--num-blocks", "1"], ["--num-blocks 1", "more"]),
+        (["generate", QA, "What is a list? " * 4, "--num-blocks", "1"], ["num_blocks=1", "raise"]),
         (["generate", BASE, "x", "--chat"], ["--chat", "no chat template"]),
         (["generate", str(EXAMPLES), "x"], [str(EXAMPLES), "config.json", "save_pretrained"]),
         (["generate", "no/such/folder", "x"], ["no/such/folder", "folder"]),
