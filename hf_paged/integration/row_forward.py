@@ -77,10 +77,15 @@ class RowModel:
             return False
 
     def _logits(self, tokens: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
-        """Logits fp32 [len(cuts), vocab] after each piece of tokens int64 [1, sum(cuts)]."""
+        """Logits fp32 [len(cuts), vocab] after each piece of tokens int64 [1, sum(cuts)].
+
+        Another sequence is computed between the pieces: a model that keeps a state in its modules cannot do that.
+        """
         cache, done, logits = PagedKVCache(self.model.config), 0, []
+        other, others = PagedKVCache(self.model.config), tokens.flip(1)
         for count in cuts:
             logits.append(self._call(cache, tokens[:, done : done + count], done).float())
+            self._call(other, others[:, done : done + count], done)
             done += count
             if cache.get_seq_length() != done:
                 raise self._unsupported(f"it keeps {cache.get_seq_length()} entries for {done} tokens")
