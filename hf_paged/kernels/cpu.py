@@ -20,7 +20,7 @@ _MAX_BATCHED_QUERY_LEN = 64
 # New tokens of a long prompt that share one mask and one range of keys.
 _QUERY_TILE = 256
 # A bucket is cut so that its gathered K/V stays about this large: what was just copied is then still in the cache.
-_WORKSPACE_BYTES = 2 << 20
+_WORKSPACE_BYTES = 8 << 20
 
 _local = threading.local()
 
@@ -266,30 +266,30 @@ def _attend_bucket(
         q = query[bucket.first_row : bucket.first_row + num_rows]
     else:
         q = query.index_select(0, bucket.rows.flatten())
-    q = q.unflatten(1, (num_kv_heads, group))  # [num_rows, num_kv_heads, group, head_dim]
+    q = q.view(num_seqs, query_len, num_kv_heads, group, -1)
     packed = not bucket.causal and (num_seqs > 1 or query_len <= _MAX_BATCHED_QUERY_LEN)
     if packed:
         # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
-        q = q.unflatten(0, (num_seqs, query_len)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        q = q.permute(0, 2, 1, 3, 4).flatten(2, 3)
         k, v = (_gather(cache, bucket.slots, name).transpose(1, 2) for cache, name in caches)
     else:
         # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
-        q = q.unflatten(0, (num_seqs, query_len)).flatten(2, 3).transpose(1, 2)  # [num_seqs, num_heads, query_len, ...]
+        q = q.flatten(2, 3).transpose(1, 2)  # [num_seqs, num_heads, query_len, head_dim]
         index = scratch.get(("torch heads", id(bucket), num_kv_heads))
         if index is None:
             heads = torch.arange(num_kv_heads, device=q.device)[:, None]
             index = (bucket.slots[:, None] * num_kv_heads + heads).flatten(0, 1)
             scratch[("torch heads", id(bucket), num_kv_heads)] = index  # [num_seqs * num_kv_heads, span]
         k, v = (_gather(cache.flatten(1, 2).unsqueeze(2), index, name) for cache, name in caches)
-        k, v = (x.squeeze(2).unflatten(0, (num_seqs, num_kv_heads)) for x in (k, v))
+        k, v = (x.view(num_seqs, num_kv_heads, *x.shape[1::2]) for x in (k, v))
     bias = _bias(bucket, packed, query.dtype, group, num_kv_heads, options.alibi_slopes, scratch)
     o, row_lse = _attend(q, k, v, bias, bucket.causal, options)
     if packed:
-        o = o.unflatten(2, (query_len, group)).permute(0, 2, 1, 3, 4)
-        row_lse = row_lse.unflatten(2, (query_len, group)).permute(0, 2, 1, 3)
+        o = o.view(num_seqs, num_kv_heads, query_len, group, -1).permute(0, 2, 1, 3, 4)
+        row_lse = row_lse.view(num_seqs, num_kv_heads, query_len, group).permute(0, 2, 1, 3)
     else:
-        o = o.transpose(1, 2).unflatten(2, (num_kv_heads, group))
-        row_lse = row_lse.transpose(1, 2).unflatten(2, (num_kv_heads, group))
+        o = o.transpose(1, 2).view(num_seqs, query_len, num_kv_heads, group, -1)
+        row_lse = row_lse.transpose(1, 2).view(num_seqs, query_len, num_kv_heads, group)
     if options.sinks is not None:
         sinks = options.sinks.float().view(num_kv_heads, group)
         o = o * torch.sigmoid(row_lse - sinks).unsqueeze(-1)
@@ -299,10 +299,9 @@ def _attend_bucket(
 
 def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
     """values [num_seqs, query_len, num_kv_heads, group, ...] to the bucket's rows of [num_tokens, num_heads, ...]."""
-    num_seqs, query_len, num_kv_heads, group = values.shape[:4]
     if bucket.rows is None:
-        rows = out[bucket.first_row : bucket.first_row + num_seqs * query_len]
-        rows.unflatten(0, (num_seqs, query_len)).unflatten(2, (num_kv_heads, group)).copy_(values)
+        rows = out[bucket.first_row : bucket.first_row + values.shape[0] * values.shape[1]]
+        rows.view(values.shape).copy_(values)
         return
     values, rows = values.flatten(2, 3).flatten(0, 1), bucket.rows.flatten()
     if bucket.kept is not None:

@@ -190,3 +190,14 @@ def test_the_plan_is_made_once_a_step(impl: str) -> None:
     second = ops.paged_attention(batch.query, batch.key_cache, batch.value_cache, batch.metadata, **kwargs)
     assert keys == set(batch.metadata.scratch) and keys
     assert torch.equal(first, second)
+
+
+def test_what_a_neighbour_wrote_behind_us_in_a_shared_block_is_never_read(impl: str) -> None:
+    """Two sequences in the same blocks, one of them shorter: the longer one's values may be anything."""
+    batch = make_batch(Case(((1, 400), (1, 140)), heads=(4, 2), shared=25))
+    batch.metadata.block_tables[1] = batch.metadata.block_tables[0]
+    expected = batch.only([1]).run("reference")
+    block = int(batch.metadata.block_tables[0, 9])
+    batch.value_cache[block, 6] = torch.inf  # position 150
+    batch.key_cache[block, 6] = torch.nan
+    torch.testing.assert_close(batch.run(impl)[1:], expected, atol=2e-5, rtol=2e-5)
