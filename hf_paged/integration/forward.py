@@ -31,7 +31,8 @@ class PackedModel:
         self._configs = configs_of(model)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        if "position_ids" not in parameters:
+        # A composite model hands what it does not name to the language model in it.
+        if "position_ids" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             raise UnsupportedModelError(
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be packed in one row"
             )
@@ -50,8 +51,12 @@ class PackedModel:
         """
         self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
-        if logits_indices is not None and self._keeps_logits:
-            kwargs["logits_to_keep"] = logits_indices
+        if self._keeps_logits:
+            # All rows as indices too: a model may drop rows early where it is told of a number of last ones.
+            every = logits_indices is None
+            kwargs["logits_to_keep"] = (
+                torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
+            )
         weights = contextlib.nullcontext() if self._weights is None else self._weights.active()
         with packed_step(self.cache, self._configs), weights:
             output = self.model(
