@@ -39,6 +39,7 @@ from hf_paged.generation.sampling import greedy
 from hf_paged.generation.scheduler import Scheduler, SchedulerOutput
 from hf_paged.generation.sequence import FinishReason, Sequence
 from hf_paged.generation.sizing import open_memory
+from hf_paged.integration.forward import PackedModel
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -72,6 +73,7 @@ class Engine:
         self._model = opened.model.model
         self._memory = opened.memory
         self._max_length = opened.max_length
+        self._is_packed = isinstance(opened.model, PackedModel)
         self._host_managers = opened.host_managers
         scheduler_config = self.scheduler_config
         if not opened.shares_prefixes:
@@ -81,6 +83,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._undelivered: list[Request] = []  # ended between two steps
         self._inboxes: dict[str, dict[str, Request]] = {}  # of whoever follows a request: what has changed
+        self._logits: torch.Tensor | None = None  # workspace, fp32 [most rows so far, vocab]
         self._lock = threading.RLock()
         self._ids = itertools.count()
         self._closed = False
@@ -194,8 +197,12 @@ class Engine:
                 inbox[request.request_id] = request
         return changed
 
-    @torch.no_grad()
     def _iterate(self) -> list[Request]:
+        # Cheaper by a twentieth of a step on a CPU; a model with an attention of its own may keep tensors for later.
+        with torch.no_grad(), torch.inference_mode(self._is_packed):
+            return self._compute()
+
+    def _compute(self) -> list[Request]:
         output = self._scheduler.schedule()
         self._steps += 1
         for group in output.failed:
@@ -226,7 +233,7 @@ class Engine:
 
     def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Request]:
         """logits [num_seqs, vocab] of the sequences that continue now, neighbours of one request in a run."""
-        logits = logits.float()
+        logits = self._in_fp32(logits)
         changed: list[Request] = []
         plain: list[tuple[Request, Sequence, int]] = []
         start = 0
@@ -247,6 +254,14 @@ class Engine:
             if request.group.is_finished:
                 self._close(request)
         return changed
+
+    def _in_fp32(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy that is this step's to change, in memory that is reused: fresh pages cost more than the copying."""
+        rows, vocab = logits.shape
+        buffer = self._logits
+        if buffer is None or buffer.shape[0] < rows or buffer.shape[1] != vocab:
+            buffer = self._logits = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
+        return buffer[:rows].copy_(logits)
 
     def _advance(self, request: Request, seqs: list[Sequence], logits: torch.Tensor) -> bool:
         num_tokens = request.num_unfinished

@@ -8,11 +8,12 @@ import torch
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits fp32 [num_rows, vocab] -> the most likely tokens int64 [num_rows], their log-probabilities [num_rows].
 
-    A log-probability is NaN where the logits are.
+    A log-probability is NaN where the logits are. The logits are used up: what is left in them is no use to anyone.
     """
     # On a CPU max is 30 times faster than argmax.
     scores, tokens = logits.max(dim=-1)
-    return tokens, scores - torch.logsumexp(logits, dim=-1)
+    # score - logsumexp(logits), without a temporary as large as the logits.
+    return tokens, -logits.sub_(scores[:, None]).exp_().sum(dim=-1).log_()
 
 
 def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
