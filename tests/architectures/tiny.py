@@ -210,6 +210,8 @@ def tiny_config(model_type: str) -> Any:
     config = cls(**fields)
     config.is_decoder = True  # encoder families attend causally and keep a cache only then
     config.is_encoder_decoder = False
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        config._attn_implementation = "eager"  # SDPA, the default of some releases, drops the soft cap
     for part in (config, config.get_text_config(decoder=True)):
         part.tie_word_embeddings = False  # a tied model tends to repeat its last token
     return config
