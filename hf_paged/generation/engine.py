@@ -11,9 +11,12 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from math import isnan
 from operator import attrgetter
 from types import TracebackType
@@ -36,7 +39,7 @@ from hf_paged.generation.request import (
 )
 from hf_paged.generation.runner import Runner
 from hf_paged.generation.sampling import greedy
-from hf_paged.generation.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.scheduler import Scheduler
 from hf_paged.generation.sequence import FinishReason, Sequence
 from hf_paged.generation.sizing import open_memory
 from hf_paged.integration.forward import PackedModel
@@ -91,8 +94,13 @@ class Engine:
         self._scheduler = Scheduler(scheduler_config, opened.memory.managers, opened.host_managers or None)
         self._runner = Runner(opened.model, opened.memory, opened.host_pools)
         self._requests: dict[str, Request] = {}
-        self._undelivered: list[Request] = []  # ended between two steps
-        self._inboxes: dict[str, dict[str, Request]] = {}  # of whoever follows a request: what has changed
+        self._ended: list[Request] = []  # from outside their own decoding, since the last step
+        # What has changed, in the order of change: for the stream that follows a request, or else for `step`, whoever
+        # does the steps meanwhile.
+        self._inboxes: dict[Request, dict[Request, None]] = {}
+        self._undelivered: dict[Request, None] = {}
+        self._is_stepping = False
+        self._later: deque[Callable[[], None]] = deque()  # what must not happen in the middle of a step
         self._logits: torch.Tensor | None = None  # workspace, fp32 [most rows so far, vocab]
         self._lock = threading.RLock()
         self._ids = itertools.count()
@@ -129,8 +137,9 @@ class Engine:
             )
         with self._lock:
             self._check_open()
+            self._settle()
             if request_id is None:
-                request_id = f"request-{next(self._ids)}"
+                request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
             prepared = prepare_request(
                 self._model,
                 ids.to(self._model.device),
@@ -168,12 +177,22 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 return False
-            self._end(request, FinishReason.ABORT, None)
+            self._later.append(partial(self._abort, request))
+            self._settle()
             return True
+
+    def _abort(self, request: Request) -> None:
+        if self._requests.get(request.request_id) is request:
+            self._end(request, FinishReason.ABORT, None)
+
+    def _settle(self) -> None:
+        """Do what has been put off, unless a step is in progress."""
+        while self._later and not self._is_stepping:
+            self._later.popleft()()
 
     def has_unfinished_requests(self) -> bool:
         """True while a step would have something to do or to deliver."""
-        return bool(self._requests or self._undelivered)
+        return bool(self._requests or self._ended or self._undelivered)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
         """Finish a request from outside its own decoding; its output waits for the next step."""
@@ -181,7 +200,7 @@ class Engine:
         request.error = error
         self._scheduler.finish_group(request.group, reason)
         self._close(request)
-        self._undelivered.append(request)
+        self._ended.append(request)
 
     def _close(self, request: Request) -> None:
         request.metrics = replace(
@@ -192,19 +211,31 @@ class Engine:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """One iteration over the batch; returns the outputs that changed, as snapshots."""
-        with self._lock:
-            return [request.output() for request in self._step()]
+        """One iteration over the batch; returns the outputs that changed, as snapshots.
 
-    def _step(self) -> list[Request]:
+        Those too that changed in steps done for others (`generate`, a stream), unless a stream of their own has them.
+        """
+        with self._lock:
+            changed = self._step()
+            outputs = [request.output() for request in {**self._undelivered, **changed}]
+            self._undelivered.clear()
+            return outputs
+
+    def _step(self) -> dict[Request, None]:
         self._check_open()
-        changed = self._iterate() if self._scheduler.has_unfinished() else []
-        changed += self._undelivered
-        self._undelivered = []
+        self._check_not_stepping()
+        self._settle()
+        changed: dict[Request, None] = {}
+        if self._scheduler.has_unfinished():
+            self._is_stepping = True
+            try:
+                changed = dict.fromkeys(self._iterate())
+            finally:
+                self._is_stepping = False
+        changed.update(dict.fromkeys(self._ended))
+        self._ended.clear()
         for request in changed:
-            inbox = self._inboxes.get(request.request_id)
-            if inbox is not None:
-                inbox[request.request_id] = request
+            self._inboxes.get(request, self._undelivered)[request] = None
         return changed
 
     def _iterate(self) -> list[Request]:
@@ -220,23 +251,34 @@ class Engine:
             request.stop_all(FinishReason.ERROR)
             request.error = group.error
             self._close(request)
-            self._undelivered.append(request)
+            self._ended.append(request)
         try:
             result = self._runner.run(output)
         except BaseException as error:
             self._scheduler.rollback(output)
-            if not isinstance(error, Exception):
+            interrupted = not isinstance(error, Exception)
+            if not interrupted or not self._runner.can_repeat:
+                # Nobody can tell whose tokens the forward stumbled over: all of the step fail, with the cause.
+                seqs = [seq for seq, _ in output.scheduled]
+                self._fail(seqs, f"the forward failed: {type(error).__name__}: {error}")
+            if interrupted:
                 raise
-            # Nobody can tell whose tokens the forward stumbled over: all requests of the step fail, with the cause.
-            self._fail_step(output, f"the forward failed: {type(error).__name__}: {error}")
             return []
         self._scheduler.update(output)
         if result.logits is None:
             return []
-        return self._sample(result.seqs, result.logits)
+        try:
+            return self._sample(result.seqs, result.logits)
+        except BaseException as error:
+            # Who has got a token and who has not is unknown, and without one a request would wait for ever.
+            self._fail(result.seqs, f"the step was broken off: {type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
+            return []
 
-    def _fail_step(self, output: SchedulerOutput, cause: str) -> None:
-        for request_id in dict.fromkeys(seq.group.request_id for seq, _ in output.scheduled):
+    def _fail(self, seqs: list[Sequence], cause: str) -> None:
+        """The requests of these sequences end with an error."""
+        for request_id in dict.fromkeys(seq.group.request_id for seq in seqs):
             request = self._requests.get(request_id)
             if request is not None:
                 self._end(request, FinishReason.ERROR, cause)
@@ -338,35 +380,37 @@ class Engine:
 
         generation_config: one for all, or one for each. progress: a bar with tokens/s on stderr (None = on a terminal).
         """
-        with self._progress(len(prompts), progress) as bar:
-            finished: dict[str, RequestOutput] = {}
-            ids = self._add_all(prompts, generation_config)
+        stream = self._open_stream(prompts, generation_config, finals_only=True)
+        finished: dict[str, RequestOutput] = {}
+        with closing(stream), self._progress(len(stream.requests), progress) as bar:
             started, before = time.monotonic(), self._generated_tokens
-            for output in self._follow(ids, finals_only=True):
+            for output in stream:
                 finished[output.request_id] = output
                 rate = (self._generated_tokens - before) / max(time.monotonic() - started, 1e-9)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update()
-        return [finished[request_id] for request_id in ids]
+        return [finished[request.request_id] for request in stream.requests]
 
-    def stream(self, prompts: SequenceOf[Prompt], generation_config: Any = None) -> Iterator[RequestOutput]:
+    def stream(self, prompts: SequenceOf[Prompt], generation_config: Any = None) -> RequestStream:
         """Yield an output whenever a request has changed (a slow reader gets the latest state, not every one).
 
         Closing the iterator early aborts what is unfinished.
         """
-        ids = self._add_all(prompts, generation_config)
-        return self._follow(ids)
+        return self._open_stream(prompts, generation_config)
 
     async def astream(self, prompts: SequenceOf[Prompt], generation_config: Any = None) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio: steps run in a worker thread, several streams share them."""
-        outputs = self.stream(prompts, generation_config)
+        outputs = await asyncio.to_thread(self.stream, prompts, generation_config)
         try:
             while (output := await asyncio.to_thread(next, outputs, None)) is not None:
                 yield output
         finally:
-            await asyncio.to_thread(outputs.close)  # type: ignore[attr-defined]
+            # Not awaited: it may wait for the step of a reader that was cancelled, and must not be cancelled itself.
+            outputs.abandon()
 
-    def _add_all(self, prompts: SequenceOf[Prompt], generation_config: Any | SequenceOf[Any]) -> list[str]:
+    def _open_stream(
+        self, prompts: SequenceOf[Prompt], generation_config: Any | SequenceOf[Any], *, finals_only: bool = False
+    ) -> RequestStream:
         if isinstance(prompts, torch.Tensor) or not prompts:
             prompts = list(prompts)
         if not prompts:
@@ -376,44 +420,25 @@ class Engine:
             configs = [configs] * len(prompts)
         if len(configs) != len(prompts):
             raise ValueError(f"{len(configs)} generation configs for {len(prompts)} prompts: give one, or one for each")
-        ids: list[str] = []
+        requests: list[Request] = []
         with self._lock:
-            inbox: dict[str, Request] = {}
             try:
                 for prompt, config in zip(prompts, configs):
-                    ids.append(self.add_request(prompt, config))
+                    requests.append(self._requests[self.add_request(prompt, config)])
             except BaseException:
-                for request_id in ids:
-                    self._scheduler.abort(request_id)
-                    del self._requests[request_id]
+                self._drop(requests)
                 raise
-            for request_id in ids:
-                self._inboxes[request_id] = inbox
-        return ids
+            inbox: dict[Request, None] = {}
+            self._inboxes.update(dict.fromkeys(requests, inbox))
+            return RequestStream(self, requests, inbox, finals_only=finals_only)
 
-    def _follow(self, ids: list[str], *, finals_only: bool = False) -> Iterator[RequestOutput]:
-        inbox, unfinished = self._inboxes[ids[0]], set(ids)
-        try:
-            while unfinished:
-                with self._lock:
-                    if not inbox:
-                        self._step()
-                    # Only now, so that a request that changed several times is told once, as it stands.
-                    outputs = [
-                        r.output() for r in inbox.values() if not finals_only or r.request_id not in self._requests
-                    ]
-                    inbox.clear()
-                for output in outputs:
-                    if output.finished:
-                        unfinished.discard(output.request_id)
-                    yield output
-        finally:
-            with self._lock:
-                for request_id in unfinished:
-                    self.abort(request_id)
-                for request_id in ids:
-                    self._inboxes.pop(request_id, None)
-                self._undelivered = [r for r in self._undelivered if r.request_id not in unfinished]
+    def _drop(self, requests: list[Request]) -> None:
+        """Nobody waits for these any more: abort what is unfinished, deliver nothing."""
+        for request in requests:
+            self._abort(request)
+            self._inboxes.pop(request, None)
+        dropped = set(requests)
+        self._ended = [request for request in self._ended if request not in dropped]
 
     def _progress(self, total: int, progress: bool | None) -> Any:
         from tqdm.auto import tqdm
@@ -437,10 +462,16 @@ class Engine:
         from transformers import GenerationConfig
 
         with self._lock:
-            config = GenerationConfig(max_new_tokens=1, do_sample=False)
-            request_id = self.add_request(ids, config, cache_salt=cache_salt, priority=-(2**31))
-            while request_id in self._requests:
-                self._undelivered += [r for r in self._step() if r.request_id != request_id]
+            config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+            request = self._requests[self.add_request(ids, config, cache_salt=cache_salt, priority=-(2**31))]
+            try:
+                while self._requests.get(request.request_id) is request:
+                    self._step()
+            finally:
+                self._drop([request])
+                self._undelivered.pop(request, None)
+            if request.error is not None:
+                raise RuntimeError(f"the prefix was not computed: {request.error}")
             return cache.pin(ids[0].tolist(), root_digest(type(self._model).__name__, None, cache_salt))
 
     def release_prefix(self, prompt_ids: Prompt, *, cache_salt: str | None = None) -> bool:
@@ -460,6 +491,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Figures at this moment."""
         with self._lock:
+            self._settle()
             memory, scheduler, cache = self._memory.stats(), self._scheduler, self._scheduler.prefix_cache
             allocators = [manager.allocator for manager in self._memory.managers]
             return EngineStats(
@@ -501,6 +533,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
         with self._lock:
+            self._settle()
             self._scheduler.check_integrity()
             assert set(self._requests) == {group.request_id for group in self._scheduler.groups}
 
@@ -509,14 +542,23 @@ class Engine:
         with self._lock:
             if self._closed:
                 return
-            for request_id in list(self._requests):
-                self.abort(request_id)
+            self._check_not_stepping()
+            for request in list(self._requests.values()):
+                self._abort(request)
+            if self._scheduler.prefix_cache is not None:
+                self._scheduler.prefix_cache.clear()  # pins hold blocks
+            self._ended.clear()
+            self._undelivered.clear()
             self._closed = True
             self._memory.release()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
+
+    def _check_not_stepping(self) -> None:
+        if self._is_stepping:
+            raise RuntimeError("a logits processor or stopping criterion may add and abort requests, nothing else")
 
     def __enter__(self) -> Engine:
         return self
@@ -525,3 +567,63 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """The outputs of some requests for one reader, whoever does the steps; ends when all are finished.
+
+    Closing it, from any thread, aborts what is unfinished; so does forgetting it, with the engine's next step.
+    """
+
+    def __init__(
+        self, engine: Engine, requests: list[Request], inbox: dict[Request, None], *, finals_only: bool
+    ) -> None:
+        self.requests = requests
+        self._engine = engine
+        self._inbox = inbox  # what has changed; the engine's lock guards it
+        self._finals_only = finals_only
+        self._unfinished = set(requests)
+        self._outputs: deque[RequestOutput] = deque()
+        self._is_closed = False
+
+    def __next__(self) -> RequestOutput:
+        while True:
+            with self._engine._lock:
+                if self._is_closed:
+                    raise StopIteration
+                if self._outputs:
+                    return self._outputs.popleft()
+                if self._unfinished:
+                    self._read()
+                else:
+                    self.close()
+
+    def _read(self) -> None:
+        if not self._inbox:
+            try:
+                self._engine._step()
+            except BaseException:
+                self.close()
+                raise
+        # Only now, so that a request that changed several times is told once, as it stands.
+        for request in self._inbox:
+            is_finished = request.metrics.finish_time is not None
+            if is_finished:
+                self._unfinished.discard(request)
+            if is_finished or not self._finals_only:
+                self._outputs.append(request.output())
+        self._inbox.clear()
+
+    def abandon(self) -> None:
+        """Close it with the engine's next step, without waiting for the one in progress."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine._later.append(partial(self._engine._drop, self.requests))
+
+    def close(self) -> None:
+        self.abandon()
+        with self._engine._lock:
+            self._engine._settle()
+
+    def __del__(self) -> None:
+        self.abandon()

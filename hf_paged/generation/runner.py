@@ -38,6 +38,11 @@ class Runner:
         self._host_pools = host_pools
         self._device = model.model.device
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a step that was interrupted in the forward may be done again: states are not taken back."""
+        return isinstance(self._model, PackedModel)
+
     def run(self, output: SchedulerOutput) -> StepResult:
         """Swaps, block copies, then the forward of all scheduled tokens."""
         self._move_blocks(output)

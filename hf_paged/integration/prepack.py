@@ -39,7 +39,7 @@ def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
     if prepack is None and not _pays(layers):
         return None
     known = _packed.get(model)
-    if known is None:
+    if known is None or not known.is_of(layers):
         known = _packed[model] = PackedWeights(layers)
     return known
 
@@ -54,6 +54,8 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
     for layer in layers:
         if layer.weight.device.type != "cpu":
             return f"weights on {layer.weight.device} cannot be packed, only those on a CPU"
+        if layer.weight.is_inference():
+            return "weights made in inference mode do not tell when they change"
         if layer.weight.dtype not in (torch.bfloat16, torch.float32):
             return f"weights of {layer.weight.dtype} cannot be packed, only bfloat16 and float32"
     return None
@@ -79,13 +81,17 @@ class PackedWeights:
     def __init__(self, layers: list[nn.Linear]) -> None:
         self._layers = [_PackedLinear(layer) for layer in layers]
 
+    def is_of(self, layers: list[nn.Linear]) -> bool:
+        """False when layers of the model have been replaced since."""
+        return [packed.layer() for packed in self._layers] == layers
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, the layers compute with the packed copies in packed steps of this thread, as always elsewhere."""
-        for packed in self._layers:
-            packed.renew()
-            packed.attributes["forward"] = packed.forward
         try:
+            for packed in self._layers:
+                if packed.renew():
+                    packed.attributes["forward"] = packed.forward
             yield
         finally:
             for packed in self._layers:
@@ -93,22 +99,24 @@ class PackedWeights:
 
 
 class _PackedLinear:
-    __slots__ = ("_layer", "_stamp", "_weight", "attributes", "forward")
+    __slots__ = ("_stamp", "attributes", "forward", "layer")
 
     def __init__(self, layer: nn.Linear) -> None:
         # By reference, the layer would keep the model alive that is the key of its packed weights.
-        self._layer = weakref.ref(layer)
+        self.layer = weakref.ref(layer)
         self.attributes = layer.__dict__
         self._stamp: tuple[int, int] | None = None
         self.forward: Callable[[torch.Tensor], torch.Tensor]
 
-    def renew(self) -> None:
-        layer = self._layer()
-        assert layer is not None
+    def renew(self) -> bool:
+        """Pack the weight if that has changed. False when the layer is no more: it has been replaced in the model."""
+        layer = self.layer()
+        if layer is None:
+            return False
         weight = layer.weight
         stamp = (weight.data_ptr(), weight._version)
         if stamp == self._stamp:
-            return
+            return True
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         bias = layer.bias
         linear = torch.ops.mkldnn._linear_pointwise
@@ -122,3 +130,4 @@ class _PackedLinear:
 
         self.forward = forward
         self._stamp = stamp
+        return True

@@ -1,0 +1,167 @@
+"""The engine's callers: readers that go away, readers beside each other, callbacks that call back, interrupts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+
+from hf_paged import CacheConfig, Engine
+
+
+def config(**options: Any) -> GenerationConfig:
+    return GenerationConfig(**{"max_new_tokens": 8, "eos_token_id": models.EOS, "pad_token_id": models.PAD, **options})
+
+
+def opened() -> Engine:
+    return Engine(models.shared("llama"), CacheConfig(num_blocks=64))
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.check_integrity()
+    assert not engine.has_unfinished_requests()
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("way", ["closed", "forgotten", "forgotten after one output"])
+def test_a_stream_that_is_not_read_is_an_abort(way: str) -> None:
+    with opened() as engine:
+        stream = engine.stream(models.prompts(5, 9, 20), config())
+        if way == "forgotten after one output":
+            next(stream)
+        if way == "closed":
+            stream.close()
+        else:
+            del stream
+            gc.collect()
+            assert engine.step() == []
+        assert_idle(engine)
+
+
+def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as engine:
+        run = engine._runner.run
+
+        def slow(output: Any) -> Any:
+            time.sleep(0.1)
+            return run(output)
+
+        monkeypatch.setattr(engine._runner, "run", slow)
+
+        async def read() -> None:
+            async for _ in engine.astream(models.prompts(5, 9), config(max_new_tokens=100)):
+                pass
+
+        async def main() -> None:
+            task = asyncio.create_task(read())
+            await asyncio.sleep(0.25)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(main())
+        assert_idle(engine)
+
+
+def test_steps_done_for_others_keep_the_outputs_of_step() -> None:
+    first, second = models.prompts(5, 9)
+    with opened() as engine:
+        engine.add_request(first, config(max_new_tokens=2), request_id="mine")
+        engine.generate([second], config())
+        (output,) = engine.step()
+        assert (output.request_id, output.finished) == ("mine", True)
+        engine.add_request(first, config(max_new_tokens=2), request_id="mine")
+        engine.cache_prefix(torch.cat([second, second, second]))
+        assert [o.request_id for o in engine.step()] == ["mine"]
+        assert engine.step() == []
+
+
+def test_closing_lets_go_of_pinned_prefixes_and_of_what_was_not_delivered() -> None:
+    (prompt,) = models.prompts(40)
+    with opened() as engine:
+        assert engine.cache_prefix(prompt) == 32
+        engine.add_request(prompt, config())
+    assert not engine.has_unfinished_requests()
+    assert engine.stats().blocks_used == 0
+
+
+def test_a_prefix_that_cannot_be_computed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(output: Any) -> Any:
+        raise OSError("no device")
+
+    with opened() as engine:
+        monkeypatch.setattr(engine._runner, "run", broken)
+        with pytest.raises(RuntimeError, match="no device"):
+            engine.cache_prefix(models.prompts(40)[0])
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_a_processor_may_abort(victim: str) -> None:
+    prompts = models.prompts(5, 9)
+    with opened() as engine:
+
+        def abort(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            engine.abort(victim)
+            return scores
+
+        engine.add_request(prompts[0], config(), request_id="a", logits_processor=LogitsProcessorList([abort]))
+        engine.add_request(prompts[1], config(do_sample=True), request_id="b")
+        reasons = {}
+        while engine.has_unfinished_requests():
+            reasons.update({o.request_id: o.outputs[0].finish_reason for o in engine.step()})
+        assert reasons.pop(victim) == "abort"
+        assert set(reasons.values()) == {"length"}
+        assert_idle(engine)
+
+
+def test_an_interrupt_while_sampling_leaves_nobody_waiting() -> None:
+    prompts = models.prompts(5, 9)
+
+    def interrupt(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with opened() as engine:
+        engine.add_request(prompts[0], config(), request_id="neighbour")
+        engine.add_request(prompts[1], config(), logits_processor=LogitsProcessorList([interrupt]))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        outputs = engine.step()
+        assert len(outputs) == 2
+        assert all(o.finished and o.error and "KeyboardInterrupt" in o.error for o in outputs)
+        assert_idle(engine)
+
+
+def test_ids_of_callers_and_of_the_engine() -> None:
+    prompts = models.prompts(5, 9, 20)
+    with opened() as engine:
+        engine.add_request(prompts[0], config(), request_id="request-0")
+        assert engine.add_request(prompts[1], config()) == "request-1"
+        stream = engine.stream(prompts[:2], [config(max_new_tokens=1), config()])
+        ended = next(o.request_id for o in stream if o.finished)
+        engine.add_request(prompts[2], config(max_new_tokens=1), request_id=ended)
+        assert all(o.request_id != ended for o in stream)
+
+
+def test_packed_weights_follow_replaced_layers() -> None:
+    model = models.build("llama")
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+        (prompt,) = models.prompts(9)
+        engine.generate([prompt], config())
+        model.lm_head = torch.nn.Linear(model.config.hidden_size, models.VOCAB, bias=False)
+        gc.collect()
+        expected = model.generate(prompt[None], generation_config=config(), attention_mask=torch.ones(1, 9))
+        expected = expected[0, 9:].tolist()
+        engine.clear_prefix_cache()
+        (output,) = engine.generate([prompt], config())
+        assert output.error is None and output.outputs[0].token_ids == expected
+        with Engine(model, CacheConfig(num_blocks=64), prepack=True) as second:
+            (output,) = second.generate([prompt], config())
+        assert output.error is None and output.outputs[0].token_ids == expected
+    assert all("forward" not in module.__dict__ for module in model.modules())
