@@ -124,9 +124,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for workload in ("alpaca", "sharegpt"):
             for model in ("shipped", "random"):
                 points = [r for r in rows if (r["kind"], r["workload"], r["model"]) == (kind, workload, model)]
-                axis.plot(
-                    [r["width"] for r in points], [100 * r["saved"] for r in points], "o-", label=f"{workload}, {model}"
-                )
+                if points:
+                    shares = [100 * r["saved"] for r in points]
+                    axis.plot([r["width"] for r in points], shares, "o-", label=f"{workload}, {model}")
         axis.plot(*paper[kind], "k--x", label="the paper, Alpaca (OPT-13B)")
         axis.set_xscale("log", base=2)
         axis.set_xlabel({"samples": "samples a prompt", "beams": "beam width"}[kind])
