@@ -154,7 +154,7 @@ class Engine:
                     f"max_length={length}: this model's rotary frequencies depend on the longest sequence of the batch "
                     f"beyond {limit} tokens, so requests cannot share one; use model.generate"
                 )
-            root = root_digest(type(self._model).__name__, adapter, cache_salt)
+            root = self._root(cache_salt)
             group, kind = new_request(prepared, request_id, priority=priority, cache_root=root)
             request = kind(group, prepared, self._generator(generation_config))
             self._scheduler.add(group)
@@ -162,8 +162,18 @@ class Engine:
             self._prompt_tokens += request.prompt_length
             return request_id
 
+    def _root(self, cache_salt: str | None) -> bytes:
+        """Of the prefixes that a request may share: they were computed with the adapters that are active now."""
+        active = [
+            (name, list(module.active_adapters), bool(module.disable_adapters))
+            for name, module in (self._model.named_modules() if hasattr(self._model, "peft_config") else ())
+            if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters")
+        ]
+        return root_digest(type(self._model).__name__, repr(active) if active else None, cache_salt)
+
     def _generator(self, generation_config: Any) -> torch.Generator | None:
-        seed = getattr(generation_config, "seed", None)
+        config = self._model.generation_config if generation_config is None else generation_config
+        seed = getattr(config, "seed", None)
         if seed is None:
             return None
         return torch.Generator(device=self._model.device).manual_seed(seed)
@@ -472,14 +482,14 @@ class Engine:
                 self._undelivered.pop(request, None)
             if request.error is not None:
                 raise RuntimeError(f"the prefix was not computed: {request.error}")
-            return cache.pin(ids[0].tolist(), root_digest(type(self._model).__name__, None, cache_salt))
+            return cache.pin(ids[0].tolist(), self._root(cache_salt))
 
     def release_prefix(self, prompt_ids: Prompt, *, cache_salt: str | None = None) -> bool:
         """Let a prefix of `cache_prefix` be evicted again. False if it was not held."""
         ids = as_prompt(self._model, prompt_ids)
         cache = self._scheduler.prefix_cache
         with self._lock:
-            root = root_digest(type(self._model).__name__, None, cache_salt)
+            root = self._root(cache_salt)
             return cache is not None and cache.unpin(ids[0].tolist(), root)
 
     def clear_prefix_cache(self) -> None:

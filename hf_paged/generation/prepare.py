@@ -89,6 +89,12 @@ def as_prompt(model: Any, prompt_ids: Any) -> torch.Tensor:
 _REFUSED = ("output_attentions", "output_hidden_states", "assistant_early_exit", "token_healing")
 
 
+def _refuse(generation_config: Any) -> None:
+    for name in _REFUSED:
+        if getattr(generation_config, name, None):
+            raise ValueError(f"{name}={getattr(generation_config, name)!r}: the engine does not do this; use generate")
+
+
 def prepare_request(
     model: Any,
     input_ids: torch.Tensor,
@@ -99,9 +105,7 @@ def prepare_request(
     tokenizer: Any = None,
 ) -> PreparedRequest:
     """input_ids int64 [1, prompt_length]. Raises ValueError on options that the engine cannot honour."""
-    for name in _REFUSED:
-        if getattr(generation_config, name, None):
-            raise ValueError(f"{name}={getattr(generation_config, name)!r}: the engine does not do this; use generate")
+    _refuse(generation_config)
     if getattr(generation_config, "use_cache", None) is False:
         raise ValueError("use_cache=False contradicts a paged cache; drop it")
     notes = _NoteTaker(model)
@@ -118,6 +122,7 @@ def prepare_request(
     prepared = notes.prepared
     if prepared is None:
         raise ValueError("this generation mode has no decoding loop of transformers' own; use model.generate")
+    _refuse(prepared.generation_config)  # with what the model's own has
     length, limit = prepared.generation_config.max_length, position_limit(model)
     if limit is not None and length > limit:
         raise ValueError(

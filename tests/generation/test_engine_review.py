@@ -165,3 +165,42 @@ def test_packed_weights_follow_replaced_layers() -> None:
             (output,) = second.generate([prompt], config())
         assert output.error is None and output.outputs[0].token_ids == expected
     assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # what PEFT asks
+def test_prefixes_belong_to_the_active_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = peft.get_peft_model(
+        models.build("llama"), peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False)
+    )
+    model.add_adapter("other", peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False))
+    model.eval()
+    (prompt,) = models.prompts(40)
+
+    def assert_as_generate(engine: Engine) -> None:
+        rows = model.generate(
+            input_ids=prompt[None], generation_config=config(), attention_mask=torch.ones_like(prompt[None])
+        )
+        (output,) = engine.generate([prompt], config())
+        assert output.outputs[0].token_ids == rows[0, len(prompt) :].tolist()
+
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        assert_as_generate(engine)
+        model.set_adapter("other")
+        assert_as_generate(engine)
+        with model.disable_adapter():
+            assert_as_generate(engine)
+
+
+def test_what_the_models_own_generation_config_says() -> None:
+    model = models.build("llama")
+    model.generation_config = config(do_sample=True)
+    model.generation_config.seed = 5
+    (prompt,) = models.prompts(9)
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        first, second = (engine.generate([prompt])[0].outputs[0].token_ids for _ in range(2))
+        assert first == second
+        model.generation_config.output_attentions = True
+        with pytest.raises(ValueError, match="output_attentions=True"):
+            engine.generate([prompt])
