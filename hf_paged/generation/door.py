@@ -23,6 +23,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
+from hf_paged.generation.sizing import draws_dropout, window_groups
 from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.support import SupportReport, refuse_unsupported
@@ -229,18 +230,9 @@ def _argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]
         return "position_ids are given explicitly"
     if kwargs.get("past_key_values") is not None:
         return "the conversation continues a given cache"
-    if model.training and _drops(model):
+    if model.training and draws_dropout(model):
         return "the model is in training mode, where dropout depends on the batch layout"
     return None
-
-
-def _drops(model: nn.Module) -> bool:
-    if any(
-        getattr(module, "p", 0) > 0 for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)
-    ):
-        return True
-    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
-    return bool(getattr(config, "attention_dropout", 0.0))
 
 
 def prepare_cache_for_generation(
@@ -273,7 +265,8 @@ def prepare_cache_for_generation(
         return None
     call.expand = max(config.num_beams, config.num_return_sequences)
     if obstacle is None:
-        windows = _window_groups(call.report, config.max_length, whole=call.returned)
+        # A cache that the caller will own is one group: it may be cropped, continued, read.
+        windows = ((None, None),) if call.returned else window_groups(call.report, config.max_length)
         lengths = _prompt_lengths(call, values["batch_size"], model_kwargs.get("attention_mask"))
         at_once = min(sum(lengths), MAX_PREFILL_TOKENS, config.prefill_chunk_size or MAX_PREFILL_TOKENS)
         # Blocks that leave every window between two chunks of prompts are not needed together.
@@ -370,21 +363,6 @@ def _layout_obstacle(report: SupportReport, max_length: int, mask: torch.Tensor 
     if report.counts_padding and mask is not None and not bool(mask.all()):
         return "the model numbers tokens with the left padding"
     return None
-
-
-def _window_groups(
-    report: SupportReport, max_length: int, *, whole: bool
-) -> tuple[tuple[frozenset[int] | None, int | None], ...]:
-    """Layers by the window after which their blocks can be freed. `whole`: the caller will own the cache: one group."""
-    by_window: dict[int | None, set[int]] = {}
-    for layer in report.layers:
-        window = layer.sliding_window
-        if window is not None and window >= max_length:
-            window = None
-        by_window.setdefault(window, set()).add(layer.index)
-    if whole or set(by_window) == {None}:
-        return ((None, None),)
-    return tuple((frozenset(layers), window) for window, layers in by_window.items())
 
 
 def _open_decoder(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> PackedDecoder:

@@ -50,11 +50,11 @@ def open_memory(
     """
     model = _generating_model(model)
     report = refuse_unsupported(model)
-    if model.training and _drops(model):
+    if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
     bound: PackedModel | RowModel
     if report.native:
-        memory = PagedMemory(cache_config.block_size, 1, windows=_windows(report))
+        memory = PagedMemory(cache_config.block_size, 1, windows=window_groups(report))
         bound = PackedModel(model, memory, packed_weights(model, prepack))
     else:
         memory = PagedMemory(cache_config.block_size, 1)
@@ -98,16 +98,26 @@ def _generating_model(model: Any) -> Any:
     return base()
 
 
-def _drops(model: Any) -> bool:
-    return any(m.p > 0 for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)) or bool(
-        getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0.0)
-    )
+def draws_dropout(model: Any) -> bool:
+    """In training mode, such a model's results are random and depend on the layout of the batch."""
+    layers = (module for module in model.modules() if isinstance(module, torch.nn.modules.dropout._DropoutNd))
+    config = model.config.get_text_config(decoder=True)
+    return any(layer.p > 0 for layer in layers) or bool(getattr(config, "attention_dropout", 0.0))
 
 
-def _windows(report: SupportReport) -> tuple[tuple[frozenset[int] | None, int | None], ...]:
+def window_groups(
+    report: SupportReport, max_length: int | None = None
+) -> tuple[tuple[frozenset[int] | None, int | None], ...]:
+    """Layers by the window after which their blocks can be freed; one group, None, if nothing ever can be.
+
+    A window of `max_length` or more is none.
+    """
     by_window: dict[int | None, set[int]] = {}
     for layer in report.layers:
-        by_window.setdefault(layer.sliding_window, set()).add(layer.index)
+        window = layer.sliding_window
+        if window is not None and max_length is not None and window >= max_length:
+            window = None
+        by_window.setdefault(window, set()).add(layer.index)
     if set(by_window) == {None}:
         return ((None, None),)
     return tuple((frozenset(layers), window) for window, layers in by_window.items())
