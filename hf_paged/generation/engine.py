@@ -165,9 +165,9 @@ class Engine:
     def _root(self, cache_salt: str | None) -> bytes:
         """Of the prefixes that a request may share: they were computed with the adapters that are active now."""
         active = [
-            (name, list(module.active_adapters), bool(module.disable_adapters))
+            (name, list(module.active_adapters), module.disable_adapters)
             for name, module in (self._model.named_modules() if hasattr(self._model, "peft_config") else ())
-            if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters")
+            if isinstance(getattr(module, "disable_adapters", None), bool)  # PEFT's layers; on the model it is a method
         ]
         return root_digest(type(self._model).__name__, repr(active) if active else None, cache_salt)
 
