@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_paged.generation.beam import BeamSearch, Candidate
 from hf_paged.generation.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling import choose, logprobs_of
+from hf_paged.generation.sampling import choose, largest, logprobs_of
 from hf_paged.generation.sequence import FinishReason, Sequence, SequenceGroup
 
 NOT_FINITE = "the model's logits are NaN"
@@ -304,7 +304,7 @@ class BeamRequest(Request):
             probs = torch.softmax(flat, dim=-1)
             chosen = torch.multinomial(probs, self.num_candidates, generator=self.generator)
         else:
-            chosen = torch.topk(flat, self.num_candidates)[1]
+            chosen = largest(flat[0], self.num_candidates)[None]
         values = flat.gather(1, chosen)[0].tolist()
         indices = chosen[0].tolist()
         raws = raw.reshape(1, -1).gather(1, chosen)[0].tolist()

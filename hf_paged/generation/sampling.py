@@ -26,6 +26,20 @@ def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator 
     return torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=generator).squeeze(1)
 
 
+def largest(scores: torch.Tensor, count: int, *, run: int = 128) -> torch.Tensor:
+    """scores fp32 [size] -> the indices int64 [count] of the largest, in descending order.
+
+    They lie in the `count` runs with the largest maxima; looking only there takes a fifth of a topk over everything.
+    """
+    if scores.numel() % run or scores.numel() < 2 * count * run:
+        return torch.topk(scores, count)[1]
+    runs = scores.view(-1, run)
+    # Runs in ascending order, so that ties are met in the order of the whole.
+    best = torch.topk(runs.amax(dim=1), count)[1].sort()[0]
+    chosen = torch.topk(runs[best].view(-1), count)[1]
+    return best[chosen // run] * run + chosen % run
+
+
 def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [num_rows] of tokens int64 [num_rows] under the distributions of scores [num_rows, vocab]."""
     return scores.gather(1, tokens[:, None]).squeeze(1) - torch.logsumexp(scores, dim=-1)
