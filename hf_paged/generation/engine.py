@@ -100,6 +100,7 @@ class Engine:
         self._inboxes: dict[Request, dict[Request, None]] = {}
         self._undelivered: dict[Request, None] = {}
         self._is_stepping = False
+        self._weights_stamp: int | None = None  # of the weights that the cached prefixes were computed with
         self._later: deque[Callable[[], None]] = deque()  # what must not happen in the middle of a step
         self._logits: torch.Tensor | None = None  # workspace, fp32 [most rows so far, vocab]
         self._lock = threading.RLock()
@@ -154,6 +155,7 @@ class Engine:
                     f"max_length={length}: this model's rotary frequencies depend on the longest sequence of the batch "
                     f"beyond {limit} tokens, so requests cannot share one; use model.generate"
                 )
+            self._forget_prefixes_of_other_weights()
             root = self._root(cache_salt)
             group, kind = new_request(prepared, request_id, priority=priority, cache_root=root)
             request = kind(group, prepared, self._generator(generation_config))
@@ -493,10 +495,20 @@ class Engine:
             return cache is not None and cache.unpin(ids[0].tolist(), root)
 
     def clear_prefix_cache(self) -> None:
-        """Forget every cached prefix: call this when the model's weights have changed."""
+        """Forget every cached prefix.
+
+        New requests do it by themselves when weights were replaced or changed in place (by an optimizer, say); only
+        a change behind autograd's back (`weight.data.copy_(...)`) has to be told.
+        """
         with self._lock:
             if self._scheduler.prefix_cache is not None:
                 self._scheduler.prefix_cache.clear()
+
+    def _forget_prefixes_of_other_weights(self) -> None:
+        stamp = hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._model.parameters()))
+        if stamp != self._weights_stamp:
+            self._weights_stamp = stamp
+            self.clear_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Figures at this moment."""
