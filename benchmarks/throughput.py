@@ -69,25 +69,29 @@ class Result:
     requests: list[Measured]
     start_up: float = 0.0
     figures: dict[str, Any] = dataclasses.field(default_factory=dict)
+    has_times: bool = True  # of single requests; else only the whole run was timed
 
     def summary(self) -> dict[str, Any]:
         tokens = sum(r.tokens for r in self.requests)
         percentile = lambda values, q: sorted(values)[min(len(values) - 1, int(q * len(values)))]  # noqa: E731
         ttft = [r.first - r.arrival for r in self.requests]
         tpot = [(r.end - r.first) / max(r.tokens - 1, 1) for r in self.requests]
-        return {
+        summary: dict[str, Any] = {
             "system": self.system,
             "tokens_per_s": tokens / self.seconds,
             "requests_per_s": len(self.requests) / self.seconds,
             "seconds": self.seconds,
             "start_up_s": self.start_up,
-            "normalized_latency_s": statistics.mean((r.end - r.arrival) / r.tokens for r in self.requests),
-            "ttft_median_s": statistics.median(ttft),
-            "ttft_p99_s": percentile(ttft, 0.99),
-            "tpot_median_s": statistics.median(tpot),
-            "tpot_p99_s": percentile(tpot, 0.99),
-            **self.figures,
         }
+        if self.has_times:
+            summary |= {
+                "normalized_latency_s": statistics.mean((r.end - r.arrival) / r.tokens for r in self.requests),
+                "ttft_median_s": statistics.median(ttft),
+                "ttft_p99_s": percentile(ttft, 0.99),
+                "tpot_median_s": statistics.median(tpot),
+                "tpot_p99_s": percentile(tpot, 0.99),
+            }
+        return summary | self.figures
 
 
 def build_model(args: argparse.Namespace) -> Any:
@@ -196,7 +200,7 @@ def run_hf_cb(model: Any, requests: list[Any], prompts: list[list[int]], args: a
             elif output is None and not manager.is_running():
                 raise SystemExit("transformers' continuous batching stopped before the end")
         seconds = time.perf_counter() - begin
-    return Result("hf-cb", seconds, done, start_up)
+    return Result("hf-cb", seconds, done, start_up, has_times=False)
 
 
 VLLM = """
@@ -241,7 +245,7 @@ def run_vllm(model: Any, requests: list[Any], prompts: list[list[int]], args: ar
         subprocess.run([args.vllm_python, str(script), str(job), str(out)], check=True, env=env, stdout=sys.stderr)
         answer = json.loads(out.read_text())
     done = [Measured(0.0, answer["seconds"], answer["seconds"], tokens) for tokens in answer["tokens"]]
-    return Result("vllm", answer["seconds"], done, answer["start_up"], {"version": answer["version"]})
+    return Result("vllm", answer["seconds"], done, answer["start_up"], {"version": answer["version"]}, has_times=False)
 
 
 SYSTEMS = {"ours": run_ours, "plain": run_plain, "hf-cb": run_hf_cb, "vllm": run_vllm}
