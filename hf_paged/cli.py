@@ -336,6 +336,8 @@ def _load(args: argparse.Namespace) -> _Loaded:
     hf_paged.CacheConfig(**_cache_options(args))
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+    from hf_paged.integration.support import refuse_unsupported
+
     # The small files first: most mistakes show before the weights are read.
     _from_pretrained(AutoConfig, args.checkpoint, "configuration")
     with contextlib.suppress(OSError):
@@ -347,9 +349,7 @@ def _load(args: argparse.Namespace) -> _Loaded:
         raise UsageError(f"--chat: the tokenizer of {args.checkpoint} has no chat template; drop --chat")
     _show("loading the model ...")
     model = _load_model(args)
-    report = hf_paged.check(model)
-    if not report.supported:
-        raise hf_paged.UnsupportedModelError(f"{report.model} cannot use a paged cache: {report.reason}")
+    refuse_unsupported(model)
     options = _generation_options(args, model.generation_config)
     ids = [_encode(tokenizer, prompt, chat=chat) for prompt in prompts]
     _check_lengths(model, ids, options)

@@ -39,10 +39,6 @@ class KVPool:
     def __getitem__(self, layer_idx: int) -> LayerKV:
         return self._layers[layer_idx]
 
-    @property
-    def layer_indices(self) -> list[int]:
-        return sorted(self._layers)
-
     def layer_for(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
         """The tensors of a layer, allocated on its first write.
 

@@ -67,7 +67,6 @@ class PackedCache(Cache):
         self.step: list[AttentionMetadata] = []  # one a group
         self.handles: list[LayerHandle] = []  # of this step, in order of update
         self._groups: dict[int, int] = {}
-
         self._positions = torch.zeros(0, dtype=torch.int64)
         self.numbers_tokens = False  # whether a layer has numbered its tokens by the length of the cache
 

@@ -87,11 +87,6 @@ class PagedKVCache(Cache):
         return len(self._rows) or -1
 
     @property
-    def row_ids(self) -> list[int]:
-        """Sequence id of each row in `memory`."""
-        return list(self._rows)
-
-    @property
     def padding(self) -> list[int]:
         """Left padding of each row, tokens that take no memory."""
         return list(self._padding)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -141,7 +141,6 @@ class _Call:
     expand: int = 1
     given: bool = False  # the caller's own cache is continued
     returned: bool = False  # the caller keeps the cache
-    config: CacheConfig = field(default_factory=CacheConfig)
 
     def close(self, *, failed: bool) -> None:
         """No block stays in use, unless the caller has the cache."""

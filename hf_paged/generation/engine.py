@@ -88,10 +88,9 @@ class Engine:
         self._max_length = opened.max_length
         self._is_packed = isinstance(opened.model, PackedModel)
         self._host_managers = opened.host_managers
-        scheduler_config = self.scheduler_config
         if not opened.shares_prefixes:
-            scheduler_config = replace(scheduler_config, prefix_caching=False)
-        self._scheduler = Scheduler(scheduler_config, opened.memory.managers, opened.host_managers or None)
+            self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
+        self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
         self._runner = Runner(opened.model, opened.memory, opened.host_pools)
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # from outside their own decoding, since the last step
@@ -157,9 +156,9 @@ class Engine:
                 )
             self._forget_prefixes_of_other_weights()
             root = self._root(cache_salt)
-            group, kind = new_request(prepared, request_id, priority=priority, cache_root=root)
-            request = kind(group, prepared, self._generator(generation_config))
-            self._scheduler.add(group)
+            generator = self._generator(generation_config)
+            request = new_request(prepared, request_id, priority=priority, cache_root=root, generator=generator)
+            self._scheduler.add(request.group)
             self._requests[request_id] = request
             self._prompt_tokens += request.prompt_length
             return request_id
@@ -216,7 +215,10 @@ class Engine:
 
     def _close(self, request: Request) -> None:
         request.metrics = replace(
-            request.metrics, finish_time=time.monotonic(), num_preemptions=request.group.num_preemptions
+            request.metrics,
+            finish_time=time.monotonic(),
+            num_preemptions=request.group.num_preemptions,
+            num_cached_tokens=request.group.num_cached_tokens,
         )
         del self._requests[request.request_id]
 
@@ -259,11 +261,7 @@ class Engine:
         output = self._scheduler.schedule()
         self._steps += 1
         for group in output.failed:
-            request = self._requests[group.request_id]
-            request.stop_all(FinishReason.ERROR)
-            request.error = group.error
-            self._close(request)
-            self._ended.append(request)
+            self._end(self._requests[group.request_id], FinishReason.ERROR, group.error)
         try:
             result = self._runner.run(output)
         except BaseException as error:
@@ -505,6 +503,8 @@ class Engine:
                 self._scheduler.prefix_cache.clear()
 
     def _forget_prefixes_of_other_weights(self) -> None:
+        if self._scheduler.prefix_cache is None:
+            return
         stamp = hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._model.parameters()))
         if stamp != self._weights_stamp:
             self._weights_stamp = stamp

@@ -63,6 +63,8 @@ class Request:
     beam, as transformers' processors and criteria want to see them; kept only if somebody looks at it.
     """
 
+    is_plain_greedy = False  # one sequence, argmax of the raw logits: the engine decides all such in one operation
+
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
         config = prepared.generation_config
         self.group = group
@@ -93,11 +95,6 @@ class Request:
         self.length = self.prompt_length
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """One sequence, argmax of the raw logits: the engine decides all such requests in one operation."""
-        return False
 
     @property
     def num_unfinished(self) -> int:
@@ -160,13 +157,9 @@ class SampleRequest(Request):
         self.samples = [Sample(index, group.sequences[0]) for index in range(self.num_rows)]
         self._samples_of: dict[int, list[Sample]] = {group.sequences[0].seq_id: list(self.samples)}
         self._pending: dict[int, dict[int, list[Sample]]] = {}
-        self._is_plain_greedy = not (
+        self.is_plain_greedy = not (
             self.num_rows > 1 or self.do_sample or self.history is not None or self.keeps_processed
         )
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        return self._is_plain_greedy
 
     def accept_greedy(self, token: int, logprob: float) -> FinishReason | None:
         """The next token of a plain greedy request; why it ends, if it does."""
@@ -299,16 +292,16 @@ class BeamRequest(Request):
             scores = self.processors(self._rows(), raw.clone())
         total = scores + torch.tensor(self.search.running_scores, device=scores.device)[:, None]
         vocab_size = total.shape[1]
-        flat = total.view(1, -1)
+        flat = total.view(-1)
         if self.config.do_sample:
-            probs = torch.softmax(flat, dim=-1)
-            chosen = torch.multinomial(probs, self.num_candidates, generator=self.generator)
+            chosen = torch.multinomial(torch.softmax(flat, dim=0), self.num_candidates, generator=self.generator)
         else:
-            chosen = largest(flat[0], self.num_candidates)[None]
-        values = flat.gather(1, chosen)[0].tolist()
-        indices = chosen[0].tolist()
-        raws = raw.reshape(1, -1).gather(1, chosen)[0].tolist()
-        candidates = [Candidate(i // vocab_size, i % vocab_size, v) for i, v in zip(indices, values)]
+            chosen = largest(flat, self.num_candidates)
+        candidates = [
+            Candidate(index // vocab_size, index % vocab_size, score)
+            for index, score in zip(chosen.tolist(), flat[chosen].tolist())
+        ]
+        raws = raw.reshape(-1)[chosen].tolist()
         if any(map(isnan, raws)):
             raise ArithmeticError(NOT_FINITE)
         stopped = self._stopped(candidates)
@@ -370,9 +363,14 @@ class BeamRequest(Request):
 
 
 def new_request(
-    prepared: PreparedRequest, request_id: str, *, priority: int, cache_root: bytes | None
-) -> tuple[SequenceGroup, type[Request]]:
-    """The scheduler's view of a request, and which kind it is."""
+    prepared: PreparedRequest,
+    request_id: str,
+    *,
+    priority: int,
+    cache_root: bytes | None,
+    generator: torch.Generator | None,
+) -> Request:
+    """A request of the kind that `prepared` asks for, with its `group` for the scheduler."""
     config = prepared.generation_config
     group = SequenceGroup(
         request_id,
@@ -382,4 +380,4 @@ def new_request(
         arrival=time.monotonic(),
         cache_root=cache_root,
     )
-    return group, BeamRequest if prepared.uses_beams else SampleRequest
+    return (BeamRequest if prepared.uses_beams else SampleRequest)(group, prepared, generator)

@@ -285,6 +285,7 @@ class Scheduler:
         leader.num_computed_tokens = len(hits) * self.managers[0].block_size
         leader.num_registered_blocks = len(hits)
         if self.prefix_cache is not None and group.cache_root is not None and group.num_preemptions == 0:
+            group.num_cached_tokens = leader.num_computed_tokens
             self.prefix_cache.count(leader.num_tokens, leader.num_computed_tokens)
 
     def _start(self, group: SequenceGroup, budget: int) -> int:

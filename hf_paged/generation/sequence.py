@@ -122,6 +122,7 @@ class SequenceGroup:
         "error",
         "has_branches",
         "live",
+        "num_cached_tokens",
         "num_preemptions",
         "order",
         "priority",
@@ -155,6 +156,7 @@ class SequenceGroup:
         self.status = SeqStatus.WAITING
         self.error: str | None = None
         self.num_preemptions = 0
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on arrival
         self.has_branches = False  # some live sequence waits for its parent
         self.order: tuple[int, float, int] = (priority, arrival, 0)
 

@@ -170,9 +170,9 @@ def _examine(model: Any) -> SupportReport:
         layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
         return _examine_dense(model, str(error))
-    except _PROBE_ERRORS as error:
+    except PROBE_ERRORS as error:
         # A model that cannot run packed is not an error of ours to raise: the dense view is there for it.
-        return _examine_dense(model, f"it does not run on a packed row ({_told(error)})")
+        return _examine_dense(model, f"it does not run on a packed row ({told(error)})")
     return SupportReport(
         name,
         True,
@@ -190,7 +190,7 @@ def _kind(layer: Any) -> str:
     return str(getattr(layer, "kind", type(layer).__name__))
 
 
-_PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 def _examine_dense(model: Any, why: str) -> SupportReport:
@@ -200,8 +200,8 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
         _probe_dense(model, cache)
     except UnsupportedModelError as error:
         return SupportReport(name, False, False, str(error), ())
-    except _PROBE_ERRORS as error:
-        reason = f"it does not run over a paged cache ({_told(error)}); call generate without cache_implementation"
+    except PROBE_ERRORS as error:
+        reason = f"it does not run over a paged cache ({told(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -240,11 +240,10 @@ def _kernels(device: torch.device) -> str:
     from hf_paged.kernels import cpu_native, ops
 
     impl = ops.default_impl(device)
-    status = getattr(cpu_native, "status", None)
-    return f"{impl} ({status()})" if device.type == "cpu" and status is not None else impl
+    return f"{impl} ({cpu_native.status()})" if device.type == "cpu" else impl
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
@@ -394,13 +393,17 @@ def _takes_ordinary_inputs(model: Any) -> bool:
     return type(model).generate is GenerationMixin.generate
 
 
+def logits_tolerance(dtype: torch.dtype) -> float:
+    """Share of the largest logit by which two ways of computing the same may differ in this dtype."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
+
+
 def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str, dtype: torch.dtype) -> None:
     if actual.shape != expected.shape:
         raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
     error = (actual.float() - expected.float()).abs().max().item()
     scale = expected.float().abs().max().item()
-    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
-    if not error <= tolerance * max(scale, 1e-6):
+    if not error <= logits_tolerance(dtype) * max(scale, 1e-6):
         raise UnsupportedModelError(
             f"its {what} logits differ from its own by {error:.2g} (largest logit {scale:.2g}): "
             "something in its forward depends on the batch layout"

@@ -465,6 +465,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
         stats = engine.stats()
         assert stats.prefix_cache_hit_tokens == 3 * 32
         assert stats.prefix_cache_hit_rate > 0.5
+        assert [output.metrics.num_cached_tokens for output in outputs] == [32, 32, 32]
         assert stats.blocks_used == 4
         # Another salt is another world.
         key = engine.add_request(prompts[0], config("greedy"), cache_salt="tenant")
