@@ -6,11 +6,10 @@ implementation does. Knows transformers and the kernels; never sequences.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +42,7 @@ _packed: ContextVar[PackedCache | None] = ContextVar("hf_paged_packed_step", def
 class _Route:
     config: Any
     original: str | None
-    count: int = 0
+    steps: set[int]  # ids of the PackedSteps that need it
 
 
 _routes: dict[int, _Route] = {}
@@ -62,33 +61,44 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-@contextlib.contextmanager
-def packed_step(cache: PackedCache, configs: list[Any]) -> Iterator[None]:
-    """Route the attention of these configs to the paged kernels for one forward, whatever happens inside.
+class PackedStep:
+    """Routes the attention of these configs to the paged kernels for one forward, whatever happens inside.
 
     Other threads may use the same model meanwhile: without a handle of ours the functions below do what the
     configs' own implementation does.
+
+    Ctrl-C may strike between any two instructions, and what it left behind would break the model for plain calls too.
+    So both halves can be cut anywhere, and `leave` undoes any part of `enter` and may be called again; a context
+    manager could not promise that, whose own exit can be cut before its first instruction.
     """
-    with _lock:
-        for config in configs:
-            route = _routes.get(id(config))
-            if route is None:
-                _add_names()
-                original = config._attn_implementation_internal
-                route = _routes[id(config)] = _Route(config, original)
-                _past[id(config)] = (weakref.ref(config), original)
-                config._attn_implementation_internal = NAME
-            route.count += 1
-    token = _packed.set(cache)
-    try:
-        yield
-    finally:
-        _packed.reset(token)
+
+    def __init__(self, cache: PackedCache, configs: list[Any]) -> None:
+        self._cache = cache
+        self._configs = configs
+        self._outer = _packed.get()
+
+    def enter(self) -> None:
         with _lock:
-            for config in configs:
-                route = _routes[id(config)]
-                route.count -= 1
-                if route.count == 0:
+            for config in self._configs:
+                route = _routes.get(id(config))
+                if route is None:
+                    _add_names()
+                    original = config._attn_implementation_internal
+                    _past[id(config)] = (weakref.ref(config), original)
+                    route = _routes[id(config)] = _Route(config, original, {id(self)})
+                    config._attn_implementation_internal = NAME
+                route.steps.add(id(self))
+        _packed.set(self._cache)
+
+    def leave(self) -> None:
+        _packed.set(self._outer)
+        with _lock:
+            for config in self._configs:
+                route = _routes.get(id(config))
+                if route is None:
+                    continue
+                route.steps.discard(id(self))
+                if not route.steps:
                     config._attn_implementation_internal = route.original
                     del _routes[id(config)]
             if not _routes and not _wanted:

@@ -5,7 +5,6 @@ Knows models and metadata; never sequences, requests or sampling.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.packed_cache import PackedCache
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.attention import configs_of, packed_step
+from hf_paged.integration.attention import PackedStep, configs_of
 from hf_paged.integration.prepack import PackedWeights
 from hf_paged.kernels.metadata import AttentionMetadata
 
@@ -57,8 +56,11 @@ class PackedModel:
             kwargs["logits_to_keep"] = (
                 torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
             )
-        weights = contextlib.nullcontext() if self._weights is None else self._weights.active()
-        with packed_step(self.cache, self._configs), weights:
+        step = PackedStep(self.cache, self._configs)
+        try:
+            step.enter()
+            if self._weights is not None:
+                self._weights.enter()
             output = self.model(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
@@ -67,6 +69,12 @@ class PackedModel:
                 return_dict=True,
                 **kwargs,
             )
+        finally:
+            try:
+                self._leave(step)
+            except BaseException:  # Ctrl-C within it, or as it began
+                self._leave(step)
+                raise
         unread = [h.layer_idx for h in self.cache.handles if h.reads == 0]
         if unread or not self.cache.handles:
             raise UnsupportedModelError(
@@ -77,3 +85,8 @@ class PackedModel:
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]
         return logits
+
+    def _leave(self, step: PackedStep) -> None:
+        step.leave()
+        if self._weights is not None:
+            self._weights.leave()

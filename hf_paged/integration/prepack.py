@@ -6,9 +6,8 @@ faster. In bf16 the results are bit for bit those of the layer itself, in fp32 t
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,17 +84,16 @@ class PackedWeights:
         """False when layers of the model have been replaced since."""
         return [packed.layer() for packed in self._layers] == layers
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Inside, the layers compute with the packed copies in packed steps of this thread, as always elsewhere."""
-        try:
-            for packed in self._layers:
-                if packed.renew():
-                    packed.attributes["forward"] = packed.forward
-            yield
-        finally:
-            for packed in self._layers:
-                packed.attributes.pop("forward", None)
+    def enter(self) -> None:
+        """Until `leave`, the layers compute with the packed copies in packed steps of this thread, else as always."""
+        for packed in self._layers:
+            if packed.renew():
+                packed.attributes["forward"] = packed.forward
+
+    def leave(self) -> None:
+        """Undo `enter`, or what there was of it; may be called again."""
+        for packed in self._layers:
+            packed.attributes.pop("forward", None)
 
 
 class _PackedLinear:

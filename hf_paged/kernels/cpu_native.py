@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import weakref
 
 import numpy as np
 import torch
@@ -64,7 +63,7 @@ def _library() -> ctypes.CDLL:
 class _Plan:
     """The work items of one step for one window: made once, used by all layers of the group."""
 
-    __slots__ = ("__weakref__", "handle", "prompts", "workspace")
+    __slots__ = ("_memory", "handle", "prompts", "workspace")
 
     def __init__(
         self,
@@ -82,23 +81,23 @@ class _Plan:
         mine = np.ascontiguousarray((~long).nonzero()[0], dtype=np.int32)
         self.prompts = long.nonzero()[0] if long.any() else None
         tables = metadata.block_tables
-        self.handle = library.hfp_plan(
+        lens = metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr(), mine.ctypes.data, len(mine)
+        num_bytes = library.hfp_plan_bytes(*lens, window, chunk_size)
+        # A tensor's memory, which is freed without running Python: Ctrl-C in a finalizer would be lost.
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.handle = self._memory.data_ptr()
+        library.hfp_plan(
+            self.handle,
             tables.data_ptr(),
             tables.stride(0),
-            metadata.seq_lens.data_ptr(),
-            metadata.query_start_loc.data_ptr(),
-            mine.ctypes.data,
-            len(mine),
+            *lens,
             block_size,
             window,
             chunk_size,
             max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
             share,
         )
-        if not self.handle:
-            raise MemoryError("no memory for the plan of an attention step")
         self.workspace: dict[tuple[int, ...], int] = {}  # bytes by shape
-        weakref.finalize(self, library.hfp_plan_free, self.handle)
 
     def counts(self) -> tuple[int, int, int, int]:
         """Work items, queries in them, queries with several chunks, partial results."""

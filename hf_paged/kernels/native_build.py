@@ -133,8 +133,8 @@ def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     signatures: dict[str, tuple[list[type], type | None]] = {
-        "hfp_plan": ([pointer, integer, *[pointer] * 3, *[integer] * 6], pointer),
-        "hfp_plan_free": ([pointer], None),
+        "hfp_plan_bytes": ([*[pointer] * 3, *[integer] * 3], integer),
+        "hfp_plan": ([*[pointer] * 2, integer, *[pointer] * 3, *[integer] * 6], None),
         "hfp_plan_counts": ([pointer, pointer], None),
         "hfp_workspace_bytes": ([pointer, *[integer] * 5], integer),
         "hfp_attention": ([pointer, ctypes.c_int, real, real], ctypes.c_int),

@@ -233,51 +233,84 @@ typedef struct {
     int32_t last;
 } Member;
 
-void hfp_plan_free(Plan *plan) {
-    if (plan) {
-        free(plan->items);
-        free(plan->tokens);
-        free(plan->merges);
-        free(plan);
-    }
-}
-
 static int64_t first_key(int64_t pos, int64_t window, int64_t chunk_size) {
     int64_t low = window > 0 && pos - window + 1 > 0 ? pos - window + 1 : 0;
     if (chunk_size > 0 && pos / chunk_size * chunk_size > low) low = pos / chunk_size * chunk_size;
     return low;
 }
 
-/* window, chunk_size: 0 = none. seqs: which sequences (num_seqs of them). max_count: queries in an item, at most.
- * NULL: out of memory. */
-Plan *hfp_plan(const int32_t *tables, int64_t table_stride, const int32_t *seq_lens, const int32_t *starts,
-               const int32_t *seqs, int64_t num_seqs, int64_t block_size, int64_t window, int64_t chunk_size,
-               int64_t max_count, int64_t share) {
-    int64_t num_members = 0, num_pairs = 0, num_queries = 0;
+/* How much a plan can hold, and so how long its arrays are. */
+typedef struct {
+    int64_t members, pairs, queries, rows, table;
+} Extent;
+
+static Extent extent_of(const int32_t *seq_lens, const int32_t *starts, const int32_t *seqs, int64_t num_seqs,
+                        int64_t window, int64_t chunk_size) {
+    Extent extent = {0, 0, 0, 0, 16};
     for (int64_t n = 0; n < num_seqs; n++) {
         int64_t i = seqs[n], q = starts[i + 1] - starts[i], len = seq_lens[i];
         if (q <= 0) continue;
         int64_t low = first_key(len - q, window, chunk_size) / CHUNK, high = (len - 1) / CHUNK;
-        num_members += high - low + 1;
-        num_pairs += q * (high - low + 1);
-        num_queries += q;
+        extent.members += high - low + 1;
+        extent.pairs += q * (high - low + 1);
+        extent.queries += q;
+        if (starts[i + 1] > extent.rows) extent.rows = starts[i + 1];
     }
-    Plan *plan = calloc(1, sizeof(Plan));
-    Member *members = malloc(sizeof(Member) * (size_t)(num_members + 1));
-    int64_t table_size = 16;
-    while (table_size < 2 * num_members) table_size *= 2;
-    int32_t *hashed = malloc(sizeof(int32_t) * (size_t)table_size);
-    if (plan) {
-        plan->items = malloc(sizeof(Item) * (size_t)(num_pairs + 1));
-        plan->tokens = malloc(sizeof(Token) * (size_t)(num_pairs + 1));
-        plan->merges = malloc(sizeof(Merge) * (size_t)(num_queries + 1));
-    }
-    if (!plan || !members || !hashed || !plan->items || !plan->tokens || !plan->merges) {
-        hfp_plan_free(plan);
-        free(members);
-        free(hashed);
-        return NULL;
-    }
+    while (extent.table < 2 * extent.members) extent.table *= 2;
+    return extent;
+}
+
+static int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+/* The next part of the memory at *at; the number of bytes so far, when that began at 0. */
+static void *take(uintptr_t *at, int64_t count, size_t size) {
+    uintptr_t part = *at;
+    *at += (uintptr_t)round_up(count * (int64_t)size, 16);
+    return (void *)part;
+}
+
+/* Parts of the memory that a plan is made in: what it keeps, then what only making it needs. */
+typedef struct {
+    Plan *plan;
+    Item *items;
+    Token *tokens;
+    Merge *merges;
+    Member *members;
+    int32_t *hashed, *slots;
+} Parts;
+
+static Parts divide(uintptr_t *at, Extent extent) {
+    Parts parts;
+    parts.plan = take(at, 1, sizeof(Plan));
+    parts.items = take(at, extent.pairs, sizeof(Item));
+    parts.tokens = take(at, extent.pairs, sizeof(Token));
+    parts.merges = take(at, extent.queries, sizeof(Merge));
+    parts.members = take(at, extent.members, sizeof(Member));
+    parts.hashed = take(at, extent.table, sizeof(int32_t));
+    parts.slots = take(at, extent.rows, sizeof(int32_t));
+    return parts;
+}
+
+/* Bytes of memory, aligned to 16, that hfp_plan needs; window, chunk_size: 0 = none; seqs: which sequences. */
+int64_t hfp_plan_bytes(const int32_t *seq_lens, const int32_t *starts, const int32_t *seqs, int64_t num_seqs,
+                       int64_t window, int64_t chunk_size) {
+    uintptr_t end = 0;
+    divide(&end, extent_of(seq_lens, starts, seqs, num_seqs, window, chunk_size));
+    return (int64_t)end;
+}
+
+/* Makes the plan at `memory`, which is the caller's. max_count: queries in an item, at most. */
+void hfp_plan(void *memory, const int32_t *tables, int64_t table_stride, const int32_t *seq_lens,
+              const int32_t *starts, const int32_t *seqs, int64_t num_seqs, int64_t block_size, int64_t window,
+              int64_t chunk_size, int64_t max_count, int64_t share) {
+    Extent extent = extent_of(seq_lens, starts, seqs, num_seqs, window, chunk_size);
+    uintptr_t at = (uintptr_t)memory;
+    Parts parts = divide(&at, extent);
+    Plan *plan = parts.plan;
+    Member *members = parts.members;
+    int32_t *hashed = parts.hashed, *slots = parts.slots;
+    *plan = (Plan){parts.items, parts.tokens, parts.merges, 0, 0, 0, 0, 0};
+    int64_t num_members = extent.members, table_size = extent.table;
     memset(hashed, 0xff, sizeof(int32_t) * (size_t)table_size);
     int64_t m = 0;
     for (int64_t n = 0; n < num_seqs; n++) {
@@ -321,16 +354,6 @@ Plan *hfp_plan(const int32_t *tables, int64_t table_stride, const int32_t *seq_l
         }
     }
     /* Where each query's partial results begin, by query row. */
-    int64_t max_row = 0;
-    for (int64_t k = 0; k < plan->num_merges; k++)
-        if (plan->merges[k].row > max_row) max_row = plan->merges[k].row;
-    int32_t *slots = malloc(sizeof(int32_t) * (size_t)(max_row + 1));
-    if (!slots) {
-        hfp_plan_free(plan);
-        free(members);
-        free(hashed);
-        return NULL;
-    }
     for (int64_t k = 0; k < plan->num_merges; k++) slots[plan->merges[k].row] = plan->merges[k].slot;
     for (int64_t head = 0; head < num_members; head++) {
         if (members[head].last < 0) continue;
@@ -356,10 +379,6 @@ Plan *hfp_plan(const int32_t *tables, int64_t table_stride, const int32_t *seq_l
     }
     for (int64_t k = 0; k < plan->num_items; k++)
         if (plan->items[k].count > plan->max_count) plan->max_count = plan->items[k].count;
-    free(slots);
-    free(members);
-    free(hashed);
-    return plan;
 }
 
 void hfp_plan_counts(const Plan *plan, int64_t *counts) {
@@ -384,7 +403,6 @@ typedef struct {
     int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk_size, threads;
 } Call;
 
-static int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 static int64_t padded_dim(int64_t dim) { return round_up(dim, 2 * W); }
 /* floats of one partial result: maxima, sums, unnormalised outputs */
 static int64_t slot_floats(int64_t num_heads, int64_t v_head_dim) {

@@ -1,0 +1,76 @@
+"""Ctrl-C wherever it can strike around a packed forward leaves the model as it was."""
+
+import dis
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged.integration import attention, forward, prepack
+from tests import models
+
+TRACED = {
+    attention.PackedStep.enter.__code__,
+    attention.PackedStep.leave.__code__,
+    forward.PackedModel.forward.__code__,
+    forward.PackedModel._leave.__code__,
+    prepack.PackedWeights.enter.__code__,
+    prepack.PackedWeights.leave.__code__,
+}
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the `at`-th place in the traced functions where CPython looks for signals: the start
+    of a function, after a call, at the end of a loop's body. Counts these places."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+        self.seen = 0
+        self.last: dict[FrameType, str] = {}  # the instruction that each running frame came from
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code not in TRACED:
+            return None
+        if event == "call":
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+        elif event != "opcode":
+            return self
+        if event == "call" or self.last.get(frame, "").startswith(("CALL", "JUMP_BACKWARD")):
+            self.seen += 1
+            if self.seen == self.at:
+                raise KeyboardInterrupt
+        self.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return self
+
+
+def interrupted_generate(model: Any, ids: torch.Tensor, at: int | None) -> int:
+    interrupter = Interrupter(at)
+    previous = sys.gettrace()
+    sys.settrace(interrupter)
+    try:
+        model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
+    finally:
+        sys.settrace(previous)
+    return interrupter.seen
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
+def test_packed_forward() -> None:
+    model = models.build("llama")
+    ids = torch.arange(5)[None]
+    expected = model.generate(ids, max_new_tokens=2, do_sample=False)
+    implementation = model.config._attn_implementation_internal
+    interrupted_generate(model, ids, None)  # examines the model
+    total = interrupted_generate(model, ids, None)
+    assert total > 30
+    for at in range(1, total + 1):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_generate(model, ids, at)
+        assert model.config._attn_implementation_internal == implementation, at
+        assert not attention.in_packed_step(), at
+        assert not attention._routes, at
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
+    assert model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged").equal(expected)
