@@ -101,6 +101,7 @@ class Batch:
     slots: torch.Tensor
     mask: torch.Tensor | None = None
     dense: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(default=None)  # type: ignore[assignment]
+    new_kv: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
@@ -136,6 +137,9 @@ def make_batch(shape: Shape, dtype: torch.dtype, device: str) -> Batch:
         max_seq_len=longest,
     )
     batch = Batch(shape, query, *caches, metadata, slots.to(device))
+    if not shape.is_decode:  # ours also writes the step's K/V into the blocks
+        names = zip(("key", "value"), caches)
+        batch.new_kv = {name: cache.flatten(0, 1)[metadata.slot_mapping] for name, cache in names}
     if len(set(shape.lens)) > 1 or (most > 1 and most != longest):
         q_pos = (seq_lens[:, None] - most + torch.arange(most))[:, :, None]
         visible = torch.arange(longest)[None, None] <= q_pos
@@ -156,7 +160,13 @@ def contenders(batch: Batch, device: str) -> dict[str, Call]:
     impls = ["triton"] if device == "cuda" else (["native"] if cpu_native.is_available() else []) + ["torch"]
     for impl in impls:
         calls[f"hf_paged {impl}"] = lambda impl=impl: ops.paged_attention(
-            batch.query, batch.key_cache, batch.value_cache, batch.metadata, scale=batch.scale, impl=impl
+            batch.query,
+            batch.key_cache,
+            batch.value_cache,
+            batch.metadata,
+            scale=batch.scale,
+            impl=impl,
+            **batch.new_kv,
         )
     if batch.dense is not None:
         calls["SDPA, contiguous K/V"] = lambda: _sdpa(batch, *batch.dense)

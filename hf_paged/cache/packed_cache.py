@@ -1,6 +1,7 @@
 """PackedCache: what a model sees as `past_key_values` while one packed step `[1, num_tokens]` runs.
 
-Each layer's update() writes the step's K/V into the blocks and hands the attention function a handle to read them back.
+Each layer's update() hands the attention function a handle: to the step's K/V, and to the blocks where it is written to
+and read back with what was there before.
 Knows the step's metadata; never sequences.
 """
 
@@ -13,7 +14,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_paged.cache.kv_pool import LayerKV
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
 
 HANDLE = "_hf_paged_handle"
@@ -23,12 +23,14 @@ HANDLE = "_hf_paged_handle"
 class LayerHandle:
     """Travels on the key tensor from `update` to the attention function: where this layer's K/V is.
 
-    `reads` counts the attention calls that used it; a layer whose blocks nobody read computed attention its own way.
+    The first attention call of a step writes `new_kv`, this step's K and V [num_tokens, num_kv_heads, (v_)head_dim].
+    `reads` counts the calls; a layer whose blocks nobody read computed attention its own way.
     """
 
     layer_idx: int
     kv: LayerKV
     metadata: AttentionMetadata
+    new_kv: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
     reads: int = 0
     sliding_window: int | None = None  # as the layer's attention last asked for
     chunk_size: int | None = None
@@ -92,7 +94,7 @@ class PackedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """key_states [1, num_kv_heads, num_tokens, head_dim], value_states likewise, of this step's tokens only.
 
-        Writes them into the blocks and returns the same tensors, the key carrying a LayerHandle.
+        Returns the same tensors, the key carrying a LayerHandle.
         """
         group_index = self._groups.get(layer_idx)
         if group_index is None:
@@ -100,8 +102,7 @@ class PackedCache(Cache):
         metadata = self.step[group_index]
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         kv = self.memory.groups[group_index].pool.layer_for(layer_idx, key, value)
-        ops.write_kv(key, value, kv.key, kv.value, metadata.slot_mapping)
-        handle = LayerHandle(layer_idx, kv, metadata)
+        handle = LayerHandle(layer_idx, kv, metadata, (key, value))
         self.handles.append(handle)
         setattr(key_states, HANDLE, handle)
         return key_states, value_states

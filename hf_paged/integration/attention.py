@@ -223,12 +223,16 @@ def attention_forward(
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
     _refuse_unknown(module, kwargs)
     rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
+    new_key, new_value = handle.new_kv
+    handle.new_kv = None, None
     out = ops.paged_attention(
         rows,
         handle.kv.key,
         handle.kv.value,
         handle.metadata,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        key=new_key,
+        value=new_value,
         sliding_window=pattern.sliding_window,
         chunk_size=pattern.chunk_size,
         softcap=softcap,

@@ -72,6 +72,13 @@ class _Bucket:
     hidden: torch.Tensor | None
     causal: bool = False
 
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, ...] -> [num_seqs, query_len, ...]"""
+        shape = self.q_pos.shape
+        if self.rows is None:
+            return x[self.first_row : self.first_row + shape.numel()].unflatten(0, shape)
+        return x.index_select(0, self.rows.flatten()).unflatten(0, shape)
+
 
 def _padded(length: int, quantum: int) -> int:
     """`length` rounded up, by an eighth at most if it is long, so that sequences fall into few buckets."""
@@ -170,6 +177,51 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.paged_attention`."""
+    if key is not None and value is not None:
+        write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+    return attend(
+        query, KeysValues.of(key_cache, value_cache, key, value), metadata, scale=scale, sliding_window=sliding_window,
+        chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out, return_lse=return_lse,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KeysValues:
+    """Where K and V are: all in the blocks, this step's also in new_key and new_value [num_tokens, num_kv_heads, ...]
+    if those are given."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    new_key: torch.Tensor | None = None
+    new_value: torch.Tensor | None = None
+
+    @staticmethod
+    def of(
+        key_cache: torch.Tensor, value_cache: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None
+    ) -> KeysValues:
+        """Leaves out new K/V of other dtypes than the blocks have: what was written is what counts."""
+        if key is None or value is None or (key.dtype, value.dtype) != (key_cache.dtype, value_cache.dtype):
+            return KeysValues(key_cache, value_cache)
+        return KeysValues(key_cache, value_cache, key, value)
+
+
+def attend(
+    query: torch.Tensor,
+    kv: KeysValues,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
     sliding_window: int | None = None,
     chunk_size: int | None = None,
     softcap: float | None = None,
@@ -180,7 +232,8 @@ def paged_attention(
     seqs: np.ndarray | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.paged_attention`. `seqs`: do only these sequences, into `out` and `lse`."""
+    """`paged_attention` of K/V that is in the blocks. `seqs`: do only these sequences, into `out` and `lse`."""
+    key_cache, value_cache = kv.key_cache, kv.value_cache
     num_tokens, num_heads, _ = query.shape
     v_head_dim = value_cache.shape[3]
     block_size = key_cache.shape[1]
@@ -197,7 +250,7 @@ def paged_attention(
         if whole is not None and whole.rows is None and whole.q_pos.numel() == num_tokens:
             num_seqs, span = whole.slots.shape
             if num_seqs == 1 or num_seqs * span * row_bytes <= _WORKSPACE_BYTES:  # the bucket is the result: no copy
-                o, _ = _attend_bucket(whole, query, key_cache, value_cache, options, metadata.scratch)
+                o, _ = _attend_bucket(whole, query, kv, options, metadata.scratch)
                 return o.flatten(2, 3).flatten(0, 1).to(query.dtype)
         out = query.new_empty(num_tokens, num_heads, v_head_dim)
     if return_lse and lse is None:
@@ -209,7 +262,7 @@ def paged_attention(
             part = metadata.scratch.get((*key, number, low, step))
             if part is None:
                 part = metadata.scratch[(*key, number, low, step)] = _slice(bucket, low, low + step)
-            o, row_lse = _attend_bucket(part, query, key_cache, value_cache, options, metadata.scratch)
+            o, row_lse = _attend_bucket(part, query, kv, options, metadata.scratch)
             _scatter(part, o, out)
             if lse is not None:
                 _scatter(part, row_lse, lse)
@@ -251,37 +304,22 @@ def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
 def _attend_bucket(
     bucket: _Bucket,
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: KeysValues,
     options: _Options,
     scratch: dict[Any, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [num_seqs, query_len, num_kv_heads, group, v_head_dim], lse, the same without the last dimension."""
     num_seqs, query_len = bucket.q_pos.shape
-    num_rows = num_seqs * query_len
-    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
+    num_heads, num_kv_heads = query.shape[1], kv.key_cache.shape[2]
     group = num_heads // num_kv_heads
-    caches = ((key_cache, "key"), (value_cache, "value"))
-    if bucket.rows is None:
-        q = query[bucket.first_row : bucket.first_row + num_rows]
-    else:
-        q = query.index_select(0, bucket.rows.flatten())
-    q = q.view(num_seqs, query_len, num_kv_heads, group, -1)
     packed = not bucket.causal and (num_seqs > 1 or query_len <= _MAX_BATCHED_QUERY_LEN)
+    q = bucket.rows_of(query)
     if packed:
         # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
-        q = q.permute(0, 2, 1, 3, 4).flatten(2, 3)
-        k, v = (_gather(cache, bucket.slots, name).transpose(1, 2) for cache, name in caches)
+        q = q.unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     else:
-        # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
-        q = q.flatten(2, 3).transpose(1, 2)  # [num_seqs, num_heads, query_len, head_dim]
-        index = scratch.get(("torch heads", id(bucket), num_kv_heads))
-        if index is None:
-            heads = torch.arange(num_kv_heads, device=q.device)[:, None]
-            index = (bucket.slots[:, None] * num_kv_heads + heads).flatten(0, 1)
-            scratch[("torch heads", id(bucket), num_kv_heads)] = index  # [num_seqs * num_kv_heads, span]
-        k, v = (_gather(cache.flatten(1, 2).unsqueeze(2), index, name) for cache, name in caches)
-        k, v = (x.view(num_seqs, num_kv_heads, *x.shape[1::2]) for x in (k, v))
+        q = q.transpose(1, 2)  # [num_seqs, num_heads, query_len, head_dim]
+    k, v = _keys_values(bucket, packed, kv, scratch)
     bias = _bias(bucket, packed, query.dtype, group, num_kv_heads, options.alibi_slopes, scratch)
     o, row_lse = _attend(q, k, v, bias, bucket.causal, options)
     if packed:
@@ -295,6 +333,29 @@ def _attend_bucket(
         o = o * torch.sigmoid(row_lse - sinks).unsqueeze(-1)
         row_lse = torch.logaddexp(row_lse, sinks)
     return o, row_lse
+
+
+def _keys_values(
+    bucket: _Bucket, packed: bool, kv: KeysValues, scratch: dict[Any, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> K, V [num_seqs, num_kv_heads, span, (v_)head_dim]"""
+    if bucket.causal and kv.new_key is not None and kv.new_value is not None:
+        # A prompt without a prefix: its keys and values are this step's, all of them and in order.
+        return bucket.rows_of(kv.new_key).transpose(1, 2), bucket.rows_of(kv.new_value).transpose(1, 2)
+    if packed:
+        k = _gather(kv.key_cache, bucket.slots, "key").transpose(1, 2)
+        return k, _gather(kv.value_cache, bucket.slots, "value").transpose(1, 2)
+    # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
+    num_kv_heads = kv.key_cache.shape[2]
+    index = scratch.get(("torch heads", id(bucket), num_kv_heads))
+    if index is None:
+        heads = torch.arange(num_kv_heads, device=bucket.slots.device)[:, None]
+        index = (bucket.slots[:, None] * num_kv_heads + heads).flatten(0, 1)
+        scratch[("torch heads", id(bucket), num_kv_heads)] = index  # [num_seqs * num_kv_heads, span]
+    k = _gather(kv.key_cache.flatten(1, 2).unsqueeze(2), index, "key")
+    v = _gather(kv.value_cache.flatten(1, 2).unsqueeze(2), index, "value")
+    shape = (bucket.slots.shape[0], num_kv_heads)
+    return k.squeeze(2).unflatten(0, shape), v.squeeze(2).unflatten(0, shape)
 
 
 def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:

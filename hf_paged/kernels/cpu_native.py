@@ -23,7 +23,8 @@ _MAX_QUERY_LEN = {torch.float32: (64, 1 << 18), torch.bfloat16: (16, 1 << 12), t
 _MAX_ITEM_QUERIES = 16
 _MAX_ITEM_ROWS = 64
 
-_Call = ctypes.c_int64 * 29  # struct Call of paged.c
+_Call = ctypes.c_int64 * 39  # struct Call of paged.c
+_NO_NEW_KV = (0,) * 10
 _local = threading.local()
 
 
@@ -121,6 +122,8 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
     sliding_window: int | None = None,
     chunk_size: int | None = None,
     softcap: float | None = None,
@@ -142,15 +145,24 @@ def paged_attention(
         )
     window, chunk = sliding_window or 0, chunk_size or 0
     group = num_heads // num_kv_heads
-    key = ("native", dtype, block_size, window, chunk, group, share)
-    plan: _Plan | None = metadata.scratch.get(key)
+    plan_key = ("native", dtype, block_size, window, chunk, group, share)
+    plan: _Plan | None = metadata.scratch.get(plan_key)
     if plan is None:
-        plan = metadata.scratch[key] = _Plan(metadata, dtype, (block_size, window, chunk, group), share)
+        plan = metadata.scratch[plan_key] = _Plan(metadata, dtype, (block_size, window, chunk, group), share)
+    new_kv = _NO_NEW_KV
+    if key is not None and value is not None:
+        if _is_plain_write(key, value, key_cache, value_cache):
+            slots = metadata.slot_mapping
+            new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, *_write_strides(key, value))
+        else:
+            cpu.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
     if plan.prompts is not None and len(plan.prompts) == len(metadata.seq_lens):
-        return cpu.paged_attention(
-            query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window,
-            chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out,
-            return_lse=return_lse,
+        if new_kv is not _NO_NEW_KV:
+            write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+        return cpu.attend(
+            query, cpu.KeysValues.of(key_cache, value_cache, key, value), metadata, scale=scale,
+            sliding_window=sliding_window, chunk_size=chunk_size, softcap=softcap, sinks=sinks,
+            alibi_slopes=alibi_slopes, out=out, return_lse=return_lse,
         )  # fmt: skip
     if out is None:
         out = torch.empty((num_tokens, num_heads, v_head_dim), dtype=dtype)
@@ -194,16 +206,17 @@ def paged_attention(
         window,
         chunk,
         threads,
+        *new_kv,
     )
     if library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0):
         raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
     if target is not out:
         out.copy_(target)
     if plan.prompts is not None:
-        cpu.paged_attention(
-            query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window,
-            chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out,
-            return_lse=return_lse, seqs=plan.prompts, lse=lse,
+        cpu.attend(
+            query, cpu.KeysValues.of(key_cache, value_cache, key, value), metadata, scale=scale,
+            sliding_window=sliding_window, chunk_size=chunk_size, softcap=softcap, sinks=sinks,
+            alibi_slopes=alibi_slopes, out=out, return_lse=return_lse, seqs=plan.prompts, lse=lse,
         )  # fmt: skip
     if lse is not None:
         return out, lse
@@ -218,24 +231,9 @@ def write_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """See `ops.write_kv`."""
-    k_size, v_size = key_cache.element_size(), value_cache.element_size()
-    if (
-        key.dtype != key_cache.dtype
-        or value.dtype != value_cache.dtype
-        or key.stride(2) != 1
-        or value.stride(2) != 1
-        or not (key_cache.is_contiguous() and value_cache.is_contiguous())
-    ):
+    if not _is_plain_write(key, value, key_cache, value_cache):
         cpu.write_kv(key, value, key_cache, value_cache, slot_mapping)
         return
-    strides = (ctypes.c_int64 * 6)(
-        key.stride(0) * k_size,
-        key.stride(1) * k_size,
-        key.shape[2] * k_size,
-        value.stride(0) * v_size,
-        value.stride(1) * v_size,
-        value.shape[2] * v_size,
-    )
     _library().hfp_write_kv(
         key.data_ptr(),
         value.data_ptr(),
@@ -244,9 +242,28 @@ def write_kv(
         slot_mapping.contiguous().data_ptr(),
         key.shape[0],
         key.shape[1],
-        strides,
+        (ctypes.c_int64 * 6)(*_write_strides(key, value)),
         torch.get_num_threads(),
     )
+
+
+def _is_plain_write(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether writing is copying rows of bytes."""
+    return (
+        key.dtype == key_cache.dtype
+        and value.dtype == value_cache.dtype
+        and key.stride(2) == 1
+        and value.stride(2) == 1
+        and key_cache.is_contiguous()
+        and value_cache.is_contiguous()
+    )
+
+
+def _write_strides(key: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+    """In bytes: from token to token, from head to head, of one head, of key and of value."""
+    k_size, v_size = key.element_size(), value.element_size()
+    k, v = key.stride(), value.stride()
+    return k[0] * k_size, k[1] * k_size, key.shape[2] * k_size, v[0] * v_size, v[1] * v_size, value.shape[2] * v_size
 
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:

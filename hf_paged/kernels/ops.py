@@ -26,6 +26,7 @@ _MODULES = {
     "native": "hf_paged.kernels.cpu_native",
     "triton": "hf_paged.kernels.triton_ops",
 }
+_WRITING = ("torch", "native")  # implementations whose attention takes the step's K/V too, and writes it
 _default_impl: dict[str, str] = {}
 
 
@@ -88,6 +89,20 @@ def write_kv(
     contiguous last dimension; slot_mapping int64 [num_tokens], tokens with slot -1 are skipped. The caches are
     changed in place. Raises ValueError on shapes that do not fit.
     """
+    _check_new_kv(key, value, key_cache, value_cache, slot_mapping)
+    if torch.compiler.is_compiling() and impl is None:
+        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping)
+        return
+    _module(impl, key).write_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _check_new_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
     if (
         key.shape[:2] != value.shape[:2]
         or key.shape[1:] != key_cache.shape[2:]
@@ -99,10 +114,6 @@ def write_kv(
         )
     if slot_mapping.shape[0] != key.shape[0]:
         raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} entries for {key.shape[0]} tokens")
-    if torch.compiler.is_compiling() and impl is None:
-        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping)
-        return
-    _module(impl, key).write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, *, impl: str | None = None) -> None:
@@ -124,6 +135,8 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
     sliding_window: int | None = None,
     chunk_size: int | None = None,
     softcap: float | None = None,
@@ -142,8 +155,9 @@ def paged_attention(
     sinks [num_heads]: one more logit per head that takes part in the softmax and has no value.
     Returns [num_tokens, num_heads, v_head_dim] (in `out` if given), and with `return_lse` also the natural-log
     sum-exp of the scores, sink included, fp32 [num_tokens, num_heads]. Rows of padding are undefined.
-    The K/V of this step's tokens must be in the cache already (`write_kv`). Slots that no query may see are never
-    used, whatever they hold, NaN included.
+    key, value: the K/V of this step's tokens, as for `write_kv`; they are written first. On a CPU that is faster than
+    a call of its own, and a prompt that is computed at once is attended to where it is. Without them the K/V must be
+    in the cache already. Slots that no query may see are never used, whatever they hold, NaN included.
     """
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
     if query.shape[2] != key_cache.shape[3] or num_heads % num_kv_heads:
@@ -156,6 +170,15 @@ def paged_attention(
     for name, size in (("sliding_window", sliding_window), ("chunk_size", chunk_size)):
         if size is not None and size < 1:
             raise ValueError(f"{name}={size}: must be at least 1, or None")
+    if (key is None) != (value is None):
+        raise ValueError("key and value come together")
+    new_kv: dict[str, torch.Tensor] = {}
+    if key is not None and value is not None:
+        if impl in _WRITING or (impl is None and query.device.type == "cpu" and not torch.compiler.is_compiling()):
+            _check_new_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+            new_kv = {"key": key, "value": value}
+        else:
+            write_kv(key, value, key_cache, value_cache, metadata.slot_mapping, impl=impl)
     if torch.compiler.is_compiling() and impl is None:
         result, lse = torch.ops.hf_paged.paged_attention(
             query, key_cache, value_cache, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
@@ -180,6 +203,7 @@ def paged_attention(
             alibi_slopes=alibi_slopes,
             out=out,
             return_lse=return_lse,
+            **new_kv,
         ),
     )
 

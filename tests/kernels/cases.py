@@ -132,6 +132,18 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     )
 
 
+def unwritten(batch: Batch) -> tuple[Batch, dict[str, torch.Tensor]]:
+    """The same batch before its step's K/V is in the blocks, and that K/V, strided as a model's own."""
+    slots = batch.metadata.slot_mapping
+    caches = [batch.key_cache.clone(), batch.value_cache.clone()]
+    new_kv = {}
+    for name, cache in zip(("key", "value"), caches):
+        flat = cache.flatten(0, 1)
+        new_kv[name] = torch.stack([flat[slots]] * 2, dim=2)[:, :, 1]
+        flat[slots] = torch.nan
+    return replace(batch, key_cache=caches[0], value_cache=caches[1]), new_kv
+
+
 def check(batch: Batch, impl: str) -> None:
     """Compare with the reference; fp32 closely, half precision against twice what rounding the result alone costs."""
     expected, expected_lse = batch.run("reference", return_lse=True)
@@ -141,3 +153,8 @@ def check(batch: Batch, impl: str) -> None:
     tolerance = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.6e-2}[batch.query.dtype]
     torch.testing.assert_close(actual.double(), exact, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
+    before, new_kv = unwritten(batch)
+    written = before.run(impl, **new_kv)
+    torch.testing.assert_close(written.double(), exact, atol=tolerance, rtol=tolerance)
+    for after, whole in ((before.key_cache, batch.key_cache), (before.value_cache, batch.value_cache)):
+        assert torch.equal(after.nan_to_num(nan=7.0), whole.nan_to_num(nan=7.0))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, check, make_batch
+from cases import Case, check, make_batch, unwritten
 
 from hf_paged.kernels import native_build, ops
 
@@ -201,3 +201,21 @@ def test_what_a_neighbour_wrote_behind_us_in_a_shared_block_is_never_read(impl: 
     batch.value_cache[block, 6] = torch.inf  # position 150
     batch.key_cache[block, 6] = torch.nan
     torch.testing.assert_close(batch.run(impl)[1:], expected, atol=2e-5, rtol=2e-5)
+
+
+def test_new_kv_of_another_dtype(impl: str) -> None:
+    """What was written counts, in the dtype of the blocks."""
+    batch = make_batch(Case(MIXED, dtype=torch.bfloat16))
+    before, new_kv = unwritten(batch)
+    got = before.run(impl, **{name: x.double() for name, x in new_kv.items()})
+    torch.testing.assert_close(got, batch.run(impl), atol=1.6e-2, rtol=1.6e-2)
+
+
+def test_new_kv_that_does_not_fit(impl: str) -> None:
+    before, new_kv = unwritten(make_batch(Case(MIXED)))
+    with pytest.raises(ValueError, match="come together"):
+        before.run(impl, key=new_kv["key"])
+    with pytest.raises(ValueError, match="do not fit"):
+        before.run(impl, key=new_kv["key"][:, :1], value=new_kv["value"])
+    with pytest.raises(ValueError, match="slot_mapping"):
+        before.run(impl, **{name: x[1:] for name, x in new_kv.items()})

@@ -388,6 +388,26 @@ void hfp_plan_counts(const Plan *plan, int64_t *counts) {
     counts[3] = plan->num_slots;
 }
 
+/* -- block write ---------------------------------------------------------------------------------------------------- */
+
+/* Strides and sizes in bytes: k_token, k_head of `key`; kc_slot of the cache (heads of a slot are contiguous there). */
+void hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache, const int64_t *slots,
+                  int64_t num_tokens, int64_t num_kv_heads, const int64_t *strides, int64_t threads) {
+    int64_t k_token = strides[0], k_head = strides[1], k_row = strides[2], v_token = strides[3], v_head = strides[4],
+            v_row = strides[5];
+    int64_t bytes = num_tokens * num_kv_heads * (k_row + v_row);
+    (void)threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && bytes > 1 << 18)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        if (slots[t] < 0) continue;
+        char *k = key_cache + slots[t] * num_kv_heads * k_row, *v = value_cache + slots[t] * num_kv_heads * v_row;
+        for (int64_t h = 0; h < num_kv_heads; h++) {
+            memcpy(k + h * k_row, key + t * k_token + h * k_head, (size_t)k_row);
+            memcpy(v + h * v_row, value + t * v_token + h * v_head, (size_t)v_row);
+        }
+    }
+}
+
 /* -- attention ---------------------------------------------------------------------------------------------------- */
 
 /* Filled by the caller as 64-bit integers, in this order; strides in elements, sizes 0 = absent. */
@@ -401,6 +421,9 @@ typedef struct {
     char *workspace;
     int64_t q_token, q_head, k_block, k_token, k_head, v_block, v_token, v_head, o_token, o_head;
     int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk_size, threads;
+    const char *new_key, *new_value; /* K/V of the step's tokens, to be written first; NULL: they are in the cache */
+    const int64_t *slots;
+    int64_t num_tokens, strides[6]; /* as hfp_write_kv takes them */
 } Call;
 
 static int64_t padded_dim(int64_t dim) { return round_up(dim, 2 * W); }
@@ -454,6 +477,9 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 
 /* dtype: 0 fp32, 1 bf16, 2 fp16. Returns 0, or -1 where this machine has no code for the dtype. */
 int hfp_attention(const Call *call, int dtype, double scale, double softcap) {
+    if (call->new_key)
+        hfp_write_kv(call->new_key, call->new_value, (char *)call->key, (char *)call->value, call->slots,
+                     call->num_tokens, call->num_kv_heads, call->strides, call->threads);
     if (dtype == 0) return attention_f32(call, (float)scale, (float)softcap), 0;
     if (dtype == 1) return attention_bf16(call, (float)scale, (float)softcap), 0;
 #if HAS_F16
@@ -484,25 +510,7 @@ int hfp_openmp(void) {
 #endif
 }
 
-/* -- block write and block copy ------------------------------------------------------------------------------------ */
-
-/* Strides and sizes in bytes: k_token, k_head of `key`; kc_slot of the cache (heads of a slot are contiguous there). */
-void hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache, const int64_t *slots,
-                  int64_t num_tokens, int64_t num_kv_heads, const int64_t *strides, int64_t threads) {
-    int64_t k_token = strides[0], k_head = strides[1], k_row = strides[2], v_token = strides[3], v_head = strides[4],
-            v_row = strides[5];
-    int64_t bytes = num_tokens * num_kv_heads * (k_row + v_row);
-    (void)threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && bytes > 1 << 18)
-    for (int64_t t = 0; t < num_tokens; t++) {
-        if (slots[t] < 0) continue;
-        char *k = key_cache + slots[t] * num_kv_heads * k_row, *v = value_cache + slots[t] * num_kv_heads * v_row;
-        for (int64_t h = 0; h < num_kv_heads; h++) {
-            memcpy(k + h * k_row, key + t * k_token + h * k_head, (size_t)k_row);
-            memcpy(v + h * v_row, value + t * v_token + h * v_head, (size_t)v_row);
-        }
-    }
-}
+/* -- block copy ----------------------------------------------------------------------------------------------------- */
 
 /* caches: num_caches pairs of (address, bytes of a block). copies: num_copies pairs of (src, dst). */
 void hfp_copy_blocks(const int64_t *caches, int64_t num_caches, const int64_t *copies, int64_t num_copies,
