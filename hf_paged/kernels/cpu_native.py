@@ -18,7 +18,7 @@ from hf_paged.kernels.metadata import AttentionMetadata
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # A sequence is the torch path's if it has more new tokens in a step than the first number and more scores (new tokens
 # times keys) than the second: there the fused attention is faster, in half precision (matrix units) much earlier.
-_MAX_QUERY_LEN = {torch.float32: (64, 1 << 18), torch.bfloat16: (16, 1 << 12), torch.float16: (16, 1 << 12)}
+_MAX_QUERY_LEN = {torch.float32: (16, 1 << 12), torch.bfloat16: (16, 1 << 12), torch.float16: (16, 1 << 12)}
 # Queries (of one sequence, or of several that share blocks) that read a chunk together, and their rows a KV head.
 _MAX_ITEM_QUERIES = 16
 _MAX_ITEM_ROWS = 64
@@ -80,7 +80,7 @@ class _Plan:
         max_query_len, max_scores = _MAX_QUERY_LEN[dtype]
         long = (query_lens > max_query_len) & (query_lens * metadata.seq_lens.numpy() > max_scores)
         mine = np.ascontiguousarray((~long).nonzero()[0], dtype=np.int32)
-        self.prompts = long.nonzero()[0] if long.any() else None
+        self.prompts = np.ascontiguousarray(long.nonzero()[0], dtype=np.int32) if long.any() else None
         tables = metadata.block_tables
         lens = metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr(), mine.ctypes.data, len(mine)
         num_bytes = library.hfp_plan_bytes(*lens, window, chunk_size)
@@ -156,14 +156,6 @@ def paged_attention(
             new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, *_write_strides(key, value))
         else:
             cpu.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
-    if plan.prompts is not None and len(plan.prompts) == len(metadata.seq_lens):
-        if new_kv is not _NO_NEW_KV:
-            write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
-        return cpu.attend(
-            query, cpu.KeysValues.of(key_cache, value_cache, key, value), metadata, scale=scale,
-            sliding_window=sliding_window, chunk_size=chunk_size, softcap=softcap, sinks=sinks,
-            alibi_slopes=alibi_slopes, out=out, return_lse=return_lse,
-        )  # fmt: skip
     if out is None:
         out = torch.empty((num_tokens, num_heads, v_head_dim), dtype=dtype)
     lse = torch.full((num_tokens, num_heads), -torch.inf) if return_lse else None
@@ -178,7 +170,10 @@ def paged_attention(
     shape = (num_heads, num_kv_heads, head_dim, v_head_dim, threads)
     num_bytes = plan.workspace.get(shape)
     if num_bytes is None:
-        num_bytes = plan.workspace[shape] = library.hfp_workspace_bytes(plan.handle, *shape)
+        num_bytes = library.hfp_workspace_bytes(plan.handle, *shape)
+        if plan.prompts is not None:
+            num_bytes = max(num_bytes, library.hfp_prefill_bytes(head_dim, v_head_dim, threads))
+        plan.workspace[shape] = num_bytes
     k_strides, v_strides = key_cache.stride(), value_cache.stride()
     call = _Call(
         query.data_ptr(),
@@ -210,14 +205,13 @@ def paged_attention(
     )
     if library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0):
         raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
+    if plan.prompts is not None:
+        library.hfp_prefill(
+            call, _DTYPES[dtype], scale, softcap or 0.0, metadata.seq_lens.data_ptr(),
+            metadata.query_start_loc.data_ptr(), plan.prompts.ctypes.data, len(plan.prompts),
+        )  # fmt: skip
     if target is not out:
         out.copy_(target)
-    if plan.prompts is not None:
-        cpu.attend(
-            query, cpu.KeysValues.of(key_cache, value_cache, key, value), metadata, scale=scale,
-            sliding_window=sliding_window, chunk_size=chunk_size, softcap=softcap, sinks=sinks,
-            alibi_slopes=alibi_slopes, out=out, return_lse=return_lse, seqs=plan.prompts, lse=lse,
-        )  # fmt: skip
     if lse is not None:
         return out, lse
     return out

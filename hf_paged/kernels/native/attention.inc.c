@@ -1,6 +1,6 @@
 /* Paged attention for one dtype: DTYPE (suffix), ELEMENT, LOAD (W elements as fp32), DOT_BF16 (queries stay
  * bf16 and are multiplied by the bf16 dot product of the machine), COMMON_DIMS (head sizes 64 and 128 get code of their
- * own). Included by paged.c; knows Call and Plan only. */
+ * own), IS_BF16. Included by paged.c; knows Call and Plan only. */
 
 #if DOT_BF16
 #define Q_ELEMENT uint16_t
@@ -361,6 +361,15 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
     }
 }
 
+#define AMX 0
+#define PREFILL_TYPE DTYPE
+#include "prefill.inc.c"
+#if IS_BF16 && HAS_AMX
+#define AMX 1
+#define PREFILL_TYPE amx
+#include "prefill.inc.c"
+#endif
+
 #undef Q_ELEMENT
 #undef Q_STEP
 #undef SLICE
@@ -371,3 +380,4 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
 #undef LOAD
 #undef DOT_BF16
 #undef COMMON_DIMS
+#undef IS_BF16

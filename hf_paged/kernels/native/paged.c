@@ -34,6 +34,13 @@
 #else
 #define HAS_DPBF16 0
 #endif
+#if HAS_DPBF16 && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define HAS_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define HAS_AMX 0
+#endif
 #if defined(__F16C__) || defined(__aarch64__)
 #define HAS_F16 1
 #else
@@ -448,11 +455,109 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
            threads * thread_bytes(plan->max_count, num_heads, num_kv_heads, head_dim, v_head_dim) + 64;
 }
 
+/* -- prompts: matrix products --------------------------------------------------------------------------------------- */
+
+#define ROWS 64     /* query rows of a tile */
+#define MAX_TILES 16 /* of a unit of work */
+#define MAX_DIM 512  /* of a head */
+#define BLOCK_ROWS (W == 16 ? 8 : 4) /* rows of a product whose sums fit the registers, with 2 * W columns */
+
+/* Tiles of a unit: their outputs take 256 KiB at most. */
+static int64_t num_tiles(int64_t v_pad) {
+    int64_t tiles = 65536 / (ROWS * v_pad);
+    return tiles > MAX_TILES ? MAX_TILES : tiles;
+}
+
+/* to[i][j] = from[j][i], 16 x 16 words; strides in words. */
+static void transpose_words(uint32_t *to, int64_t to_stride, const uint32_t *from, int64_t from_stride) {
+#if W == 16
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * from_stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512i p = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), q = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+        __m512i r = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd), s = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+        _mm512_storeu_si512(to + i * to_stride, _mm512_shuffle_i32x4(p, q, 0x88));
+        _mm512_storeu_si512(to + (4 + i) * to_stride, _mm512_shuffle_i32x4(r, s, 0x88));
+        _mm512_storeu_si512(to + (8 + i) * to_stride, _mm512_shuffle_i32x4(p, q, 0xdd));
+        _mm512_storeu_si512(to + (12 + i) * to_stride, _mm512_shuffle_i32x4(r, s, 0xdd));
+    }
+#else
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) to[i * to_stride + j] = from[j * from_stride + i];
+#endif
+}
+
+/* out[BLOCK_ROWS][2 * W] (+)= a[BLOCK_ROWS][depth] x b[depth][2 * W] */
+static void multiply_rows(float *out, int64_t out_stride, const float *a, int64_t a_stride, const float *b,
+                          int64_t b_stride, int64_t depth, int add) {
+    vf sums[BLOCK_ROWS][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK_ROWS; i++) {
+        sums[i][0] = add ? load_f32(out + i * out_stride) : (vf){0};
+        sums[i][1] = add ? load_f32(out + i * out_stride + W) : (vf){0};
+    }
+    for (int64_t k = 0; k < depth; k++) {
+        const vf left = load_f32(b + k * b_stride), right = load_f32(b + k * b_stride + W);
+#pragma GCC unroll 8
+        for (int i = 0; i < BLOCK_ROWS; i++) {
+            const vf x = splat(a[i * a_stride + k]);
+            sums[i][0] += x * left;
+            sums[i][1] += x * right;
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK_ROWS; i++) {
+        store_f32(out + i * out_stride, sums[i][0]);
+        store_f32(out + i * out_stride + W, sums[i][1]);
+    }
+}
+
+#if HAS_AMX
+/* Whether the system lets this process use the matrix unit: Linux wants to be asked once. */
+static int amx_allowed(void) {
+    static int known;
+    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) ? -1 : 1;
+    return known > 0;
+}
+
+/* All eight tiles 16 rows of 64 bytes. */
+static void amx_begin(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+    _tile_loadconfig(&config);
+}
+
+/* to[i] = a[i], b[i]: 16 pairs of bf16 */
+INLINE void interleave(uint32_t *to, const uint16_t *a, const uint16_t *b) {
+    __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a));
+    __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b));
+    _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+#endif
+
 #define NAME_2(a, b) a##_##b
 #define NAME_1(a, b) NAME_2(a, b)
 #define TYPED(name) NAME_1(name, DTYPE)
 
 #define DTYPE f32
+#define IS_BF16 0
 #define ELEMENT float
 #define LOAD load_f32
 #define DOT_BF16 0
@@ -460,6 +565,7 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 #include "attention.inc.c"
 
 #define DTYPE bf16
+#define IS_BF16 1
 #define ELEMENT uint16_t
 #define LOAD load_bf16
 #define DOT_BF16 HAS_DPBF16
@@ -468,6 +574,7 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 
 #if HAS_F16
 #define DTYPE f16
+#define IS_BF16 0
 #define ELEMENT uint16_t
 #define LOAD load_f16
 #define DOT_BF16 0
@@ -484,6 +591,27 @@ int hfp_attention(const Call *call, int dtype, double scale, double softcap) {
     if (dtype == 1) return attention_bf16(call, (float)scale, (float)softcap), 0;
 #if HAS_F16
     if (dtype == 2) return attention_f16(call, (float)scale, (float)softcap), 0;
+#endif
+    return -1;
+}
+
+/* Bytes of workspace that hfp_prefill needs. */
+int64_t hfp_prefill_bytes(int64_t head_dim, int64_t v_head_dim, int64_t threads) {
+    return threads * prefill_bytes_f32(head_dim, v_head_dim) + 64;
+}
+
+/* The sequences `seqs`, whose new tokens are many. seq_lens, starts: of all sequences. New K/V must have been written.
+ * Heads of MAX_DIM elements and groups of ROWS query heads, at most. Returns as hfp_attention does. */
+int hfp_prefill(const Call *call, int dtype, double scale, double softcap, const int32_t *seq_lens,
+                const int32_t *starts, const int32_t *seqs, int64_t num_seqs) {
+#if HAS_AMX
+    if (dtype == 1 && amx_allowed())
+        return prefill_amx(call, seq_lens, starts, seqs, num_seqs, (float)scale, (float)softcap), 0;
+#endif
+    if (dtype == 0) return prefill_f32(call, seq_lens, starts, seqs, num_seqs, (float)scale, (float)softcap), 0;
+    if (dtype == 1) return prefill_bf16(call, seq_lens, starts, seqs, num_seqs, (float)scale, (float)softcap), 0;
+#if HAS_F16
+    if (dtype == 2) return prefill_f16(call, seq_lens, starts, seqs, num_seqs, (float)scale, (float)softcap), 0;
 #endif
     return -1;
 }

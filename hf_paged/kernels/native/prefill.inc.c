@@ -1,0 +1,317 @@
+/* Attention of many new tokens of one sequence, as in a prompt: matrix products instead of rows. Included by
+ * attention.inc.c for each dtype (PREFILL_TYPE is the suffix), and for bf16 a second time with AMX: products on the
+ * matrix unit (bf16 in, fp32 sums); otherwise everything is converted to fp32 first.
+ *
+ * Work is cut by KV head and by new tokens: a unit is up to MAX_TILES tiles of ROWS query rows (new tokens x the head's
+ * group). All tiles of a unit use a chunk of keys while it is packed; softmax state and outputs of a tile stay in L2.
+ */
+
+#define PREFILL(name) NAME_1(name, PREFILL_TYPE)
+#if AMX
+#define WORD_ELEMENTS 2 /* elements in one 32-bit word of a packed key */
+#define PACKED uint16_t /* type of queries and probabilities */
+#else
+#define WORD_ELEMENTS 1
+#define PACKED float
+#endif
+
+typedef struct {
+    PACKED *queries;  /* [tiles, ROWS, head_dim padded] */
+    float *outputs;   /* [tiles, ROWS, v_head_dim padded], not normalised */
+    float *tops;      /* [tiles, ROWS] maxima of the scores so far */
+    float *sums;      /* [tiles, ROWS, W] of the weights, lane by lane */
+    uint32_t *keys;   /* [head_dim padded in words, CHUNK]: transposed, so that a vector is one word of many keys */
+    uint32_t *values; /* AMX: [CHUNK / 2, v_head_dim padded] pairs of bf16; else fp32 [CHUNK, v_head_dim padded] */
+    float *scores;    /* [ROWS, CHUNK] */
+    PACKED *weights;  /* [ROWS, CHUNK]; without AMX the same memory as scores */
+} PREFILL(Prefill);
+
+static int64_t PREFILL(prefill_bytes)(int64_t dim, int64_t v_dim) {
+    const int64_t pad = round_up(dim, 32), v_pad = round_up(v_dim, 32), rows = num_tiles(v_pad) * ROWS;
+    return rows * (pad + v_pad + 1 + W) * 4 + CHUNK * (pad + v_pad + 2 * ROWS) * 4 + 16 * 64;
+}
+
+static PREFILL(Prefill) PREFILL(prefill_buffers)(char *at, int64_t dim, int64_t v_dim) {
+    const int64_t pad = round_up(dim, 32), v_pad = round_up(v_dim, 32), rows = num_tiles(v_pad) * ROWS;
+    PREFILL(Prefill) b;
+    b.queries = TYPED(take)(&at, rows * pad * (int64_t)sizeof(PACKED));
+    b.outputs = TYPED(take)(&at, rows * v_pad * 4);
+    b.tops = TYPED(take)(&at, rows * 4);
+    b.sums = TYPED(take)(&at, rows * W * 4);
+    b.keys = TYPED(take)(&at, pad * CHUNK * 4);
+    b.values = TYPED(take)(&at, CHUNK * v_pad * 4);
+    b.scores = TYPED(take)(&at, ROWS * CHUNK * 4);
+    b.weights = AMX ? TYPED(take)(&at, ROWS * CHUNK * (int64_t)sizeof(PACKED)) : (PACKED *)(void *)b.scores;
+    return b;
+}
+
+/* `dim` elements at `from` as PACKED at `to`, zeros up to `pad`. */
+INLINE void PREFILL(pack_row)(PACKED *to, const ELEMENT *from, int64_t dim, int64_t pad) {
+#if AMX
+    memcpy(to, from, (size_t)dim * 2);
+    memset(to + dim, 0, (size_t)(pad - dim) * 2);
+#else
+    int64_t d = 0;
+    for (; d + W <= dim; d += W) store_f32(to + d, LOAD(from + d));
+    if (d < dim) store_f32(to + d, TYPED(load_part)(from + d, dim - d)), d += W;
+    for (; d < pad; d += W) store_f32(to + d, (vf){0});
+#endif
+}
+
+/* Keys and values of `count` positions from `start` on; zeros up to the next multiple of 32. */
+static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int32_t *table, int64_t head, int64_t start,
+                              int64_t count) {
+    const int64_t dim = call->head_dim, v_dim = call->v_head_dim, pad = round_up(dim, 32), v_pad = round_up(v_dim, 32);
+    const int64_t words = pad / WORD_ELEMENTS;
+    const ELEMENT *key = (const ELEMENT *)call->key + head * call->k_head;
+    const ELEMENT *value = (const ELEMENT *)call->value + head * call->v_head;
+    uint32_t row[16][MAX_DIM / WORD_ELEMENTS] __attribute__((aligned(64)));
+    PACKED lines[2][MAX_DIM] __attribute__((aligned(64)));
+    for (int64_t j = 0; j < round_up(count, 32); j += 16) {
+        for (int64_t i = 0; i < 16; i++) {
+            const int64_t pos = start + j + i;
+            if (j + i < count)
+                PREFILL(pack_row)((PACKED *)(void *)row[i], key + table[pos / call->block_size] * call->k_block +
+                                pos % call->block_size * call->k_token, dim, pad);
+            else
+                memset(row[i], 0, (size_t)words * 4);
+        }
+        for (int64_t w = 0; w < words; w += 16)
+            transpose_words(b.keys + w * CHUNK + j, CHUNK, row[0] + w, MAX_DIM / WORD_ELEMENTS);
+    }
+    for (int64_t j = 0; j < round_up(count, 32); j += WORD_ELEMENTS) {
+        for (int64_t i = 0; i < WORD_ELEMENTS; i++) {
+            const int64_t pos = start + j + i;
+            PACKED *to = AMX ? lines[i] : (PACKED *)(void *)(b.values + j * v_pad);
+            if (j + i < count)
+                PREFILL(pack_row)(to, value + table[pos / call->block_size] * call->v_block +
+                                pos % call->block_size * call->v_token, v_dim, v_pad);
+            else
+                memset(to, 0, (size_t)v_pad * sizeof(PACKED));
+        }
+#if AMX
+        for (int64_t d = 0; d < v_pad; d += 16) interleave(b.values + j / 2 * v_pad + d, lines[0] + d, lines[1] + d);
+#endif
+    }
+}
+
+/* scores = queries x keys, for all ROWS and `count` keys (a multiple of 32). */
+static void PREFILL(score_tile)(PREFILL(Prefill) b, const PACKED *queries, int64_t pad, int64_t count) {
+#if AMX
+    for (int64_t j = 0; j < count; j += 32)
+        for (int64_t r = 0; r < ROWS; r += 32) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t d = 0; d < pad; d += 32) {
+                _tile_loadd(4, queries + r * pad + d, pad * 2);
+                _tile_loadd(5, queries + (r + 16) * pad + d, pad * 2);
+                _tile_loadd(6, b.keys + d / 2 * CHUNK + j, CHUNK * 4);
+                _tile_loadd(7, b.keys + d / 2 * CHUNK + j + 16, CHUNK * 4);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            float *to = b.scores + r * CHUNK + j;
+            _tile_stored(0, to, CHUNK * 4);
+            _tile_stored(1, to + 16, CHUNK * 4);
+            _tile_stored(2, to + 16 * CHUNK, CHUNK * 4);
+            _tile_stored(3, to + 16 * CHUNK + 16, CHUNK * 4);
+        }
+#else
+    for (int64_t j = 0; j < count; j += 2 * W)
+        for (int64_t r = 0; r < ROWS; r += BLOCK_ROWS)
+            multiply_rows(b.scores + r * CHUNK + j, CHUNK, queries + r * pad, pad, (float *)(void *)b.keys + j, CHUNK,
+                          pad, 0);
+#endif
+}
+
+/* outputs += weights x values, for all ROWS and `count` keys (a multiple of 32). */
+static void PREFILL(add_tile)(PREFILL(Prefill) b, float *outputs, int64_t v_pad, int64_t count) {
+#if AMX
+    for (int64_t d = 0; d < v_pad; d += 32)
+        for (int64_t r = 0; r < ROWS; r += 32) {
+            float *to = outputs + r * v_pad + d;
+            _tile_loadd(0, to, v_pad * 4);
+            _tile_loadd(1, to + 16, v_pad * 4);
+            _tile_loadd(2, to + 16 * v_pad, v_pad * 4);
+            _tile_loadd(3, to + 16 * v_pad + 16, v_pad * 4);
+            for (int64_t j = 0; j < count; j += 32) {
+                _tile_loadd(4, b.weights + r * CHUNK + j, CHUNK * 2);
+                _tile_loadd(5, b.weights + (r + 16) * CHUNK + j, CHUNK * 2);
+                _tile_loadd(6, b.values + j / 2 * v_pad + d, v_pad * 4);
+                _tile_loadd(7, b.values + j / 2 * v_pad + d + 16, v_pad * 4);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, to, v_pad * 4);
+            _tile_stored(1, to + 16, v_pad * 4);
+            _tile_stored(2, to + 16 * v_pad, v_pad * 4);
+            _tile_stored(3, to + 16 * v_pad + 16, v_pad * 4);
+        }
+#else
+    for (int64_t d = 0; d < v_pad; d += 2 * W)
+        for (int64_t r = 0; r < ROWS; r += BLOCK_ROWS)
+            multiply_rows(outputs + r * v_pad + d, v_pad, b.weights + r * CHUNK, CHUNK,
+                          (float *)(void *)b.values + d, v_pad, count, 1);
+#endif
+}
+
+/* One row of scores to weights: keys [low, high) of the chunk at `start` are seen, `count` columns are written. */
+INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *weights, float *top, float *sums,
+                             float *output, int64_t v_pad, int64_t head, int64_t pos, int64_t start, int64_t low,
+                             int64_t high, int64_t count, float scale, float softcap) {
+    vf y[CHUNK / W], most = splat(-INFINITY), sum = load_f32(sums);
+    vi lanes = {0};
+    for (int i = 0; i < W; i++) lanes[i] = i;
+    const int64_t first = low > 0 ? low / W : 0, last = high > 0 ? (high + W - 1) / W : 0; /* vectors with seen keys */
+    for (int64_t x = first; x < last; x++) {
+        vf s = load_f32(scores + x * W) * scale;
+        if (softcap > 0) s = softcap * tanh_v(s / softcap);
+        if (call->slopes)
+            s += call->slopes[head] * __builtin_convertvector(lanes + (int32_t)(start + x * W - pos), vf);
+        if (low > x * W || high < (x + 1) * W) {
+            vi place = lanes + (int32_t)(x * W);
+            s = choose((place >= (int32_t)low) & (place < (int32_t)high), s, splat(-INFINITY));
+        }
+        y[x] = s;
+        most = vmax(s, most);
+    }
+    float before = *top, after = max_lanes(most);
+    if (!(after > before)) after = before;
+    if (after == -INFINITY) { /* sees nothing of what there was so far */
+        memset(weights, 0, (size_t)count * sizeof(PACKED));
+        return;
+    }
+    if (after != before) {
+        const float factor = exp_negative(splat(before - after))[0];
+        sum *= factor;
+        for (int64_t d = 0; d < v_pad; d += W) store_f32(output + d, load_f32(output + d) * factor);
+        *top = after;
+    }
+    for (int64_t x = 0; x < count / W; x++) {
+        vf p = {0};
+        if (x >= first && x < last) sum += p = exp_negative(y[x] - after);
+#if AMX
+        store_part_bf16(weights + x * W, p, W);
+#else
+        store_f32(weights + x * W, p);
+#endif
+    }
+    store_f32(sums, sum);
+}
+
+typedef struct {
+    const int32_t *table;
+    int64_t row, context;  /* of its first new token: row of the query, position */
+    int64_t head;          /* KV head */
+    int64_t first, last;   /* new tokens of this unit */
+} PREFILL(Unit);
+
+static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, float scale, float softcap) {
+    const int64_t dim = call->head_dim, v_dim = call->v_head_dim, pad = round_up(dim, 32), v_pad = round_up(v_dim, 32);
+    const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
+    const int64_t tiles = (u.last - u.first + per_tile - 1) / per_tile, window = call->window;
+    memset(b.outputs, 0, sizeof(float) * (size_t)(tiles * ROWS * v_pad));
+    memset(b.sums, 0, sizeof(float) * (size_t)(tiles * ROWS * W));
+    memset(b.queries, 0, sizeof(PACKED) * (size_t)(tiles * ROWS * pad));
+    for (int64_t r = 0; r < tiles * ROWS; r++) b.tops[r] = -INFINITY;
+    for (int64_t t = u.first; t < u.last; t++) {
+        const int64_t tile = (t - u.first) / per_tile, row = tile * ROWS + (t - u.first) % per_tile * group;
+        const ELEMENT *query = (const ELEMENT *)call->query + (u.row + t) * call->q_token;
+        for (int64_t g = 0; g < group; g++)
+            PREFILL(pack_row)(b.queries + (row + g) * pad, query + (u.head * group + g) * call->q_head, dim, pad);
+    }
+    const int64_t low = first_key(u.context + u.first, window, call->chunk_size), high = u.context + u.last;
+    for (int64_t start = low; start < high; start += CHUNK) {
+        const int64_t count = high - start < CHUNK ? high - start : CHUNK;
+        PREFILL(pack_chunk)(call, b, u.table, u.head, start, count);
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            const int64_t from = u.first + tile * per_tile, to = from + per_tile < u.last ? from + per_tile : u.last;
+            /* Keys of the chunk that the tile's last token sees at the top, its first token at the bottom. */
+            const int64_t end = u.context + to - start < count ? u.context + to - start : count;
+            if (end <= 0 || first_key(u.context + from, window, call->chunk_size) >= start + count) continue;
+            const int64_t columns = round_up(end, 32);
+            PREFILL(score_tile)(b, b.queries + tile * ROWS * pad, pad, columns);
+            for (int64_t r = 0; r < ROWS; r++) {
+                const int64_t t = from + r / group, pos = u.context + t, at = tile * ROWS + r;
+                if (r / group >= per_tile || t >= to) {
+                    memset(b.weights + r * CHUNK, 0, sizeof(PACKED) * (size_t)columns);
+                    continue;
+                }
+                const int64_t seen = first_key(pos, window, call->chunk_size) - start;
+                PREFILL(weigh_row)(call, b.scores + r * CHUNK, b.weights + r * CHUNK, b.tops + at, b.sums + at * W,
+                                 b.outputs + at * v_pad, v_pad, u.head * group + r % group, pos, start,
+                                 seen > 0 ? seen : 0, pos + 1 - start < end ? pos + 1 - start : end, columns, scale,
+                                 softcap);
+            }
+            PREFILL(add_tile)(b, b.outputs + tile * ROWS * v_pad, v_pad, columns);
+        }
+    }
+    for (int64_t t = u.first; t < u.last; t++)
+        for (int64_t g = 0; g < group; g++) {
+            const int64_t at = (t - u.first) / per_tile * ROWS + (t - u.first) % per_tile * group + g;
+            const int64_t head = u.head * group + g;
+            float top = b.tops[at], factor = 1, total = sum_lanes(load_f32(b.sums + at * W));
+            if (call->sinks) {
+                const float most = call->sinks[head] > top ? call->sinks[head] : top;
+                factor = expf(top - most);
+                total = total * factor + expf(call->sinks[head] - most);
+                top = most;
+            }
+            factor /= total;
+            ELEMENT *out = (ELEMENT *)call->out + (u.row + t) * call->o_token + head * call->o_head;
+            for (int64_t d = 0; d < v_dim; d += W)
+                TYPED(store_part)(out + d, load_f32(b.outputs + at * v_pad + d) * factor, v_dim - d < W ? v_dim - d : W);
+            if (call->lse) call->lse[(u.row + t) * call->num_heads + head] = top + logf(total);
+        }
+}
+
+/* seqs: which sequences; seq_lens, starts: of all. */
+static void PREFILL(prefill)(const Call *call, const int32_t *seq_lens, const int32_t *starts, const int32_t *seqs,
+                           int64_t num_seqs, float scale, float softcap) {
+    const int64_t kv_heads = call->num_kv_heads, v_pad = round_up(call->v_head_dim, 32);
+    const int64_t tokens = num_tiles(v_pad) * (ROWS / (call->num_heads / kv_heads)); /* of a whole unit */
+    int64_t units = 0;
+    for (int64_t n = 0; n < num_seqs; n++) units += (starts[seqs[n] + 1] - starts[seqs[n]] + tokens - 1) / tokens;
+#pragma omp parallel num_threads(call->threads) if (call->threads > 1)
+    {
+        const int64_t bytes = PREFILL(prefill_bytes)(call->head_dim, call->v_head_dim);
+        PREFILL(Prefill) b =
+            PREFILL(prefill_buffers)(call->workspace + omp_get_thread_num() * bytes, call->head_dim, call->v_head_dim);
+#if AMX
+        amx_begin();
+#endif
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < units * kv_heads; i++) {
+            /* The last tokens first: they see the most keys. */
+            int64_t unit = units - 1 - i / kv_heads, n = 0;
+            for (;; n++) {
+                int64_t own = (starts[seqs[n] + 1] - starts[seqs[n]] + tokens - 1) / tokens;
+                if (unit < own) break;
+                unit -= own;
+            }
+            const int64_t seq = seqs[n], count = starts[seq + 1] - starts[seq];
+            PREFILL(Unit) u = {call->tables + seq * call->table_stride,
+                             starts[seq],
+                             seq_lens[seq] - count,
+                             i % kv_heads,
+                             unit * tokens,
+                             (unit + 1) * tokens < count ? (unit + 1) * tokens : count};
+            PREFILL(prefill_unit)(call, u, b, scale, softcap);
+        }
+#if AMX
+        _tile_release();
+#endif
+    }
+}
+
+#undef WORD_ELEMENTS
+#undef PACKED
+#undef PREFILL
+#undef PREFILL_TYPE
+#undef AMX
