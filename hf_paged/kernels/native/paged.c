@@ -140,8 +140,12 @@ INLINE vf sum_rows(const vf *a) {
 
 /* exp(x) for x <= 0: 0 below -87 (-inf included), NaN for NaN; relative error below 2e-7. */
 INLINE vf exp_negative(vf x) {
+#if W == 16
+    vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     vf n = (x * 1.44269504f + magic) - magic;
+#endif
     vf f = x - n * 0.693359375f;
     f = f + n * 2.12194440e-4f;
     vf y = splat(1.9875691500e-4f);
@@ -151,10 +155,15 @@ INLINE vf exp_negative(vf x) {
     y = y * f + 1.6666665459e-1f;
     y = y * f + 5.0000001201e-1f;
     y = (y * f) * f + f + 1.0f;
+#if W == 16
+    const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_scalef_ps(kept, (__m512)y, (__m512)n);
+#else
     vi under = x < -87.0f;
     vi e = __builtin_convertvector(choose(under, splat(0), n), vi);
     y = y * (vf)((e + 127) << 23);
     return (vf)((vi)y & ~under);
+#endif
 }
 
 INLINE vf tanh_v(vf x) {

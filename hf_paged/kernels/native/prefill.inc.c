@@ -197,7 +197,7 @@ INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *we
         vf p = {0};
         if (x >= first && x < last) sum += p = exp_negative(y[x] - after);
 #if AMX
-        store_part_bf16(weights + x * W, p, W);
+        _mm256_storeu_si256((__m256i *)(weights + x * W), (__m256i)_mm512_cvtneps_pbh((__m512)p));
 #else
         store_f32(weights + x * W, p);
 #endif
