@@ -92,7 +92,6 @@ def _plan(
     sliding_window: int | None,
     chunk_size: int | None,
     whole_prompts: bool,
-    seqs: np.ndarray | None,
 ) -> list[_Bucket]:
     """`whole_prompts`: a prompt without a prefix is one bucket (masked by the kernel); otherwise it is cut in tiles."""
     tables = metadata.block_tables.cpu().numpy()
@@ -144,7 +143,7 @@ def _plan(
     batched: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     prompts: dict[int, list[tuple[int, int, int]]] = {}
     buckets = []
-    for i in range(len(seq_lens)) if seqs is None else seqs.tolist():
+    for i in range(len(seq_lens)):
         query_len, seq_len = int(query_lens[i]), int(seq_lens[i])
         if query_len == 0:
             continue
@@ -190,58 +189,15 @@ def paged_attention(
     """See `ops.paged_attention`."""
     if key is not None and value is not None:
         write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
-    return attend(
-        query, KeysValues.of(key_cache, value_cache, key, value), metadata, scale=scale, sliding_window=sliding_window,
-        chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out, return_lse=return_lse,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class KeysValues:
-    """Where K and V are: all in the blocks, this step's also in new_key and new_value [num_tokens, num_kv_heads, ...]
-    if those are given."""
-
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    new_key: torch.Tensor | None = None
-    new_value: torch.Tensor | None = None
-
-    @staticmethod
-    def of(
-        key_cache: torch.Tensor, value_cache: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None
-    ) -> KeysValues:
-        """Leaves out new K/V of other dtypes than the blocks have: what was written is what counts."""
-        if key is None or value is None or (key.dtype, value.dtype) != (key_cache.dtype, value_cache.dtype):
-            return KeysValues(key_cache, value_cache)
-        return KeysValues(key_cache, value_cache, key, value)
-
-
-def attend(
-    query: torch.Tensor,
-    kv: KeysValues,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    seqs: np.ndarray | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention` of K/V that is in the blocks. `seqs`: do only these sequences, into `out` and `lse`."""
-    key_cache, value_cache = kv.key_cache, kv.value_cache
+    kv = _KeysValues.of(key_cache, value_cache, key, value)
     num_tokens, num_heads, _ = query.shape
     v_head_dim = value_cache.shape[3]
     block_size = key_cache.shape[1]
     whole_prompts = softcap is None and alibi_slopes is None  # else the scores of a long prompt would fill the memory
-    key = ("torch", block_size, sliding_window, chunk_size, whole_prompts, seqs is None)
+    key = ("torch", block_size, sliding_window, chunk_size, whole_prompts)
     buckets = metadata.scratch.get(key)
     if buckets is None:
-        buckets = _plan(metadata, block_size, sliding_window, chunk_size, whole_prompts, seqs)
+        buckets = _plan(metadata, block_size, sliding_window, chunk_size, whole_prompts)
         metadata.scratch[key] = buckets
     options = _Options(scale, softcap, sinks, alibi_slopes)
     row_bytes = key_cache.shape[2] * (key_cache.shape[3] + v_head_dim) * key_cache.element_size()
@@ -253,7 +209,8 @@ def attend(
                 o, _ = _attend_bucket(whole, query, kv, options, metadata.scratch)
                 return o.flatten(2, 3).flatten(0, 1).to(query.dtype)
         out = query.new_empty(num_tokens, num_heads, v_head_dim)
-    if return_lse and lse is None:
+    lse = None
+    if return_lse:
         lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
     for number, bucket in enumerate(buckets):
         num_seqs, span = bucket.slots.shape
@@ -266,10 +223,27 @@ def attend(
             _scatter(part, o, out)
             if lse is not None:
                 _scatter(part, row_lse, lse)
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
+    return out if lse is None else (out, lse)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeysValues:
+    """Where K and V are: all in the blocks, this step's also in new_key and new_value [num_tokens, num_kv_heads, ...]
+    if those are given."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    new_key: torch.Tensor | None = None
+    new_value: torch.Tensor | None = None
+
+    @staticmethod
+    def of(
+        key_cache: torch.Tensor, value_cache: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None
+    ) -> _KeysValues:
+        """Leaves out new K/V of other dtypes than the blocks have: what was written is what counts."""
+        if key is None or value is None or (key.dtype, value.dtype) != (key_cache.dtype, value_cache.dtype):
+            return _KeysValues(key_cache, value_cache)
+        return _KeysValues(key_cache, value_cache, key, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +278,7 @@ def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
 def _attend_bucket(
     bucket: _Bucket,
     query: torch.Tensor,
-    kv: KeysValues,
+    kv: _KeysValues,
     options: _Options,
     scratch: dict[Any, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,7 +310,7 @@ def _attend_bucket(
 
 
 def _keys_values(
-    bucket: _Bucket, packed: bool, kv: KeysValues, scratch: dict[Any, Any]
+    bucket: _Bucket, packed: bool, kv: _KeysValues, scratch: dict[Any, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> K, V [num_seqs, num_kv_heads, span, (v_)head_dim]"""
     if bucket.causal and kv.new_key is not None and kv.new_value is not None:

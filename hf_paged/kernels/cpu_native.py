@@ -1,7 +1,7 @@
 """The native CPU implementation: C kernels that read the blocks where they lie. Needs a C compiler, once a machine.
 
-Long prompts are left to the torch path, whose fused attention multiplies matrices better than this kernel does; which
-of the two computes a sequence depends on its own lengths only. Knows tensors; `native_build` knows compilers.
+Two kernels, for few new tokens of a sequence and for many; which of them computes a sequence depends on its own lengths
+only. Knows tensors; `native_build` knows compilers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from hf_paged.kernels import cpu, native_build
 from hf_paged.kernels.metadata import AttentionMetadata
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# A sequence is the torch path's if it has more new tokens in a step than the first number and more scores (new tokens
-# times keys) than the second: there the fused attention is faster, in half precision (matrix units) much earlier.
-_MAX_QUERY_LEN = {torch.float32: (16, 1 << 12), torch.bfloat16: (16, 1 << 12), torch.float16: (16, 1 << 12)}
+# A sequence with at least so many new query rows a KV head is multiplied as matrices (prefill.inc.c); with fewer, row
+# by row. Where the two cross was measured; the matrix unit pays much earlier.
+_PROMPT_ROWS, _PROMPT_ROWS_AMX = 64, 24
+# What prefill.inc.c has buffers for: elements of a head, query heads a KV head.
+_PROMPT_MAX_DIM, _PROMPT_MAX_GROUP = 512, 64
 # Queries (of one sequence, or of several that share blocks) that read a chunk together, and their rows a KV head.
 _MAX_ITEM_QUERIES = 16
 _MAX_ITEM_ROWS = 64
@@ -70,15 +72,17 @@ class _Plan:
         self,
         metadata: AttentionMetadata,
         dtype: torch.dtype,
-        shape: tuple[int, int, int, int],
+        shape: tuple[int, int, int, int, int],
         share: bool,
     ) -> None:
-        """shape: block size, window, attention chunk (0 = none), query heads a KV head."""
+        """shape: block size, window, attention chunk (0 = none), query heads a KV head, elements of a head."""
         library = _library()
-        block_size, window, chunk_size, group = shape
-        query_lens = np.diff(metadata.query_start_loc.numpy()).astype(np.int64)
-        max_query_len, max_scores = _MAX_QUERY_LEN[dtype]
-        long = (query_lens > max_query_len) & (query_lens * metadata.seq_lens.numpy() > max_scores)
+        block_size, window, chunk_size, group, dim = shape
+        rows = _PROMPT_ROWS_AMX if dtype == torch.bfloat16 and library.hfp_has_amx() else _PROMPT_ROWS
+        query_lens = np.diff(metadata.query_start_loc.numpy())
+        long = query_lens * group >= rows
+        # A single new token is a decode step, however many heads it has.
+        long &= (query_lens > 1) & (group <= _PROMPT_MAX_GROUP and dim <= _PROMPT_MAX_DIM)
         mine = np.ascontiguousarray((~long).nonzero()[0], dtype=np.int32)
         self.prompts = np.ascontiguousarray(long.nonzero()[0], dtype=np.int32) if long.any() else None
         tables = metadata.block_tables
@@ -145,10 +149,11 @@ def paged_attention(
         )
     window, chunk = sliding_window or 0, chunk_size or 0
     group = num_heads // num_kv_heads
-    plan_key = ("native", dtype, block_size, window, chunk, group, share)
+    plan_shape = (block_size, window, chunk, group, max(head_dim, v_head_dim))
+    plan_key = ("native", dtype, plan_shape, share)
     plan: _Plan | None = metadata.scratch.get(plan_key)
     if plan is None:
-        plan = metadata.scratch[plan_key] = _Plan(metadata, dtype, (block_size, window, chunk, group), share)
+        plan = metadata.scratch[plan_key] = _Plan(metadata, dtype, plan_shape, share)
     new_kv = _NO_NEW_KV
     if key is not None and value is not None:
         if _is_plain_write(key, value, key_cache, value_cache):

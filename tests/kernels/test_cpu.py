@@ -43,6 +43,11 @@ SHAPES = [
     Case(MIXED, heads=(4, 4), consecutive=True),
     Case(MIXED, heads=(8, 2), head_dim=48, v_head_dim=32, block_size=32),
     Case(((80, 80), (80, 80), (80, 80), (1, 7)), heads=(6, 2), head_dim=24, v_head_dim=40),
+    Case(((700, 700), (130, 900), (3, 30)), heads=(9, 3), head_dim=64),
+    Case(((260, 600),), heads=(2, 2), head_dim=512, block_size=17),
+    Case(((70, 300), (5, 5)), heads=(64, 1), head_dim=80, v_head_dim=96, block_size=1),
+    Case(((40, 290),), heads=(65, 1), head_dim=16),
+    Case(((40, 290),), heads=(2, 2), head_dim=528, v_head_dim=512),
     Case(EMPTY),
     Case(((7, 7), (12, 60)), strided=True),
     Case(((1, 50), (1, 51), (1, 64), (1, 200)), shared=3),
@@ -58,6 +63,7 @@ FEATURES = [
     {"alibi": True},
     {"sliding_window": 33, "softcap": 5.0, "sinks": True},
     {"chunk_size": 64, "alibi": True, "sinks": True},
+    {"sliding_window": 270, "sinks": True},
 ]
 
 

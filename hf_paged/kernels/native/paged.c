@@ -55,7 +55,13 @@ typedef uint16_t vh __attribute__((vector_size(W * 2)));
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-INLINE vf vmax(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf vmax(vf a, vf b) { /* b where either is NaN */
+#if W == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
 
 INLINE vf load_f32(const void *p) {
     vf x;
@@ -467,6 +473,7 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 /* -- prompts: matrix products --------------------------------------------------------------------------------------- */
 
 #define ROWS 64     /* query rows of a tile */
+#define KEYS 256    /* keys that are packed at a time, and seen by a row between two looks at its maximum */
 #define MAX_TILES 16 /* of a unit of work */
 #define MAX_DIM 512  /* of a head */
 #define BLOCK_ROWS (W == 16 ? 8 : 4) /* rows of a product whose sums fit the registers, with 2 * W columns */
@@ -625,9 +632,20 @@ int hfp_prefill(const Call *call, int dtype, double scale, double softcap, const
     return -1;
 }
 
+int hfp_has_amx(void) {
+#if HAS_AMX
+    return amx_allowed();
+#else
+    return 0;
+#endif
+}
+
 int hfp_has_f16(void) { return HAS_F16; }
 
 const char *hfp_target(void) {
+#if HAS_AMX
+    if (amx_allowed()) return "AVX-512 with BF16, AMX";
+#endif
 #if HAS_DPBF16
     return "AVX-512 with BF16";
 #elif W == 16

@@ -20,15 +20,15 @@ typedef struct {
     float *outputs;   /* [tiles, ROWS, v_head_dim padded], not normalised */
     float *tops;      /* [tiles, ROWS] maxima of the scores so far */
     float *sums;      /* [tiles, ROWS, W] of the weights, lane by lane */
-    uint32_t *keys;   /* [head_dim padded in words, CHUNK]: transposed, so that a vector is one word of many keys */
-    uint32_t *values; /* AMX: [CHUNK / 2, v_head_dim padded] pairs of bf16; else fp32 [CHUNK, v_head_dim padded] */
-    float *scores;    /* [ROWS, CHUNK] */
-    PACKED *weights;  /* [ROWS, CHUNK]; without AMX the same memory as scores */
+    uint32_t *keys;   /* [head_dim padded in words, KEYS]: transposed, so that a vector is one word of many keys */
+    uint32_t *values; /* AMX: [KEYS / 2, v_head_dim padded] pairs of bf16; else fp32 [KEYS, v_head_dim padded] */
+    float *scores;    /* [ROWS, KEYS] */
+    PACKED *weights;  /* [ROWS, KEYS]; without AMX the same memory as scores */
 } PREFILL(Prefill);
 
 static int64_t PREFILL(prefill_bytes)(int64_t dim, int64_t v_dim) {
     const int64_t pad = round_up(dim, 32), v_pad = round_up(v_dim, 32), rows = num_tiles(v_pad) * ROWS;
-    return rows * (pad + v_pad + 1 + W) * 4 + CHUNK * (pad + v_pad + 2 * ROWS) * 4 + 16 * 64;
+    return rows * (pad + v_pad + 1 + W) * 4 + KEYS * (pad + v_pad + 2 * ROWS) * 4 + 16 * 64;
 }
 
 static PREFILL(Prefill) PREFILL(prefill_buffers)(char *at, int64_t dim, int64_t v_dim) {
@@ -38,10 +38,10 @@ static PREFILL(Prefill) PREFILL(prefill_buffers)(char *at, int64_t dim, int64_t 
     b.outputs = TYPED(take)(&at, rows * v_pad * 4);
     b.tops = TYPED(take)(&at, rows * 4);
     b.sums = TYPED(take)(&at, rows * W * 4);
-    b.keys = TYPED(take)(&at, pad * CHUNK * 4);
-    b.values = TYPED(take)(&at, CHUNK * v_pad * 4);
-    b.scores = TYPED(take)(&at, ROWS * CHUNK * 4);
-    b.weights = AMX ? TYPED(take)(&at, ROWS * CHUNK * (int64_t)sizeof(PACKED)) : (PACKED *)(void *)b.scores;
+    b.keys = TYPED(take)(&at, pad * KEYS * 4);
+    b.values = TYPED(take)(&at, KEYS * v_pad * 4);
+    b.scores = TYPED(take)(&at, ROWS * KEYS * 4);
+    b.weights = AMX ? TYPED(take)(&at, ROWS * KEYS * (int64_t)sizeof(PACKED)) : (PACKED *)(void *)b.scores;
     return b;
 }
 
@@ -77,7 +77,7 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
                 memset(row[i], 0, (size_t)words * 4);
         }
         for (int64_t w = 0; w < words; w += 16)
-            transpose_words(b.keys + w * CHUNK + j, CHUNK, row[0] + w, MAX_DIM / WORD_ELEMENTS);
+            transpose_words(b.keys + w * KEYS + j, KEYS, row[0] + w, MAX_DIM / WORD_ELEMENTS);
     }
     for (int64_t j = 0; j < round_up(count, 32); j += WORD_ELEMENTS) {
         for (int64_t i = 0; i < WORD_ELEMENTS; i++) {
@@ -107,23 +107,23 @@ static void PREFILL(score_tile)(PREFILL(Prefill) b, const PACKED *queries, int64
             for (int64_t d = 0; d < pad; d += 32) {
                 _tile_loadd(4, queries + r * pad + d, pad * 2);
                 _tile_loadd(5, queries + (r + 16) * pad + d, pad * 2);
-                _tile_loadd(6, b.keys + d / 2 * CHUNK + j, CHUNK * 4);
-                _tile_loadd(7, b.keys + d / 2 * CHUNK + j + 16, CHUNK * 4);
+                _tile_loadd(6, b.keys + d / 2 * KEYS + j, KEYS * 4);
+                _tile_loadd(7, b.keys + d / 2 * KEYS + j + 16, KEYS * 4);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_dpbf16ps(1, 4, 7);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            float *to = b.scores + r * CHUNK + j;
-            _tile_stored(0, to, CHUNK * 4);
-            _tile_stored(1, to + 16, CHUNK * 4);
-            _tile_stored(2, to + 16 * CHUNK, CHUNK * 4);
-            _tile_stored(3, to + 16 * CHUNK + 16, CHUNK * 4);
+            float *to = b.scores + r * KEYS + j;
+            _tile_stored(0, to, KEYS * 4);
+            _tile_stored(1, to + 16, KEYS * 4);
+            _tile_stored(2, to + 16 * KEYS, KEYS * 4);
+            _tile_stored(3, to + 16 * KEYS + 16, KEYS * 4);
         }
 #else
     for (int64_t j = 0; j < count; j += 2 * W)
         for (int64_t r = 0; r < ROWS; r += BLOCK_ROWS)
-            multiply_rows(b.scores + r * CHUNK + j, CHUNK, queries + r * pad, pad, (float *)(void *)b.keys + j, CHUNK,
+            multiply_rows(b.scores + r * KEYS + j, KEYS, queries + r * pad, pad, (float *)(void *)b.keys + j, KEYS,
                           pad, 0);
 #endif
 }
@@ -139,8 +139,8 @@ static void PREFILL(add_tile)(PREFILL(Prefill) b, float *outputs, int64_t v_pad,
             _tile_loadd(2, to + 16 * v_pad, v_pad * 4);
             _tile_loadd(3, to + 16 * v_pad + 16, v_pad * 4);
             for (int64_t j = 0; j < count; j += 32) {
-                _tile_loadd(4, b.weights + r * CHUNK + j, CHUNK * 2);
-                _tile_loadd(5, b.weights + (r + 16) * CHUNK + j, CHUNK * 2);
+                _tile_loadd(4, b.weights + r * KEYS + j, KEYS * 2);
+                _tile_loadd(5, b.weights + (r + 16) * KEYS + j, KEYS * 2);
                 _tile_loadd(6, b.values + j / 2 * v_pad + d, v_pad * 4);
                 _tile_loadd(7, b.values + j / 2 * v_pad + d + 16, v_pad * 4);
                 _tile_dpbf16ps(0, 4, 6);
@@ -156,8 +156,16 @@ static void PREFILL(add_tile)(PREFILL(Prefill) b, float *outputs, int64_t v_pad,
 #else
     for (int64_t d = 0; d < v_pad; d += 2 * W)
         for (int64_t r = 0; r < ROWS; r += BLOCK_ROWS)
-            multiply_rows(outputs + r * v_pad + d, v_pad, b.weights + r * CHUNK, CHUNK,
+            multiply_rows(outputs + r * v_pad + d, v_pad, b.weights + r * KEYS, KEYS,
                           (float *)(void *)b.values + d, v_pad, count, 1);
+#endif
+}
+
+INLINE void PREFILL(store_weights)(PACKED *to, vf p) {
+#if AMX
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)p));
+#else
+    store_f32(to, p);
 #endif
 }
 
@@ -165,10 +173,11 @@ static void PREFILL(add_tile)(PREFILL(Prefill) b, float *outputs, int64_t v_pad,
 INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *weights, float *top, float *sums,
                              float *output, int64_t v_pad, int64_t head, int64_t pos, int64_t start, int64_t low,
                              int64_t high, int64_t count, float scale, float softcap) {
-    vf y[CHUNK / W], most = splat(-INFINITY), sum = load_f32(sums);
+    vf y[KEYS / W], most = splat(-INFINITY), sum = load_f32(sums);
     vi lanes = {0};
     for (int i = 0; i < W; i++) lanes[i] = i;
     const int64_t first = low > 0 ? low / W : 0, last = high > 0 ? (high + W - 1) / W : 0; /* vectors with seen keys */
+#pragma GCC unroll 4
     for (int64_t x = first; x < last; x++) {
         vf s = load_f32(scores + x * W) * scale;
         if (softcap > 0) s = softcap * tanh_v(s / softcap);
@@ -193,14 +202,21 @@ INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *we
         for (int64_t d = 0; d < v_pad; d += W) store_f32(output + d, load_f32(output + d) * factor);
         *top = after;
     }
-    for (int64_t x = 0; x < count / W; x++) {
-        vf p = {0};
-        if (x >= first && x < last) sum += p = exp_negative(y[x] - after);
-#if AMX
-        _mm256_storeu_si256((__m256i *)(weights + x * W), (__m256i)_mm512_cvtneps_pbh((__m512)p));
-#else
-        store_f32(weights + x * W, p);
-#endif
+    for (int64_t x = 0; x < first; x++) PREFILL(store_weights)(weights + x * W, (vf){0});
+    for (int64_t x = last; x < count / W; x++) PREFILL(store_weights)(weights + x * W, (vf){0});
+    int64_t x = first;
+    for (; x + 4 <= last; x += 4) { /* four independent chains keep the machine busy */
+        vf p[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) p[i] = exp_negative(y[x + i] - after);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) PREFILL(store_weights)(weights + (x + i) * W, p[i]);
+        sum += (p[0] + p[1]) + (p[2] + p[3]);
+    }
+    for (; x < last; x++) {
+        vf p = exp_negative(y[x] - after);
+        PREFILL(store_weights)(weights + x * W, p);
+        sum += p;
     }
     store_f32(sums, sum);
 }
@@ -227,8 +243,8 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
             PREFILL(pack_row)(b.queries + (row + g) * pad, query + (u.head * group + g) * call->q_head, dim, pad);
     }
     const int64_t low = first_key(u.context + u.first, window, call->chunk_size), high = u.context + u.last;
-    for (int64_t start = low; start < high; start += CHUNK) {
-        const int64_t count = high - start < CHUNK ? high - start : CHUNK;
+    for (int64_t start = low; start < high; start += KEYS) {
+        const int64_t count = high - start < KEYS ? high - start : KEYS;
         PREFILL(pack_chunk)(call, b, u.table, u.head, start, count);
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t from = u.first + tile * per_tile, to = from + per_tile < u.last ? from + per_tile : u.last;
@@ -240,11 +256,11 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
             for (int64_t r = 0; r < ROWS; r++) {
                 const int64_t t = from + r / group, pos = u.context + t, at = tile * ROWS + r;
                 if (r / group >= per_tile || t >= to) {
-                    memset(b.weights + r * CHUNK, 0, sizeof(PACKED) * (size_t)columns);
+                    memset(b.weights + r * KEYS, 0, sizeof(PACKED) * (size_t)columns);
                     continue;
                 }
                 const int64_t seen = first_key(pos, window, call->chunk_size) - start;
-                PREFILL(weigh_row)(call, b.scores + r * CHUNK, b.weights + r * CHUNK, b.tops + at, b.sums + at * W,
+                PREFILL(weigh_row)(call, b.scores + r * KEYS, b.weights + r * KEYS, b.tops + at, b.sums + at * W,
                                  b.outputs + at * v_pad, v_pad, u.head * group + r % group, pos, start,
                                  seen > 0 ? seen : 0, pos + 1 - start < end ? pos + 1 - start : end, columns, scale,
                                  softcap);
