@@ -137,7 +137,7 @@ def make_batch(shape: Shape, dtype: torch.dtype, device: str) -> Batch:
         max_seq_len=longest,
     )
     batch = Batch(shape, query, *caches, metadata, slots.to(device))
-    if not shape.is_decode:  # ours also writes the step's K/V into the blocks
+    if not shape.is_decode:  # what works on blocks also writes the step's K/V there
         names = zip(("key", "value"), caches)
         batch.new_kv = {name: cache.flatten(0, 1)[metadata.slot_mapping] for name, cache in names}
     if len(set(shape.lens)) > 1 or (most > 1 and most != longest):
@@ -175,6 +175,8 @@ def contenders(batch: Batch, device: str) -> dict[str, Call]:
         ]
 
         def gather_and_sdpa() -> torch.Tensor:
+            for cache, new in zip((batch.key_cache, batch.value_cache), batch.new_kv.values()):
+                cache.flatten(0, 1).index_copy_(0, batch.metadata.slot_mapping, new)
             for cache, target in zip((batch.key_cache, batch.value_cache), gathered):
                 torch.index_select(cache.flatten(0, 1), 0, batch.slots.flatten(), out=target)
             k, v = (x.unflatten(0, batch.slots.shape).transpose(1, 2) for x in gathered)

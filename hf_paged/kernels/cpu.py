@@ -20,9 +20,11 @@ _MAX_BATCHED_QUERY_LEN = 64
 # New tokens of a long prompt that share one mask and one range of keys.
 _QUERY_TILE = 256
 # A bucket is cut so that its gathered K/V stays about this large: what was just copied is then still in the cache.
-_WORKSPACE_BYTES = 8 << 20
+_WORKSPACE_BYTES = 16 << 20
 
 _local = threading.local()
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # the same, with its log-sum-exp
 
 
 def write_kv(
@@ -33,11 +35,29 @@ def write_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """See `ops.write_kv`."""
-    if slot_mapping.numel() and int(slot_mapping.min()) < 0:
-        keep = (slot_mapping >= 0).nonzero().flatten()
-        key, value, slot_mapping = key[keep], value[keep], slot_mapping[keep]
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(key_cache.dtype))
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(value_cache.dtype))
+    _write(key, value, key_cache, value_cache, *_without_padding(slot_mapping))
+
+
+def _without_padding(slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The slots that are real, and the rows they belong to (None: all)."""
+    if slot_mapping.numel() == 0 or int(slot_mapping.min()) >= 0:
+        return slot_mapping, None
+    rows = (slot_mapping >= 0).nonzero().flatten()
+    return slot_mapping[rows], rows
+
+
+def _write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> None:
+    if rows is not None:
+        key, value = key[rows], value[rows]
+    key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
+    value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
@@ -76,7 +96,8 @@ class _Bucket:
         """x [num_tokens, ...] -> [num_seqs, query_len, ...]"""
         shape = self.q_pos.shape
         if self.rows is None:
-            return x[self.first_row : self.first_row + shape.numel()].unflatten(0, shape)
+            count = shape.numel()
+            return (x if count == len(x) else x[self.first_row : self.first_row + count]).unflatten(0, shape)
         return x.index_select(0, self.rows.flatten()).unflatten(0, shape)
 
 
@@ -188,26 +209,32 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention`."""
     if key is not None and value is not None:
-        write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+        writes = metadata.scratch.get("torch writes")
+        if writes is None:
+            writes = metadata.scratch["torch writes"] = _without_padding(metadata.slot_mapping)
+        _write(key, value, key_cache, value_cache, *writes)
     kv = _KeysValues.of(key_cache, value_cache, key, value)
     num_tokens, num_heads, _ = query.shape
     v_head_dim = value_cache.shape[3]
     block_size = key_cache.shape[1]
     whole_prompts = softcap is None and alibi_slopes is None  # else the scores of a long prompt would fill the memory
-    key = ("torch", block_size, sliding_window, chunk_size, whole_prompts)
-    buckets = metadata.scratch.get(key)
+    plan_key = ("torch", block_size, sliding_window, chunk_size, whole_prompts)
+    buckets = metadata.scratch.get(plan_key)
     if buckets is None:
         buckets = _plan(metadata, block_size, sliding_window, chunk_size, whole_prompts)
-        metadata.scratch[key] = buckets
-    options = _Options(scale, softcap, sinks, alibi_slopes)
+        metadata.scratch[plan_key] = buckets
+    options = _Options(scale, softcap, sinks, alibi_slopes, needs_lse=return_lse or sinks is not None)
     row_bytes = key_cache.shape[2] * (key_cache.shape[3] + v_head_dim) * key_cache.element_size()
     if out is None:
         whole = buckets[0] if len(buckets) == 1 and not return_lse else None
         if whole is not None and whole.rows is None and whole.q_pos.numel() == num_tokens:
             num_seqs, span = whole.slots.shape
             if num_seqs == 1 or num_seqs * span * row_bytes <= _WORKSPACE_BYTES:  # the bucket is the result: no copy
+                is_common = whole.causal or whole.q_pos.shape[1] == 1
+                if is_common and options.is_plain and query.shape[2] == v_head_dim and query.device.type == "cpu":
+                    return _attend_plain(whole, query, kv, scale, metadata.scratch)
                 o, _ = _attend_bucket(whole, query, kv, options, metadata.scratch)
-                return o.flatten(2, 3).flatten(0, 1).to(query.dtype)
+                return o.reshape(num_tokens, num_heads, v_head_dim).to(query.dtype)
         out = query.new_empty(num_tokens, num_heads, v_head_dim)
     lse = None
     if return_lse:
@@ -216,12 +243,12 @@ def paged_attention(
         num_seqs, span = bucket.slots.shape
         step = max(1, _WORKSPACE_BYTES // (span * row_bytes))
         for low in range(0, num_seqs, step):
-            part = metadata.scratch.get((*key, number, low, step))
+            part = metadata.scratch.get((*plan_key, number, low, step))
             if part is None:
-                part = metadata.scratch[(*key, number, low, step)] = _slice(bucket, low, low + step)
+                part = metadata.scratch[(*plan_key, number, low, step)] = _slice(bucket, low, low + step)
             o, row_lse = _attend_bucket(part, query, kv, options, metadata.scratch)
             _scatter(part, o, out)
-            if lse is not None:
+            if lse is not None and row_lse is not None:
                 _scatter(part, row_lse, lse)
     return out if lse is None else (out, lse)
 
@@ -252,6 +279,11 @@ class _Options:
     softcap: float | None
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+    needs_lse: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.needs_lse and self.softcap is None and self.alibi_slopes is None
 
 
 def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
@@ -275,33 +307,59 @@ def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
     )
 
 
+def _attend_plain(
+    bucket: _Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
+) -> torch.Tensor:
+    """What `_attend_bucket` does in the two most common steps, whole prompts and one new token a sequence, with nothing
+    around the operations themselves: next to a model's weights everything else is cold in the caches."""
+    if bucket.causal:
+        q = bucket.rows_of(query).transpose(1, 2)
+        k, v = _keys_values(bucket, False, kv, scratch)
+        o = _sdpa(q, k, v, None, 0.0, True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return o.transpose(1, 2).flatten(0, 1)
+    k = _gather(kv.key_cache, bucket, True, "key", scratch)
+    v = _gather(kv.value_cache, bucket, True, "value", scratch)
+    bias = None
+    if bucket.hidden is not None:
+        bias = _bias(bucket, True, query.dtype, query.shape[1] // k.shape[1], k.shape[1], None, scratch)
+    return _sdpa(query.unflatten(1, (k.shape[1], -1)), k, v, bias, scale=scale).flatten(1, 2)
+
+
 def _attend_bucket(
     bucket: _Bucket,
     query: torch.Tensor,
     kv: _KeysValues,
     options: _Options,
     scratch: dict[Any, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [num_seqs, query_len, num_kv_heads, group, v_head_dim], lse, the same without the last dimension."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """-> out [num_seqs, query_len, num_kv_heads, group, v_head_dim]; if needed lse, the same without the last one."""
     num_seqs, query_len = bucket.q_pos.shape
     num_heads, num_kv_heads = query.shape[1], kv.key_cache.shape[2]
     group = num_heads // num_kv_heads
     packed = not bucket.causal and (num_seqs > 1 or query_len <= _MAX_BATCHED_QUERY_LEN)
     q = bucket.rows_of(query)
-    if packed:
-        # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
+    # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
+    if packed and query_len == 1:
+        q = q.squeeze(1).unflatten(1, (num_kv_heads, group))
+    elif packed:
         q = q.unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     else:
         q = q.transpose(1, 2)  # [num_seqs, num_heads, query_len, head_dim]
     k, v = _keys_values(bucket, packed, kv, scratch)
     bias = _bias(bucket, packed, query.dtype, group, num_kv_heads, options.alibi_slopes, scratch)
     o, row_lse = _attend(q, k, v, bias, bucket.causal, options)
-    if packed:
+    if packed and query_len == 1:
+        o = o.unsqueeze(1)
+    elif packed:
         o = o.view(num_seqs, num_kv_heads, query_len, group, -1).permute(0, 2, 1, 3, 4)
+    else:
+        o = o.transpose(1, 2).unflatten(2, (num_kv_heads, group))
+    if row_lse is None:
+        return o, None
+    if packed:
         row_lse = row_lse.view(num_seqs, num_kv_heads, query_len, group).permute(0, 2, 1, 3)
     else:
-        o = o.transpose(1, 2).view(num_seqs, query_len, num_kv_heads, group, -1)
-        row_lse = row_lse.transpose(1, 2).view(num_seqs, query_len, num_kv_heads, group)
+        row_lse = row_lse.transpose(1, 2).unflatten(2, (num_kv_heads, group))
     if options.sinks is not None:
         sinks = options.sinks.float().view(num_kv_heads, group)
         o = o * torch.sigmoid(row_lse - sinks).unsqueeze(-1)
@@ -316,20 +374,10 @@ def _keys_values(
     if bucket.causal and kv.new_key is not None and kv.new_value is not None:
         # A prompt without a prefix: its keys and values are this step's, all of them and in order.
         return bucket.rows_of(kv.new_key).transpose(1, 2), bucket.rows_of(kv.new_value).transpose(1, 2)
-    if packed:
-        k = _gather(kv.key_cache, bucket.slots, "key").transpose(1, 2)
-        return k, _gather(kv.value_cache, bucket.slots, "value").transpose(1, 2)
-    # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
-    num_kv_heads = kv.key_cache.shape[2]
-    index = scratch.get(("torch heads", id(bucket), num_kv_heads))
-    if index is None:
-        heads = torch.arange(num_kv_heads, device=bucket.slots.device)[:, None]
-        index = (bucket.slots[:, None] * num_kv_heads + heads).flatten(0, 1)
-        scratch[("torch heads", id(bucket), num_kv_heads)] = index  # [num_seqs * num_kv_heads, span]
-    k = _gather(kv.key_cache.flatten(1, 2).unsqueeze(2), index, "key")
-    v = _gather(kv.value_cache.flatten(1, 2).unsqueeze(2), index, "value")
-    shape = (bucket.slots.shape[0], num_kv_heads)
-    return k.squeeze(2).unflatten(0, shape), v.squeeze(2).unflatten(0, shape)
+    return (
+        _gather(kv.key_cache, bucket, packed, "key", scratch),
+        _gather(kv.value_cache, bucket, packed, "value", scratch),
+    )
 
 
 def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -344,17 +392,35 @@ def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
     out.index_copy_(0, rows, values.to(out.dtype))
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor, name: str) -> torch.Tensor:
-    """Slots [a, b] of a cache [num_blocks, block_size, heads, dim], as [a, b, heads, dim] in the shared workspace."""
+def _gather(cache: torch.Tensor, bucket: _Bucket, packed: bool, name: str, scratch: dict[Any, Any]) -> torch.Tensor:
+    """The bucket's slots of a cache [num_blocks, block_size, num_kv_heads, dim], in a workspace that all calls of this
+    thread share -> [num_seqs, num_kv_heads, span, dim]."""
+    key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype)
+    prepared = scratch.get(key)
+    if prepared is None:
+        prepared = scratch[key] = _prepare_gather(cache, bucket.slots, packed, name)
+    index, target, gathered = prepared
+    torch.index_select(cache.view(-1, *target.shape[1:]), 0, index, out=target)
+    return gathered
+
+
+def _prepare_gather(
+    cache: torch.Tensor, slots: torch.Tensor, packed: bool, name: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows to take, where to (rows as they lie in the cache), and the same as [num_seqs, num_kv_heads, span, dim]."""
     heads, dim = cache.shape[2:]
-    needed = slots.numel() * heads * dim
     buffers: dict[Any, torch.Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get((name, cache.dtype, cache.device))
+    needed = slots.numel() * heads * dim
     if buffer is None or buffer.numel() < needed:
         buffer = buffers[(name, cache.dtype, cache.device)] = cache.new_empty(needed)
-    gathered = buffer[:needed].view(slots.numel(), heads, dim)
-    torch.index_select(cache.flatten(0, 1), 0, slots.flatten(), out=gathered)
-    return gathered.view(*slots.shape, heads, dim)
+    if packed:
+        target = buffer[:needed].view(-1, heads, dim)
+        return slots.flatten(), target, target.unflatten(0, slots.shape).transpose(1, 2)
+    # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
+    index = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
+    target = buffer[:needed].view(-1, dim)
+    return index.flatten(), target, target.unflatten(0, index.shape)
 
 
 def _bias(
@@ -397,9 +463,9 @@ def _bias(
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [a, b, rows, head_dim], k, v [a, b // group, span, (v_)head_dim], where `group` heads of q share one of k
-    -> out [a, b, rows, v_head_dim], log-sum-exp [a, b, rows]."""
+    -> out [a, b, rows, v_head_dim], log-sum-exp [a, b, rows] if that is needed."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
     if options.softcap is not None or q.device.type != "cpu":
         return _attend_unfused(q, k, v, bias, causal, options)
@@ -409,10 +475,11 @@ def _attend(
         v = torch.nn.functional.pad(v, (0, head_dim - v_head_dim))
     if bias is not None:
         causal = False
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias, scale=options.scale
-    )
-    return o[..., :v_head_dim], lse
+    if options.needs_lse:
+        o, lse = _fused(q, k, v, 0.0, causal, attn_mask=bias, scale=options.scale)
+    else:
+        o, lse = _sdpa(q, k, v, bias, 0.0, causal, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]), None
+    return (o if v_head_dim >= head_dim else o[..., :v_head_dim]), lse
 
 
 def _attend_unfused(
