@@ -290,16 +290,17 @@ class BeamRequest(Request):
         scores = raw
         if self.processors:
             scores = self.processors(self._rows(), raw.clone())
-        total = scores + torch.tensor(self.search.running_scores, device=scores.device)[:, None]
-        vocab_size = total.shape[1]
-        flat = total.view(-1)
+        running_scores = torch.tensor(self.search.running_scores, device=scores.device)
+        vocab_size = scores.shape[1]
         if self.config.do_sample:
+            flat = (scores + running_scores[:, None]).view(-1)
             chosen = torch.multinomial(torch.softmax(flat, dim=0), self.num_candidates, generator=self.generator)
+            totals = flat[chosen]
         else:
-            chosen = largest(flat, self.num_candidates)
+            chosen, totals = largest(scores, running_scores, self.num_candidates)
         candidates = [
             Candidate(index // vocab_size, index % vocab_size, score)
-            for index, score in zip(chosen.tolist(), flat[chosen].tolist())
+            for index, score in zip(chosen.tolist(), totals.tolist())
         ]
         raws = raw.reshape(-1)[chosen].tolist()
         if any(map(isnan, raws)):

@@ -10,10 +10,22 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     A log-probability is NaN where the logits are. The logits are used up: what is left in them is no use to anyone.
     """
-    # On a CPU max is 30 times faster than argmax.
-    scores, tokens = logits.max(dim=-1)
+    scores, tokens = most_likely(logits)
     # score - logsumexp(logits), without a temporary as large as the logits.
     return tokens, -logits.sub_(scores[:, None]).exp_().sum(dim=-1).log_()
+
+
+def most_likely(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores fp32 [num_rows, vocab] -> the largest of each row and its (first) index int64, both [num_rows].
+
+    On a CPU max is 30 times faster than argmax, and looking for the run with the maximum first halves that again.
+    """
+    if scores.device.type != "cpu" or scores.shape[1] % run:
+        return scores.max(dim=-1)
+    runs = scores.view(len(scores), -1, run)
+    best = runs.amax(dim=-1).max(dim=-1)[1]
+    values, index = runs[torch.arange(len(scores)), best].max(dim=-1)
+    return values, best * run + index
 
 
 def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
@@ -22,22 +34,31 @@ def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator 
     Uses up random numbers exactly as transformers' sampling loop does.
     """
     if not do_sample:
-        return scores.max(dim=-1)[1]
+        return most_likely(scores)[1]
     return torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=generator).squeeze(1)
 
 
-def largest(scores: torch.Tensor, count: int, *, run: int = 128) -> torch.Tensor:
-    """scores fp32 [size] -> the indices int64 [count] of the largest, in descending order.
+def largest(
+    scores: torch.Tensor, offsets: torch.Tensor, count: int, *, run: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of scores fp32 [num_rows, vocab] + offsets [num_rows], in descending order: their indices in the
+    flattened scores int64 [count], and their values [count].
 
     They lie in the `count` runs with the largest maxima; looking only there takes a fifth of a topk over everything.
     """
-    if scores.numel() % run or scores.numel() < 2 * count * run:
-        return torch.topk(scores, count)[1]
-    runs = scores.view(-1, run)
+    num_rows, vocab = scores.shape
+    offsets = offsets[:, None]
+    if vocab % run or scores.numel() < 2 * count * run:
+        values, index = torch.topk((scores + offsets).view(-1), count)
+        return index, values
+    runs = scores.view(num_rows, -1, run)
+    # Rounding keeps the order: the maximum plus the offset is the maximum of what the sums would be.
+    maxima = runs.amax(dim=2) + offsets
     # Runs in ascending order, so that ties are met in the order of the whole.
-    best = torch.topk(runs.amax(dim=1), count)[1].sort()[0]
-    chosen = torch.topk(runs[best].view(-1), count)[1]
-    return best[chosen // run] * run + chosen % run
+    best = torch.topk(maxima.view(-1), count)[1].sort()[0]
+    rows = best // maxima.shape[1]
+    values, chosen = torch.topk((runs[rows, best % maxima.shape[1]] + offsets[rows]).view(-1), count)
+    return best[chosen // run] * run + chosen % run, values
 
 
 def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

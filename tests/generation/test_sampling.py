@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_paged.generation.sampling import choose, greedy, largest, logprobs_of
+from hf_paged.generation.sampling import choose, greedy, largest, logprobs_of, most_likely
 
 
-@pytest.mark.parametrize("size", [96, 1000, 128 * 64, 4 * 49152])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("vocab", [96, 1000, 128 * 64, 49152])
 @pytest.mark.parametrize("count", [1, 8, 12])
-def test_largest_is_topk(size: int, count: int) -> None:
-    scores = torch.randn(size)
-    assert largest(scores, count).tolist() == torch.topk(scores, count)[1].tolist()
-    scores[5 : size // 2] = -float("inf")
-    assert largest(scores, count).tolist() == torch.topk(scores, count)[1].tolist()
+def test_largest_is_topk_of_the_sums(rows: int, vocab: int, count: int) -> None:
+    scores, offsets = torch.randn(1, vocab).expand(rows, -1), torch.randn(rows)  # as after a prompt
+    for _ in range(3):
+        values, index = torch.topk((scores + offsets[:, None]).view(-1), count)
+        chosen, totals = largest(scores, offsets, count)
+        assert (chosen.tolist(), totals.tolist()) == (index.tolist(), values.tolist())
+        scores = torch.randn(rows, vocab)
+        scores[:, 5 : vocab // 2] = -float("inf")
 
 
 def test_greedy_uses_up_its_logits() -> None:
@@ -33,3 +37,14 @@ def test_choice_follows_the_generator() -> None:
     tokens = choose(scores, do_sample=True, generator=torch.Generator().manual_seed(3))
     assert tokens.tolist() == expected.tolist()
     torch.testing.assert_close(logprobs_of(scores, tokens), torch.log_softmax(scores, -1)[range(4), tokens])
+
+
+@pytest.mark.parametrize("vocab", [96, 128, 128 * 40])
+def test_most_likely_is_the_first_of_the_largest(vocab: int) -> None:
+    scores = torch.randint(0, 9, (6, vocab)).float()
+    scores[3] = -float("inf")
+    values, tokens = most_likely(scores)
+    assert tokens.tolist() == scores.argmax(-1).tolist()
+    assert values.tolist() == scores.amax(-1).tolist()
+    scores[2, 5] = float("nan")
+    assert torch.isnan(most_likely(scores)[0]).tolist() == [False, False, True, False, False, False]
