@@ -542,6 +542,9 @@ static void multiply_rows(float *out, int64_t out_stride, const float *a, int64_
 }
 
 #if HAS_AMX
+/* gcc does not know that a tile load reads memory: what it is to read is written before this. */
+#define COMPILER_FENCE() __asm__ volatile("" ::: "memory")
+
 /* Whether the system lets this process use the matrix unit: Linux wants to be asked once. */
 static int amx_allowed(void) {
     static int known;

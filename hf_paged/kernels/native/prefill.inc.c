@@ -98,6 +98,7 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
 /* scores = queries x keys, for all ROWS and `count` keys (a multiple of 32). */
 static void PREFILL(score_tile)(PREFILL(Prefill) b, const PACKED *queries, int64_t pad, int64_t count) {
 #if AMX
+    COMPILER_FENCE();
     for (int64_t j = 0; j < count; j += 32)
         for (int64_t r = 0; r < ROWS; r += 32) {
             _tile_zero(0);
@@ -131,6 +132,7 @@ static void PREFILL(score_tile)(PREFILL(Prefill) b, const PACKED *queries, int64
 /* outputs += weights x values, for all ROWS and `count` keys (a multiple of 32). */
 static void PREFILL(add_tile)(PREFILL(Prefill) b, float *outputs, int64_t v_pad, int64_t count) {
 #if AMX
+    COMPILER_FENCE();
     for (int64_t d = 0; d < v_pad; d += 32)
         for (int64_t r = 0; r < ROWS; r += 32) {
             float *to = outputs + r * v_pad + d;
