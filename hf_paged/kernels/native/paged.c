@@ -1,5 +1,6 @@
 /* The three paged operations on a CPU: plain C, no torch. Owns vectors, the plan of a step and the entry points; the
- * kernel itself is in attention.inc.c, compiled once a dtype. Arrays and shapes are checked by the caller.
+ * kernel itself is in attention.inc.c, compiled once a dtype; bf16 on matrix units is in attention_amx.inc.c. Arrays
+ * and shapes are checked by the caller.
  *
  * Keys are cut into chunks of CHUNK positions, at the same positions in every sequence. A work item is one chunk of one
  * sequence (or of several that hold the same blocks there) with all heads; the chunks of a query are combined in order.
@@ -11,6 +12,10 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h> /* for attention_amx.inc.c */
+#include <unistd.h>
 #endif
 #ifdef _OPENMP
 #include <omp.h>
@@ -33,6 +38,11 @@
 #define HAS_DPBF16 1
 #else
 #define HAS_DPBF16 0
+#endif
+#if HAS_DPBF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define HAS_AMX 1
+#else
+#define HAS_AMX 0
 #endif
 #if defined(__F16C__) || defined(__aarch64__)
 #define HAS_F16 1
@@ -415,7 +425,13 @@ static int64_t thread_bytes(int64_t count, int64_t num_heads, int64_t num_kv_hea
                      + count * slot_floats(num_heads, v_head_dim)
                      + count * num_heads * W   /* sums, lane by lane */
                      + rows * (TILE + 4)       /* scores, factors, pointers to accumulators */
-                     + count * 8;
+                     + count * 8
+#if HAS_AMX
+                     + round_up(rows, 16) * (num_kv_heads * head_dim / 2 + 3) /* queries as tiles, what they see */
+                     + round_up(rows, 16) * CHUNK                             /* scores */
+                     + CHUNK * (head_dim + 32) / 2 + 1024                     /* keys, values, outputs as tiles */
+#endif
+        ;
     return round_up(floats * 4, 64) + 4096;
 }
 
@@ -443,6 +459,12 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 #define COMMON_DIMS 1
 #include "attention.inc.c"
 
+#if HAS_AMX
+#include "attention_amx.inc.c"
+#else
+static int amx_allowed(void) { return 0; }
+#endif
+
 #if HAS_F16
 #define DTYPE f16
 #define ELEMENT uint16_t
@@ -455,6 +477,10 @@ int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_
 /* dtype: 0 fp32, 1 bf16, 2 fp16. Returns 0, or -1 where this machine has no code for the dtype. */
 int hfp_attention(const Call *call, int dtype, double scale, double softcap) {
     if (dtype == 0) return attention_f32(call, (float)scale, (float)softcap), 0;
+#if HAS_AMX
+    if (dtype == 1 && amx_has_shape(call) && amx_allowed())
+        return attention_amx(call, (float)scale, (float)softcap), 0;
+#endif
     if (dtype == 1) return attention_bf16(call, (float)scale, (float)softcap), 0;
 #if HAS_F16
     if (dtype == 2) return attention_f16(call, (float)scale, (float)softcap), 0;
@@ -465,6 +491,7 @@ int hfp_attention(const Call *call, int dtype, double scale, double softcap) {
 int hfp_has_f16(void) { return HAS_F16; }
 
 const char *hfp_target(void) {
+    if (amx_allowed()) return "AVX-512 with BF16 and AMX";
 #if HAS_DPBF16
     return "AVX-512 with BF16";
 #elif W == 16
