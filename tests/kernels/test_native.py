@@ -29,12 +29,21 @@ def built() -> Path:
 # -- the kernel -------------------------------------------------------------------------------------------------------
 
 
+# What each target is called, and the flag that tells whether a machine runs it.
+TARGETS = {
+    "x86-64": (b"128-bit vectors", "sse2"),
+    "haswell": (b"AVX2", "avx2"),
+    "skylake-avx512": (b"AVX-512", "avx512vl"),
+    "cooperlake": (b"AVX-512 with BF16", "avx512_bf16"),
+}
+
+
 def _machine_runs(target: str) -> bool:
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return platform.machine() == "x86_64" and ("avx2" in flags or target == "x86-64")
+    return platform.machine() == "x86_64" and TARGETS[target][1] in flags.split()
 
 
-@pytest.mark.parametrize("target", ["x86-64", "haswell"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not _machine_runs(target):
         pytest.skip(f"this machine does not run {target} code")
@@ -44,7 +53,7 @@ def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest
     for command in toolchain.commands(tmp_path, "other"):
         subprocess.run(command, check=True)
     library = native_build._load(tmp_path / "other.tmp.so")
-    assert library.hfp_target() == {"x86-64": b"128-bit vectors", "haswell": b"AVX2"}[target]
+    assert library.hfp_target() == TARGETS[target][0]
     monkeypatch.setattr(native_build, "library", lambda: library)
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if library.hfp_has_f16() else [])
     for dtype in dtypes:
@@ -60,6 +69,34 @@ def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest
             make_batch(Case(MIXED, dtype=torch.float16)).run("native")
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MIXED, heads=(9, 3), head_dim=64),
+        Case(MIXED, heads=(4, 4), head_dim=96, block_size=48, sinks=True),
+        Case(MIXED, heads=(8, 2), head_dim=128, block_size=17, softcap=3.0),
+        Case(MIXED, heads=(8, 1), head_dim=64, block_size=1, sliding_window=50),
+        Case(MIXED, heads=(8, 1), head_dim=64, sliding_window=50, alibi=True),
+        Case(MIXED, heads=(6, 2), head_dim=128, v_head_dim=64, chunk_size=100),
+        Case(MIXED, heads=(20, 1), head_dim=64, v_head_dim=96, strided=True),
+        Case(
+            ((2, 150), (7, 40), (16, 200), (12, 140)), heads=(8, 2), head_dim=64, block_size=32, alibi=True, sinks=True
+        ),
+        Case(tuple((1, n) for n in (1, 15, 16, 17, 31, 32, 33, 127, 128, 129)), heads=(5, 1), head_dim=32),
+        Case(MIXED, heads=(4, 2), head_dim=64, v_head_dim=48),
+    ],
+    ids=["group-3", "group-1", "group-4", "block-1", "group-8", "k-128-v-64", "group-20", "tokens", "ends", "v-48"],
+)
+def test_shapes_of_matrix_tiles(case: Case) -> None:
+    """Head sizes that matrix units take, and one that they do not, with everything a call can ask for."""
+    batch = make_batch(replace(case, dtype=torch.bfloat16))
+    check(batch, "native")
+    together = batch.run("native")
+    for seq, (query_len, _) in enumerate(case.lens):
+        if query_len:
+            assert torch.equal(batch.only([seq]).run("native"), together[batch.rows(seq)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "case",
@@ -68,8 +105,11 @@ def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest
         Case(((3, 390), (1, 500), (2, 385), (1, 384)), heads=(8, 2), shared=24),
         Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), shared=24, sliding_window=200),
         Case(((1, 390), (1, 500), (1, 385)), heads=(4, 1), shared=3, block_size=96),
+        Case(((1, 390), (1, 500), (1, 385)), heads=(6, 6), head_dim=128, shared=24, alibi=True, softcap=8.0),
+        Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), head_dim=96, v_head_dim=64, shared=24, sliding_window=300),
+        Case(tuple((1, 400 + i) for i in range(9)), heads=(7, 1), head_dim=64, shared=20, block_size=17),
     ],
-    ids=["samples", "verify", "window", "large-blocks"],
+    ids=["samples", "verify", "window", "large-blocks", "group-1", "group-4", "group-7"],
 )
 def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
     batch = make_batch(replace(case, dtype=dtype))
@@ -98,9 +138,10 @@ def test_equal_ids_in_other_places_are_not_shared() -> None:
     check(batch, "native")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [2, 3, 7])
-def test_threads_change_no_bit(threads: int) -> None:
-    batch = make_batch(Case(((1, 700), (1, 5), (6, 300), (20, 20)), heads=(6, 2), shared=0))
+def test_threads_change_no_bit(threads: int, dtype: torch.dtype) -> None:
+    batch = make_batch(Case(((1, 700), (1, 5), (6, 300), (20, 20)), heads=(6, 2), shared=0, dtype=dtype))
     expected = batch.run("native")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -149,11 +149,11 @@ static void TYPED(finish)(const Call *call, int32_t row, float *partials, int64_
     }
 }
 
-/* Where the keys and values of positions [low, high) of one tile lie. Positions of the tile that nobody sees take the
- * place of one that somebody sees: they count for nothing, but they are read. */
-INLINE void TYPED(locate)(const Call *call, const int32_t *table, int64_t tile, int64_t low, int64_t high,
-                          int64_t *k_at, int64_t *v_at) {
-    const int64_t from = tile > low ? tile : low, to = tile + TILE < high ? tile + TILE : high;
+/* Where the keys and values of positions [low, high) of `size` positions from `tile` on lie. Positions among these that
+ * nobody sees take the place of one that somebody sees: they count for nothing, but they are read. */
+INLINE void TYPED(locate)(const Call *call, const int32_t *table, int64_t tile, int64_t size, int64_t low,
+                          int64_t high, int64_t *k_at, int64_t *v_at) {
+    const int64_t from = tile > low ? tile : low, to = tile + size < high ? tile + size : high;
     int64_t block = from / call->block_size, inside = from % call->block_size;
     for (int64_t j = from; j < to;) {
         int64_t run = call->block_size - inside < to - j ? call->block_size - inside : to - j;
@@ -168,7 +168,7 @@ INLINE void TYPED(locate)(const Call *call, const int32_t *table, int64_t tile, 
         block++;
     }
     for (int64_t j = 0; j < from - tile; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
-    for (int64_t j = to - tile; j < TILE; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
+    for (int64_t j = to - tile; j < size; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
 }
 
 /* The keys of an item that at least one of its queries sees. */
@@ -229,16 +229,16 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
     vi lanes = {0};
     for (int i = 0; i < W; i++) lanes[i] = i;
     int64_t start = low / TILE * TILE;
-    TYPED(locate)(call, table, start, low, high, k_offsets[0], v_offsets[0]);
+    TYPED(locate)(call, table, start, TILE, low, high, k_offsets[0], v_offsets[0]);
     int side = 0;
     for (int64_t tile = start; tile < high; tile += TILE, side ^= 1) {
         const int64_t *k_at = k_offsets[side], *v_at = v_offsets[side];
         const int64_t *k_next = k_offsets[side ^ 1], *v_next = v_offsets[side ^ 1];
         if (tile + TILE < high)
-            TYPED(locate)(call, table, tile + TILE, low, high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
+            TYPED(locate)(call, table, tile + TILE, TILE, low, high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
         else if (next)
-            TYPED(locate)(call, call->tables + next->seq * call->table_stride, next_low / TILE * TILE, next_low,
-                          next_high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
+            TYPED(locate)(call, call->tables + next->seq * call->table_stride, next_low / TILE * TILE, TILE,
+                          next_low, next_high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
         else
             k_next = k_at, v_next = v_at;
         const int first = tile < low ? (int)(low - tile) : 0, last = high - tile < TILE ? (int)(high - tile) : TILE;
@@ -320,6 +320,20 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
     }
 }
 
+/* Combine the partial results of the queries that have several chunks: the threads' share of it. */
+static void TYPED(merge)(const Call *call) {
+    const Plan *plan = call->plan;
+    const int64_t kv_heads = call->num_kv_heads, group = call->num_heads / kv_heads;
+    const int64_t slot_bytes = round_up(slot_floats(call->num_heads, call->v_head_dim) * 4, 64);
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t i = 0; i < plan->num_merges; i++)
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const Merge *merge = plan->merges + i;
+            TYPED(finish)(call, merge->row, (float *)(call->workspace + merge->slot * slot_bytes), slot_bytes / 4,
+                          merge->count, h * group, (h + 1) * group);
+        }
+}
+
 static void TYPED(attention)(const Call *call, float scale, float softcap) {
     const Plan *plan = call->plan;
     const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads;
@@ -351,13 +365,7 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
             else
                 TYPED(run_item)(call, item, next, b, scale, softcap, dim, v_dim, 0);
         }
-#pragma omp for collapse(2) schedule(static)
-        for (int64_t i = 0; i < plan->num_merges; i++)
-            for (int64_t h = 0; h < kv_heads; h++) {
-                const Merge *merge = plan->merges + i;
-                TYPED(finish)(call, merge->row, (float *)(call->workspace + merge->slot * slot_bytes),
-                              slot_bytes / 4, merge->count, h * (heads / kv_heads), (h + 1) * (heads / kv_heads));
-            }
+        TYPED(merge)(call);
     }
 }
 

@@ -1,5 +1,6 @@
 /* The three paged operations on a CPU: plain C, no torch. Owns vectors, the plan of a step and the entry points; the
- * kernel itself is in attention.inc.c, compiled once a dtype. Arrays and shapes are checked by the caller.
+ * kernel itself is in attention.inc.c, compiled once a dtype; bf16 on matrix units is in attention_amx.inc.c. Arrays
+ * and shapes are checked by the caller.
  *
  * Keys are cut into chunks of CHUNK positions, at the same positions in every sequence. A work item is one chunk of one
  * sequence (or of several that hold the same blocks there) with all heads; the chunks of a query are combined in order.
@@ -460,7 +461,13 @@ static int64_t thread_bytes(int64_t count, int64_t num_heads, int64_t num_kv_hea
                      + count * slot_floats(num_heads, v_head_dim)
                      + count * num_heads * W   /* sums, lane by lane */
                      + rows * (TILE + 4)       /* scores, factors, pointers to accumulators */
-                     + count * 8;
+                     + count * 8
+#if HAS_AMX
+                     + round_up(rows, 16) * (num_kv_heads * head_dim / 2 + 3) /* queries as tiles, what they see */
+                     + round_up(rows, 16) * CHUNK                             /* scores */
+                     + CHUNK * (head_dim + 32) / 2 + 1024                     /* keys, values, outputs as tiles */
+#endif
+        ;
     return round_up(floats * 4, 64) + 4096;
 }
 
@@ -484,32 +491,47 @@ static int64_t num_tiles(int64_t v_pad) {
     return tiles > MAX_TILES ? MAX_TILES : tiles;
 }
 
-/* to[i][j] = from[j][i], 16 x 16 words; strides in words. */
-static void transpose_words(uint32_t *to, int64_t to_stride, const uint32_t *from, int64_t from_stride) {
 #if W == 16
+/* Row i of the result: the i-th 128 bits of each of the four. */
+INLINE void transpose_lanes(const __m512i *x, char *out, int64_t stride) {
+    __m512i a = _mm512_shuffle_i32x4(x[0], x[1], 0x88), b = _mm512_shuffle_i32x4(x[0], x[1], 0xdd);
+    __m512i c = _mm512_shuffle_i32x4(x[2], x[3], 0x88), d = _mm512_shuffle_i32x4(x[2], x[3], 0xdd);
+    _mm512_store_si512(out, _mm512_shuffle_i32x4(a, c, 0x88));
+    _mm512_store_si512(out + stride, _mm512_shuffle_i32x4(b, d, 0x88));
+    _mm512_store_si512(out + 2 * stride, _mm512_shuffle_i32x4(a, c, 0xdd));
+    _mm512_store_si512(out + 3 * stride, _mm512_shuffle_i32x4(b, d, 0xdd));
+}
+
+/* 16 x 16 words; the stride is in bytes, all rows of the result are aligned. */
+INLINE void transpose_16(const __m512i *x, void *out, int64_t stride) {
     __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * from_stride);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+        a[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        a[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
-        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
-    }
+    for (int i = 0; i < 4; i++) /* b[4 * i + j]: columns j, 4 + j, 8 + j, 12 + j of rows 4 * i ... */
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+            b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+        }
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        __m512i p = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), q = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
-        __m512i r = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd), s = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
-        _mm512_storeu_si512(to + i * to_stride, _mm512_shuffle_i32x4(p, q, 0x88));
-        _mm512_storeu_si512(to + (4 + i) * to_stride, _mm512_shuffle_i32x4(r, s, 0x88));
-        _mm512_storeu_si512(to + (8 + i) * to_stride, _mm512_shuffle_i32x4(p, q, 0xdd));
-        _mm512_storeu_si512(to + (12 + i) * to_stride, _mm512_shuffle_i32x4(r, s, 0xdd));
+    for (int j = 0; j < 4; j++) {
+        const __m512i lanes[4] = {b[j], b[4 + j], b[8 + j], b[12 + j]};
+        transpose_lanes(lanes, (char *)out + j * stride, 4 * stride);
     }
+}
+#endif
+
+/* to[i][j] = from[j][i], 16 x 16 words; strides in words, all rows aligned. */
+static void transpose_words(uint32_t *to, int64_t to_stride, const uint32_t *from, int64_t from_stride) {
+#if W == 16
+    __m512i rows[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) rows[i] = _mm512_load_si512(from + i * from_stride);
+    transpose_16(rows, to, to_stride * 4);
 #else
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 16; j++) to[i * to_stride + j] = from[j * from_stride + i];
@@ -545,10 +567,14 @@ static void multiply_rows(float *out, int64_t out_stride, const float *a, int64_
 /* gcc does not know that a tile load reads memory: what it is to read is written before this. */
 #define COMPILER_FENCE() __asm__ volatile("" ::: "memory")
 
-/* Whether the system lets this process use the matrix unit: Linux wants to be asked once. */
+/* Whether the system lets this process use the matrix unit: on Linux a process asks for it. */
 static int amx_allowed(void) {
-    static int known;
-    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) ? -1 : 1;
+    static int answer; /* 0: not asked */
+    int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
+    if (!known) {
+        known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
+        __atomic_store_n(&answer, known, __ATOMIC_RELAXED);
+    }
     return known > 0;
 }
 
@@ -569,6 +595,8 @@ INLINE void interleave(uint32_t *to, const uint16_t *a, const uint16_t *b) {
     __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b));
     _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
+#else
+static int amx_allowed(void) { return 0; }
 #endif
 
 #define NAME_2(a, b) a##_##b
@@ -591,6 +619,10 @@ INLINE void interleave(uint32_t *to, const uint16_t *a, const uint16_t *b) {
 #define COMMON_DIMS 1
 #include "attention.inc.c"
 
+#if HAS_AMX
+#include "attention_amx.inc.c"
+#endif
+
 #if HAS_F16
 #define DTYPE f16
 #define IS_BF16 0
@@ -607,6 +639,10 @@ int hfp_attention(const Call *call, int dtype, double scale, double softcap) {
         hfp_write_kv(call->new_key, call->new_value, (char *)call->key, (char *)call->value, call->slots,
                      call->num_tokens, call->num_kv_heads, call->strides, call->threads);
     if (dtype == 0) return attention_f32(call, (float)scale, (float)softcap), 0;
+#if HAS_AMX
+    if (dtype == 1 && amx_has_shape(call) && amx_allowed())
+        return attention_amx(call, (float)scale, (float)softcap), 0;
+#endif
     if (dtype == 1) return attention_bf16(call, (float)scale, (float)softcap), 0;
 #if HAS_F16
     if (dtype == 2) return attention_f16(call, (float)scale, (float)softcap), 0;
@@ -635,20 +671,12 @@ int hfp_prefill(const Call *call, int dtype, double scale, double softcap, const
     return -1;
 }
 
-int hfp_has_amx(void) {
-#if HAS_AMX
-    return amx_allowed();
-#else
-    return 0;
-#endif
-}
+int hfp_has_amx(void) { return amx_allowed(); }
 
 int hfp_has_f16(void) { return HAS_F16; }
 
 const char *hfp_target(void) {
-#if HAS_AMX
-    if (amx_allowed()) return "AVX-512 with BF16, AMX";
-#endif
+    if (amx_allowed()) return "AVX-512 with BF16 and AMX";
 #if HAS_DPBF16
     return "AVX-512 with BF16";
 #elif W == 16

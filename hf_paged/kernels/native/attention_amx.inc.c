@@ -1,0 +1,452 @@
+/* Paged attention in bf16 on AMX tiles. Included by paged.c behind the bf16 instance of attention.inc.c, whose locate,
+ * range, merge and finish it uses.
+ *
+ * An item is one chunk of keys, so all its scores are computed before the softmax and no accumulator is ever rescaled.
+ * Scores are transposed, [key][row]: keys then go into tiles straight from their blocks, and the softmax treats the
+ * query rows as lanes. A block of rows is 4 or 16 wide; a vector of scores holds 4 keys or 1. Probabilities are the sum
+ * of two bf16 numbers, as exact as fp32 for the purpose. Every sum is taken in an order that depends on the positions
+ * alone, so the width changes no bit. */
+
+#define STEP 32 /* keys of one tile of probabilities, elements of one row of a tile */
+
+typedef struct {
+    uint16_t *q;         /* [num_kv_heads, row blocks, head_dim / STEP, 16 pairs of elements, width, 2] */
+    uint16_t *k;         /* [CHUNK, head_dim]: keys that do not lie evenly in their blocks */
+    uint16_t *v;         /* [CHUNK / STEP, 2 halves, 16 pairs of keys, 16 elements, 2]: STEP elements of every value */
+    float *scores;       /* [row blocks, CHUNK, width]; then bf16 [row blocks, CHUNK / STEP, 2 parts, width, STEP] */
+    float *out;          /* [2 parts, width, 2 halves, 16]: STEP elements of every output */
+    int32_t *pos;        /* [row blocks, 16]: the query's position, relative to the chunk */
+    int32_t *low, *high; /* [row blocks, 16]: the keys it sees, likewise */
+    float **slots;       /* [count] */
+    float *own;          /* slots of the queries that have no other chunk */
+} AmxBuffers;
+
+/* The keys and values of an item: positions [first, last) of its chunk, and where they lie. */
+typedef struct {
+    const Item *item;
+    int first, last;
+    int64_t k[CHUNK], v[CHUNK];
+} AmxRows;
+
+static int64_t amx_blocks(int64_t rows) { return (rows + 15) / 16; }
+
+static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t v_dim) {
+    const int64_t blocks = amx_blocks(count * (heads / kv_heads));
+    AmxBuffers b;
+    b.q = take_bf16(at, kv_heads * blocks * dim * 16 * 2);
+    b.k = take_bf16(at, CHUNK * dim * 2);
+    b.v = take_bf16(at, CHUNK * STEP * 2);
+    b.scores = take_bf16(at, blocks * CHUNK * 16 * 4);
+    b.out = take_bf16(at, 2 * 16 * STEP * 4);
+    b.pos = take_bf16(at, blocks * 16 * 4);
+    b.low = take_bf16(at, blocks * 16 * 4);
+    b.high = take_bf16(at, blocks * 16 * 4);
+    b.slots = take_bf16(at, count * 8);
+    b.own = take_bf16(at, count * round_up(slot_floats(heads, v_dim) * 4, 64));
+    return b;
+}
+
+/* Tiles 0, 1: scores; 2: queries; 3, 7: keys or values; 4, 5: outputs; 6: probabilities. With 16 rows the second parts
+ * of the probabilities and their outputs take tiles 2, 0 and 1; with 4 they are further rows of the first. */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t columns[16]; /* bytes */
+    uint8_t rows[16];
+} AmxConfig;
+static const AmxConfig amx_config_4 = {1, 0, {0}, {16, 16, 16, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 8, 8, 8, 16}};
+static const AmxConfig amx_config_16 = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+/* Lays out up to `width` query rows as tiles; the rows behind them are zero. */
+INLINE void amx_pack_queries(const uint16_t *const *from, int64_t rows, uint16_t *to, int64_t dim, const int width) {
+    for (int64_t d = 0; d < dim; d += STEP, to += 16 * width * 2) {
+        if (width == 16) {
+            __m512i x[16];
+#pragma GCC unroll 16
+            for (int r = 0; r < 16; r++)
+                x[r] = r < rows ? _mm512_loadu_si512(from[r] + d) : _mm512_setzero_si512();
+            transpose_16(x, to, 64);
+        } else {
+            __m512i x[4], y[4];
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++)
+                x[r] = r < rows ? _mm512_loadu_si512(from[r] + d) : _mm512_setzero_si512();
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                y[i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+                y[2 + i] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                x[2 * i] = _mm512_unpacklo_epi64(y[2 * i], y[2 * i + 1]);
+                x[2 * i + 1] = _mm512_unpackhi_epi64(y[2 * i], y[2 * i + 1]);
+            }
+            transpose_lanes(x, (char *)to, 64);
+        }
+    }
+}
+
+/* Interleaves the values of each two of STEP keys, as far as 128-bit lanes go: of STEP elements, one half has {0-3,
+ * 8-11, 16-19, 24-27}. */
+INLINE void amx_pack_values(const uint16_t *v, const int64_t *at, uint16_t *to) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i++) {
+        __m512i a = _mm512_loadu_si512(v + at[2 * i]), b = _mm512_loadu_si512(v + at[2 * i + 1]);
+        _mm512_store_si512(to + i * 32, _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(to + 512 + i * 32, _mm512_unpackhi_epi16(a, b));
+    }
+}
+
+/* Where a tile of the 16 keys from position j on is to be loaded from, and its stride in bytes; -1: they do not lie
+ * evenly, copy them. Keys of a tile are never mixed with each other: what lies in a block behind the keys that are seen
+ * may be read, if only its scores are masked. */
+INLINE int64_t amx_tile(const Call *call, const AmxRows *rows, int j, int64_t *stride) {
+    *stride = call->k_token * 2;
+    if (call->block_size % 16 == 0) {
+        const int some = j < rows->first ? rows->first : j;
+        if (some < j + 16 && some < rows->last) return rows->k[some] - (some - j) * call->k_token;
+        *stride = 0;
+        return rows->k[j];
+    }
+    int64_t other = 0;
+    for (int i = 1; i < 16; i++) other |= rows->k[j + i] - rows->k[j] - i * call->k_token;
+    if (!other) return rows->k[j];
+    *stride = call->head_dim * 2;
+    return -1;
+}
+
+/* What is prefetched next: heads [first, last) of the rows from `row` on. */
+typedef struct {
+    const AmxRows *rows;
+    int64_t first, last;
+    int row, share, credit; /* heads of a row: how many a call may prefetch, and those not used so far */
+} AmxAhead;
+
+/* A few rows at a time, all along: more at once would fill the miss buffers and stall. To L2: what comes next is too
+ * much for L1. */
+INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const int64_t v_dim) {
+    const int64_t heads = a->last - a->first;
+    for (a->credit += a->share; a->credit >= heads && a->row < a->rows->last; a->credit -= heads, a->row++) {
+        const uint16_t *k = (const uint16_t *)call->key + a->rows->k[a->row];
+        const uint16_t *v = (const uint16_t *)call->value + a->rows->v[a->row];
+        for (int64_t h = a->first; h < a->last; h++)
+            for (int64_t d = 0; d < dim; d += STEP) __builtin_prefetch(k + h * call->k_head + d, 0, 2);
+        for (int64_t h = a->first; h < a->last; h++)
+            for (int64_t d = 0; d < v_dim; d += STEP) __builtin_prefetch(v + h * call->v_head + d, 0, 2);
+    }
+}
+
+typedef struct {
+    float scale, softcap;
+    int plain, alibi;
+    vf slopes; /* by lane: a query row, and with 4 rows one of 4 keys */
+    vi place, pos, low, high;
+} AmxMask;
+
+/* Scales and masks the scores of STEP keys from position j of the chunk on. top: the maxima so far, four of a lane. */
+INLINE void amx_mask(float *scores, int j, const AmxMask *m, const int width, vf *top) {
+    const int keys = 16 / width;
+    for (int i = 0; i < STEP; i += 4 * keys)
+#pragma GCC unroll 4
+        for (int u = 0; u < 4; u++) {
+            float *at = scores + (i + u * keys) * width;
+            vf y = load_f32(at) * m->scale;
+            if (!m->plain) {
+                vi key = m->place + (j + i + u * keys);
+                if (m->softcap > 0) y = m->softcap * tanh_v(y / m->softcap);
+                if (m->alibi) y += m->slopes * __builtin_convertvector(key - m->pos, vf);
+                y = choose((key >= m->low) & (key < m->high), y, splat(-INFINITY));
+            }
+            store_f32(at, y);
+            top[u] = vmax(y, top[u]);
+        }
+}
+
+INLINE vf amx_top(const vf *tops, const int width) {
+    vf top = vmax(vmax(tops[0], tops[1]), vmax(tops[2], tops[3]));
+    if (width == 4) {
+        top = vmax((vf)_mm512_shuffle_f32x4((__m512)top, (__m512)top, 0x4e), top);
+        top = vmax((vf)_mm512_shuffle_f32x4((__m512)top, (__m512)top, 0xb1), top);
+    }
+    return top;
+}
+
+/* Two probabilities as a pair of bf16, cut off; what is cut off is left. */
+INLINE __m512i amx_pair(vf *a, vf *b) {
+    const vi mask = (vi){0} + (int32_t)0xffff0000;
+    vi high_a = (vi)*a & mask, high_b = (vi)*b & mask;
+    *a -= (vf)high_a;
+    *b -= (vf)high_b;
+    return (__m512i)((vi)((vu)high_a >> 16) | high_b);
+}
+
+/* The same for what is left, rounded. */
+INLINE __m512i amx_last_pair(vf a, vf b) {
+    vu x = (vu)a + 0x8000, y = (vu)b + 0x8000;
+    return (__m512i)((x >> 16) | (y & 0xffff0000));
+}
+
+/* Probabilities of STEP keys as two tiles. */
+INLINE void amx_pack_probabilities(const float *p, uint16_t *to, const int width) {
+    __m512i high[16], low[16];
+    if (width == 16) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            vf a = load_f32(p + 2 * i * 16), b = load_f32(p + (2 * i + 1) * 16);
+            high[i] = amx_pair(&a, &b);
+            low[i] = amx_last_pair(a, b);
+        }
+        transpose_16(high, to, 64);
+        transpose_16(low, to + 16 * STEP, 64);
+    } else {
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) { /* lanes: 4 pairs of keys, 4 rows */
+            __m512 x = (__m512)load_f32(p + i * 32), y = (__m512)load_f32(p + i * 32 + 16);
+            vf a = (vf)_mm512_shuffle_f32x4(x, y, 0x88), b = (vf)_mm512_shuffle_f32x4(x, y, 0xdd);
+            high[i] = _mm512_permutexvar_epi32(order, amx_pair(&a, &b)); /* 4 rows, 4 pairs of keys */
+            low[i] = _mm512_permutexvar_epi32(order, amx_last_pair(a, b));
+        }
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+            transpose_lanes(part ? low : high, (char *)(to + part * 4 * STEP), STEP * 2);
+        }
+    }
+}
+
+/* Scores of STEP keys become probabilities, in their place: two tiles of bf16. sums: by key modulo 4; the first holds
+ * them all where a vector has 4 keys. */
+INLINE void amx_probabilities(float *scores, vf top, const int width, vf *sums, const Call *call, AmxAhead *ahead,
+                              const int64_t dim, const int64_t v_dim) {
+    for (int j = 0; j < STEP; j += 4) {
+        if (j % (width == 16 ? 8 : 32) == 0) amx_prefetch(call, ahead, dim, v_dim);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i += 16 / width) {
+            vf p = exp_negative(load_f32(scores + (j + i) * width) - top);
+            store_f32(scores + (j + i) * width, p);
+            sums[i] += p;
+        }
+    }
+    amx_pack_probabilities(scores, (uint16_t *)scores, width);
+}
+
+INLINE vf amx_sum(const vf *sums, const int width) {
+    if (width == 16) return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    __m512 s = (__m512)sums[0];
+    return (vf)((s + _mm512_shuffle_f32x4(s, s, 0x55)) +
+                (_mm512_shuffle_f32x4(s, s, 0xaa) + _mm512_shuffle_f32x4(s, s, 0xff)));
+}
+
+static void amx_locate(const Call *call, const Item *item, AmxRows *rows) {
+    int64_t low, high;
+    const int64_t start = (int64_t)item->chunk * CHUNK;
+    range_bf16(call, item, &low, &high);
+    rows->item = item;
+    rows->first = (int)(low - start);
+    rows->last = (int)(high - start);
+    locate_bf16(call, call->tables + item->seq * call->table_stride, start, CHUNK, low, high, rows->k, rows->v);
+}
+
+/* `next`: what this thread is likely to do next, prefetched meanwhile a few rows at a time; the item itself if there is
+ * nothing. */
+INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, AmxBuffers b, float scale,
+                     float softcap, const int64_t dim, const int64_t v_dim, const int width) {
+    const Item *item = at->item;
+    const Token *tokens = call->plan->tokens + item->first;
+    const int64_t count = item->count, kv_heads = call->num_kv_heads, heads = call->num_heads;
+    const int64_t group = heads / kv_heads, rows = count * group, blocks = amx_blocks(rows);
+    const int64_t header = round_up(2 * heads, 16), slot_size = round_up(slot_floats(heads, v_dim) * 4, 64) / 4;
+    const int64_t start = (int64_t)item->chunk * CHUNK;
+    const uint16_t *keys = (const uint16_t *)call->key, *values = (const uint16_t *)call->value;
+    const int first = at->first / STEP, last = (at->last + STEP - 1) / STEP, steps = last - first;
+    const vf none = splat(-INFINITY);
+    AmxMask mask = {scale, softcap, softcap <= 0 && !call->slopes, call->slopes != NULL};
+    for (int i = 0; i < 16; i++) mask.place[i] = i / width;
+    /* Heads that are prefetched together: a few lines of each row, so that memory is read in runs. */
+    const int64_t together = 256 / dim < 1 ? 1 : 256 / dim < kv_heads ? 256 / dim : kv_heads;
+    AmxAhead ahead = {0};
+
+    for (int64_t t = 0; t < count; t++) {
+        int64_t low = first_key(tokens[t].pos, call->window, call->chunk_size) - start;
+        int64_t high = tokens[t].pos + 1 - start;
+        mask.plain &= low <= first * STEP && high >= last * STEP;
+        for (int64_t r = t * group; r < (t + 1) * group; r++)
+            for (int64_t i = r; i < (width == 4 ? 16 : r + 1); i += 4) {
+                b.pos[i] = (int32_t)(tokens[t].pos - start);
+                b.low[i] = (int32_t)low;
+                b.high[i] = (int32_t)high;
+            }
+        b.slots[t] = tokens[t].slot < 0 ? b.own + t * slot_size
+                                        : (float *)call->workspace + tokens[t].slot * slot_size;
+    }
+    for (int64_t h = 0; h < kv_heads; h++)
+        for (int64_t r = 0; r < rows; r += 16) {
+            const uint16_t *from[16];
+            const int64_t n = rows - r < 16 ? rows - r : 16;
+            for (int64_t i = 0; i < n; i++)
+                from[i] = (const uint16_t *)call->query + tokens[(r + i) / group].row * call->q_token +
+                          (h * group + (r + i) % group) * call->q_head;
+            amx_pack_queries(from, n, b.q + (h * blocks + r / 16) * dim * width, dim, width);
+        }
+    int64_t tiles[CHUNK / 16], strides[CHUNK / 16];
+    for (int x = 2 * first; x < 2 * last; x++) tiles[x] = amx_tile(call, at, x * 16, &strides[x]);
+
+    for (int64_t h = 0; h < kv_heads; h++) {
+        const uint16_t *k = keys + h * call->k_head, *v = values + h * call->v_head;
+        const uint16_t *k_at[CHUNK / 16];
+        for (int x = 2 * first; x < 2 * last; x++) {
+            k_at[x] = k + tiles[x];
+            if (tiles[x] >= 0) continue;
+            k_at[x] = b.k + x * 16 * dim;
+            for (int j = 0; j < 16; j++)
+                memcpy(b.k + (x * 16 + j) * dim, k + at->k[x * 16 + j], (size_t)dim * 2);
+        }
+        if (h % together == 0) { /* what follows: other heads of these keys, or the first ones of the next item */
+            const int64_t first_head = h + together < kv_heads ? h + together : 0;
+            const int64_t last_head = first_head + together < kv_heads ? first_head + together : kv_heads;
+            ahead = (AmxAhead){first_head ? at : next, first_head, last_head};
+            ahead.row = first_head || next != at ? ahead.rows->first : ahead.rows->last;
+            const int64_t left = (ahead.rows->last - ahead.row) * (last_head - first_head);
+            const int64_t calls = together * steps * (blocks * (width == 16 ? 6 : 3) + v_dim / STEP);
+            ahead.share = (int)((left + calls - 1) / calls);
+        }
+        for (int64_t r = 0; r < rows; r += 16) {
+            const uint16_t *q = b.q + (h * blocks + r / 16) * dim * width;
+            float *scores = b.scores + r * CHUNK;
+            COMPILER_FENCE();
+            for (int x = first; x < last; x++) {
+                amx_prefetch(call, &ahead, dim, v_dim);
+                _tile_zero(0);
+                _tile_zero(1);
+                for (int64_t d = 0; d < dim; d += STEP) {
+                    _tile_loadd(2, q + d * width, width * 4);
+                    _tile_loadd(3, k_at[2 * x] + d, strides[2 * x]);
+                    _tile_dpbf16ps(0, 3, 2);
+                    _tile_loadd(7, k_at[2 * x + 1] + d, strides[2 * x + 1]);
+                    _tile_dpbf16ps(1, 7, 2);
+                }
+                _tile_stored(0, scores + x * STEP * width, width * 4);
+                _tile_stored(1, scores + (x * STEP + 16) * width, width * 4);
+            }
+            if (!mask.plain) {
+                memcpy(&mask.pos, b.pos + r, 64);
+                memcpy(&mask.low, b.low + r, 64);
+                memcpy(&mask.high, b.high + r, 64);
+            }
+            if (call->slopes)
+                for (int i = 0; i < 16; i++) mask.slopes[i] = call->slopes[h * group + (r + i % width) % group];
+            vf tops[4] = {none, none, none, none}, sums[4] = {{0}, {0}, {0}, {0}};
+            for (int x = first; x < last; x++) {
+                amx_prefetch(call, &ahead, dim, v_dim);
+                amx_mask(scores + x * STEP * width, x * STEP, &mask, width, tops);
+            }
+            vf top = amx_top(tops, width), base = choose(top == none, splat(0), top); /* none: nothing to see */
+            for (int x = first; x < last; x++)
+                amx_probabilities(scores + x * STEP * width, base, width, sums, call, &ahead, dim, v_dim);
+            vf sum = amx_sum(sums, width);
+            for (int64_t i = r; i < rows && i < r + 16; i++) {
+                float *slot = b.slots[i / group] + h * group + i % group;
+                slot[0] = top[i - r];
+                slot[heads] = sum[i - r];
+            }
+        }
+        for (int64_t d = 0; d < v_dim; d += STEP) {
+            for (int x = first; x < last; x++) {
+                amx_prefetch(call, &ahead, dim, v_dim);
+                amx_pack_values(v + d, at->v + x * STEP, b.v + x * STEP * STEP);
+            }
+            COMPILER_FENCE();
+            for (int64_t r = 0; r < rows; r += 16) {
+                _tile_zero(4);
+                _tile_zero(5);
+                if (width == 16) {
+                    _tile_zero(0);
+                    _tile_zero(1);
+                }
+                for (int x = first; x < last; x++) {
+                    const uint16_t *p = (const uint16_t *)(b.scores + r * CHUNK + x * STEP * width);
+                    const uint16_t *w = b.v + x * STEP * STEP;
+                    _tile_loadd(6, p, 64);
+                    _tile_loadd(3, w, 64);
+                    _tile_dpbf16ps(4, 6, 3);
+                    _tile_loadd(7, w + 512, 64);
+                    _tile_dpbf16ps(5, 6, 7);
+                    if (width == 16) {
+                        _tile_loadd(2, p + 16 * STEP, 64);
+                        _tile_dpbf16ps(0, 2, 3);
+                        _tile_dpbf16ps(1, 2, 7);
+                    }
+                }
+                _tile_stored(4, b.out, STEP * 4);
+                _tile_stored(5, b.out + 16, STEP * 4);
+                if (width == 16) {
+                    _tile_stored(0, b.out + 16 * STEP, STEP * 4);
+                    _tile_stored(1, b.out + 16 * STEP + 16, STEP * 4);
+                }
+                const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+                const __m512i back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+                for (int64_t i = r; i < rows && i < r + 16; i++) {
+                    const float *part = b.out + (i - r) * STEP, *part_2 = part + width * STEP;
+                    float *to = b.slots[i / group] + header + (h * group + i % group) * v_dim + d;
+                    __m512i x = (__m512i)(load_f32(part) + load_f32(part_2));
+                    __m512i y = (__m512i)(load_f32(part + 16) + load_f32(part_2 + 16));
+                    _mm512_storeu_si512(to, _mm512_permutex2var_epi64(x, front, y));
+                    _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi64(x, back, y));
+                }
+            }
+        }
+    }
+    for (int64_t t = 0; t < count; t++)
+        if (tokens[t].slot < 0) finish_bf16(call, tokens[t].row, b.slots[t], 0, 1, 0, heads);
+}
+
+/* With one query head a KV head there is too little to multiply: plain decoding is faster without tiles. */
+static int amx_has_shape(const Call *call) {
+    return call->head_dim % STEP == 0 && call->v_head_dim % STEP == 0 && call->num_heads > call->num_kv_heads;
+}
+
+static void attention_amx(const Call *call, float scale, float softcap) {
+    const Plan *plan = call->plan;
+    const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads, group = heads / kv_heads;
+    const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
+    const int64_t own_bytes = thread_bytes(plan->max_count, heads, kv_heads, dim, v_dim);
+    char *parts = call->workspace + plan->num_slots * round_up(slot_floats(heads, v_dim) * 4, 64);
+#pragma omp parallel num_threads(call->threads) if (call->threads > 1)
+    {
+        char *at = parts + omp_get_thread_num() * own_bytes;
+        AmxBuffers b = amx_divide(&at, plan->max_count, heads, kv_heads, dim, v_dim);
+        AmxRows rows[2];
+        int side = 0, configured = 0;
+        rows[0].item = rows[1].item = NULL;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < plan->num_items; i++) {
+            const Item *item = plan->items + i;
+            if (rows[side].item != item) amx_locate(call, item, &rows[side]);
+            if (i + call->threads < plan->num_items) amx_locate(call, item + call->threads, &rows[side ^ 1]);
+            const AmxRows *now = &rows[side], *next = i + call->threads < plan->num_items ? &rows[side ^ 1] : now;
+            const int width = item->count * group <= 4 ? 4 : 16;
+            if (width != configured) _tile_loadconfig(width == 4 ? &amx_config_4 : &amx_config_16);
+            configured = width;
+            if (dim == 64 && v_dim == 64) {
+                if (width == 4)
+                    amx_item(call, now, next, b, scale, softcap, 64, 64, 4);
+                else
+                    amx_item(call, now, next, b, scale, softcap, 64, 64, 16);
+            } else if (dim == 128 && v_dim == 128) {
+                if (width == 4)
+                    amx_item(call, now, next, b, scale, softcap, 128, 128, 4);
+                else
+                    amx_item(call, now, next, b, scale, softcap, 128, 128, 16);
+            } else {
+                if (width == 4)
+                    amx_item(call, now, next, b, scale, softcap, dim, v_dim, 4);
+                else
+                    amx_item(call, now, next, b, scale, softcap, dim, v_dim, 16);
+            }
+            side ^= 1;
+        }
+        _tile_release(); /* others use tiles in these threads, each with a configuration of its own */
+        merge_bf16(call);
+    }
+}
+
+#undef STEP
