@@ -16,9 +16,9 @@ from hf_paged.kernels import cpu, native_build
 from hf_paged.kernels.metadata import AttentionMetadata
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# A sequence with at least so many new query rows a KV head is multiplied as matrices (prefill.inc.c); with fewer, row
-# by row. Where the two cross was measured; the matrix unit pays much earlier.
-_PROMPT_ROWS, _PROMPT_ROWS_AMX = 64, 24
+# A sequence with at least so many new query rows a KV head is multiplied as matrices (prefill.inc.c); with fewer, it is
+# an item among others. About where the two cross, in fp32 and in bf16, after long prefixes and short ones.
+_PROMPT_ROWS = 64
 # What prefill.inc.c has buffers for: elements of a head, query heads a KV head.
 _PROMPT_MAX_DIM, _PROMPT_MAX_GROUP = 512, 64
 # Queries (of one sequence, or of several that share blocks) that read a chunk together, and their rows a KV head.
@@ -71,16 +71,14 @@ class _Plan:
     def __init__(
         self,
         metadata: AttentionMetadata,
-        dtype: torch.dtype,
         shape: tuple[int, int, int, int, int],
         share: bool,
     ) -> None:
         """shape: block size, window, attention chunk (0 = none), query heads a KV head, elements of a head."""
         library = _library()
         block_size, window, chunk_size, group, dim = shape
-        rows = _PROMPT_ROWS_AMX if dtype == torch.bfloat16 and library.hfp_has_amx() else _PROMPT_ROWS
         query_lens = np.diff(metadata.query_start_loc.numpy())
-        long = query_lens * group >= rows
+        long = query_lens * group >= _PROMPT_ROWS
         # A single new token is a decode step, however many heads it has.
         long &= (query_lens > 1) & (group <= _PROMPT_MAX_GROUP and dim <= _PROMPT_MAX_DIM)
         mine = np.ascontiguousarray((~long).nonzero()[0], dtype=np.int32)
@@ -150,10 +148,10 @@ def paged_attention(
     window, chunk = sliding_window or 0, chunk_size or 0
     group = num_heads // num_kv_heads
     plan_shape = (block_size, window, chunk, group, max(head_dim, v_head_dim))
-    plan_key = ("native", dtype, plan_shape, share)
+    plan_key = ("native", plan_shape, share)
     plan: _Plan | None = metadata.scratch.get(plan_key)
     if plan is None:
-        plan = metadata.scratch[plan_key] = _Plan(metadata, dtype, plan_shape, share)
+        plan = metadata.scratch[plan_key] = _Plan(metadata, plan_shape, share)
     new_kv = _NO_NEW_KV
     if key is not None and value is not None:
         if _is_plain_write(key, value, key_cache, value_cache):

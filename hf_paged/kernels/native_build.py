@@ -140,7 +140,6 @@ def _load(path: Path) -> ctypes.CDLL:
         "hfp_attention": ([pointer, ctypes.c_int, real, real], ctypes.c_int),
         "hfp_prefill_bytes": ([*[integer] * 3], integer),
         "hfp_prefill": ([pointer, ctypes.c_int, real, real, *[pointer] * 3, integer], ctypes.c_int),
-        "hfp_has_amx": ([], ctypes.c_int),
         "hfp_has_f16": ([], ctypes.c_int),
         "hfp_openmp": ([], ctypes.c_int),
         "hfp_target": ([], ctypes.c_char_p),

@@ -671,8 +671,6 @@ int hfp_prefill(const Call *call, int dtype, double scale, double softcap, const
     return -1;
 }
 
-int hfp_has_amx(void) { return amx_allowed(); }
-
 int hfp_has_f16(void) { return HAS_F16; }
 
 const char *hfp_target(void) {
