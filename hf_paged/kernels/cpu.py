@@ -21,6 +21,8 @@ _MAX_BATCHED_QUERY_LEN = 64
 _QUERY_TILE = 256
 # A bucket is cut so that its gathered K/V stays about this large: what was just copied is then still in the cache.
 _WORKSPACE_BYTES = 16 << 20
+# The same for a plain decode step, a core: half of a common L2 cache.
+_NEAR_BYTES = 768 << 10
 
 _local = threading.local()
 _sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -229,10 +231,10 @@ def paged_attention(
         whole = buckets[0] if len(buckets) == 1 and not return_lse else None
         if whole is not None and whole.rows is None and whole.q_pos.numel() == num_tokens:
             num_seqs, span = whole.slots.shape
+            is_common = whole.causal or whole.q_pos.shape[1] == 1
+            if is_common and options.is_plain and query.shape[2] == v_head_dim and query.device.type == "cpu":
+                return _attend_plain(whole, query, kv, scale, metadata.scratch)
             if num_seqs == 1 or num_seqs * span * row_bytes <= _WORKSPACE_BYTES:  # the bucket is the result: no copy
-                is_common = whole.causal or whole.q_pos.shape[1] == 1
-                if is_common and options.is_plain and query.shape[2] == v_head_dim and query.device.type == "cpu":
-                    return _attend_plain(whole, query, kv, scale, metadata.scratch)
                 o, _ = _attend_bucket(whole, query, kv, options, metadata.scratch)
                 return o.reshape(num_tokens, num_heads, v_head_dim).to(query.dtype)
         out = query.new_empty(num_tokens, num_heads, v_head_dim)
@@ -317,12 +319,46 @@ def _attend_plain(
         k, v = _keys_values(bucket, False, kv, scratch)
         o = _sdpa(q, k, v, None, 0.0, True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return o.transpose(1, 2).flatten(0, 1)
-    k = _gather(kv.key_cache, bucket, True, "key", scratch)
-    v = _gather(kv.value_cache, bucket, True, "value", scratch)
-    bias = None
-    if bucket.hidden is not None:
-        bias = _bias(bucket, True, query.dtype, query.shape[1] // k.shape[1], k.shape[1], None, scratch)
-    return _sdpa(query.unflatten(1, (k.shape[1], -1)), k, v, bias, scale=scale).flatten(1, 2)
+    num_kv_heads = kv.key_cache.shape[2]
+    q = query.unflatten(1, (num_kv_heads, -1))
+    key = ("torch decode", id(bucket), kv.key_cache.shape[2:], kv.value_cache.shape[2:], query.dtype, q.shape[2])
+    parts = scratch.get(key)
+    if parts is None:
+        parts = scratch[key] = _decode_parts(bucket, q, kv, scratch)
+    flat_keys, flat_values = kv.key_cache.flatten(0, 1), kv.value_cache.flatten(0, 1)
+    out = torch.empty_like(q) if len(parts) > 1 else None
+    for rows, index, keys, values, k, v, bias in parts:
+        torch.index_select(flat_keys, 0, index, out=keys)
+        torch.index_select(flat_values, 0, index, out=values)
+        if out is None:
+            return _sdpa(q, k, v, bias, scale=scale).flatten(1, 2)
+        out[rows] = _sdpa(q[rows], k, v, bias, scale=scale)
+    assert out is not None
+    return out.flatten(1, 2)
+
+
+def _decode_parts(
+    bucket: _Bucket, q: torch.Tensor, kv: _KeysValues, scratch: dict[Any, Any]
+) -> list[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Cuts a bucket into sequences whose gathered K/V stays in the caches of the cores that have just copied it.
+
+    A part: rows of q, slots, where these go of K and of V, the same as SDPA takes them, bias.
+    """
+    num_seqs, span = bucket.slots.shape
+    num_kv_heads, group = q.shape[1:3]
+    row_bytes = num_kv_heads * (kv.key_cache.shape[3] + kv.value_cache.shape[3]) * kv.key_cache.element_size()
+    count = max(1, _NEAR_BYTES * torch.get_num_threads() // (span * row_bytes))
+    parts = []
+    for low in range(0, num_seqs, count):
+        part = _slice(bucket, low, low + count)
+        scratch[("torch part", id(part))] = part  # an id is a key only as long as its object lives
+        bias = None
+        if part.hidden is not None:
+            bias = _bias(part, True, q.dtype, group, num_kv_heads, None, scratch)
+        index, keys, k = _prepare_gather(kv.key_cache, part.slots, True, "key")
+        _, values, v = _prepare_gather(kv.value_cache, part.slots, True, "value")
+        parts.append((slice(low, low + part.slots.shape[0]), index, keys, values, k, v, bias))
+    return parts
 
 
 def _attend_bucket(

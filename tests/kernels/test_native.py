@@ -140,9 +140,13 @@ def test_equal_ids_in_other_places_are_not_shared() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [2, 3, 7])
-def test_threads_change_no_bit(threads: int, dtype: torch.dtype) -> None:
-    batch = make_batch(Case(((1, 700), (1, 5), (6, 300), (20, 20)), heads=(6, 2), shared=0, dtype=dtype))
+@pytest.mark.parametrize("window", [None, 130])
+def test_threads_and_neighbours_change_no_bit(threads: int, window: int | None, dtype: torch.dtype) -> None:
+    lens = ((1, 700), (1, 5), (6, 300), (20, 20), (90, 90), (300, 900))
+    batch = make_batch(Case(lens, heads=(6, 2), dtype=dtype, sliding_window=window))
     expected = batch.run("native")
+    for seq in range(len(lens)):
+        assert torch.equal(batch.only([seq]).run("native"), expected[batch.rows(seq)])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -58,9 +58,10 @@ INLINE void PREFILL(pack_row)(PACKED *to, const ELEMENT *from, int64_t dim, int6
 #endif
 }
 
-/* Keys and values of `count` positions from `start` on; zeros up to the next multiple of 32. */
+/* Keys and values of `count` positions from `start` on, of which nobody sees the first `skip` (zeros); zeros also up to
+ * the next multiple of 32. */
 static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int32_t *table, int64_t head, int64_t start,
-                              int64_t count) {
+                                int64_t skip, int64_t count) {
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim, pad = round_up(dim, 32), v_pad = round_up(v_dim, 32);
     const int64_t words = pad / WORD_ELEMENTS;
     const ELEMENT *key = (const ELEMENT *)call->key + head * call->k_head;
@@ -70,7 +71,7 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
     for (int64_t j = 0; j < round_up(count, 32); j += 16) {
         for (int64_t i = 0; i < 16; i++) {
             const int64_t pos = start + j + i;
-            if (j + i < count)
+            if (j + i >= skip && j + i < count)
                 PREFILL(pack_row)((PACKED *)(void *)row[i], key + table[pos / call->block_size] * call->k_block +
                                 pos % call->block_size * call->k_token, dim, pad);
             else
@@ -83,7 +84,7 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
         for (int64_t i = 0; i < WORD_ELEMENTS; i++) {
             const int64_t pos = start + j + i;
             PACKED *to = AMX ? lines[i] : (PACKED *)(void *)(b.values + j * v_pad);
-            if (j + i < count)
+            if (j + i >= skip && j + i < count)
                 PREFILL(pack_row)(to, value + table[pos / call->block_size] * call->v_block +
                                 pos % call->block_size * call->v_token, v_dim, v_pad);
             else
@@ -245,9 +246,10 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
             PREFILL(pack_row)(b.queries + (row + g) * pad, query + (u.head * group + g) * call->q_head, dim, pad);
     }
     const int64_t low = first_key(u.context + u.first, window, call->chunk_size), high = u.context + u.last;
-    for (int64_t start = low; start < high; start += KEYS) {
+    /* Chunks begin at the same positions whoever looks, so that sums do not depend on how work was cut. */
+    for (int64_t start = low / KEYS * KEYS; start < high; start += KEYS) {
         const int64_t count = high - start < KEYS ? high - start : KEYS;
-        PREFILL(pack_chunk)(call, b, u.table, u.head, start, count);
+        PREFILL(pack_chunk)(call, b, u.table, u.head, start, low > start ? low - start : 0, count);
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t from = u.first + tile * per_tile, to = from + per_tile < u.last ? from + per_tile : u.last;
             /* Keys of the chunk that the tile's last token sees at the top, its first token at the bottom. */
@@ -292,9 +294,14 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
 /* seqs: which sequences; seq_lens, starts: of all. */
 static void PREFILL(prefill)(const Call *call, const int32_t *seq_lens, const int32_t *starts, const int32_t *seqs,
                            int64_t num_seqs, float scale, float softcap) {
-    const int64_t kv_heads = call->num_kv_heads, v_pad = round_up(call->v_head_dim, 32);
-    const int64_t tokens = num_tiles(v_pad) * (ROWS / (call->num_heads / kv_heads)); /* of a whole unit */
-    int64_t units = 0;
+    const int64_t kv_heads = call->num_kv_heads, per_tile = ROWS / (call->num_heads / kv_heads);
+    int64_t tiles = 0, most = num_tiles(round_up(call->v_head_dim, 32)), units = 0;
+    for (int64_t n = 0; n < num_seqs; n++)
+        tiles += (starts[seqs[n] + 1] - starts[seqs[n]] + per_tile - 1) / per_tile;
+    /* Every thread shall find some units to do. */
+    if (call->threads > 1 && tiles * kv_heads / (3 * call->threads) < most)
+        most = tiles * kv_heads / (3 * call->threads) > 1 ? tiles * kv_heads / (3 * call->threads) : 1;
+    const int64_t tokens = most * per_tile; /* of a whole unit */
     for (int64_t n = 0; n < num_seqs; n++) units += (starts[seqs[n] + 1] - starts[seqs[n]] + tokens - 1) / tokens;
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1)
     {
