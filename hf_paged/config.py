@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
@@ -79,6 +79,9 @@ class CacheConfig:
         return None if self.swap_memory is None else parse_bytes(self.swap_memory)
 
 
+_TOKEN_BUDGET, _CPU_TOKEN_BUDGET = 8192, 512
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What one step may hold and what happens when memory runs out.
@@ -86,11 +89,12 @@ class SchedulerConfig:
     `watermark` is the share of blocks kept free when new requests are admitted, so that running ones can grow
     without being preempted at once. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
     blocks of common prefixes; models with sliding windows or recurrent states do without, for their blocks alone do not
-    hold a prefix.
+    hold a prefix. `max_num_batched_tokens`: None = 512 on a CPU, whose caches then hold the activations of a step, else
+    8192.
     """
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int | None = None
     preemption: PreemptionMode = "auto"
     prefix_caching: bool = True
     watermark: float = 0.01
@@ -98,7 +102,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1)
-        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_batched_tokens is not None:
+            _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(f"preemption={self.preemption!r}: use 'auto', 'recompute' or 'swap'")
         if not isinstance(self.prefix_caching, bool):
@@ -107,3 +112,14 @@ class SchedulerConfig:
             raise ValueError(f"watermark={self.watermark!r}: a share of the blocks, 0 <= watermark < 1")
         if self.max_waiting is not None:
             _check_int("max_waiting", self.max_waiting, 1)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one step, at most."""
+        return _TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+
+    def for_device(self, kind: str) -> SchedulerConfig:
+        """The same with `max_num_batched_tokens` chosen for "cpu" or another kind of device."""
+        if self.max_num_batched_tokens is not None:
+            return self
+        return replace(self, max_num_batched_tokens=_CPU_TOKEN_BUDGET if kind == "cpu" else _TOKEN_BUDGET)

@@ -40,7 +40,9 @@ def test_parse_bytes_names_what_it_does_not_understand(value: object) -> None:
 def test_defaults() -> None:
     cache, scheduler = CacheConfig(), SchedulerConfig()
     assert (cache.block_size, cache.num_blocks, cache.memory_bytes, cache.swap_bytes) == (16, None, None, None)
-    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (256, 8192)
+    assert (scheduler.max_num_seqs, scheduler.token_budget) == (256, 8192)
+    assert [scheduler.for_device(kind).max_num_batched_tokens for kind in ("cpu", "cuda")] == [512, 8192]
+    assert SchedulerConfig(max_num_batched_tokens=7).for_device("cpu").token_budget == 7
     assert (scheduler.preemption, scheduler.prefix_caching) == ("auto", True)
 
 

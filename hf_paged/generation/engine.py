@@ -46,15 +46,6 @@ from hf_paged.integration.forward import PackedModel
 
 Prompt = SequenceOf[int] | torch.Tensor
 
-CPU_BATCHED_TOKENS = 512
-"""Default `max_num_batched_tokens` on a CPU: the activations of a step stay in its caches."""
-
-
-def _default_scheduler_config(model: Any) -> SchedulerConfig:
-    if model.device.type == "cpu":
-        return SchedulerConfig(max_num_batched_tokens=CPU_BATCHED_TOKENS)
-    return SchedulerConfig()
-
 
 class Engine:
     """Serves requests that come and go at any step, each with its own GenerationConfig.
@@ -62,10 +53,9 @@ class Engine:
     Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
     method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
 
-    model: a causal LM of transformers, or a PEFT model over one. scheduler_config: None = the defaults, on a CPU with
-    steps of at most 512 tokens. tokenizer: needed for `stop_strings` only. prepack: keep a copy of the linear weights
-    in the layout a CPU computes fastest with (None = in bf16, where it changes no bit, if memory allows; in fp32 sums
-    come out in another order).
+    model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only. prepack:
+    keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, where it changes no
+    bit, if memory allows; in fp32 sums come out in another order).
     Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`).
     """
 
@@ -80,7 +70,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.cache_config = cache_config or CacheConfig()
-        self.scheduler_config = scheduler_config or _default_scheduler_config(model)
+        self.scheduler_config = (scheduler_config or SchedulerConfig()).for_device(model.device.type)
         self.tokenizer = tokenizer
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model

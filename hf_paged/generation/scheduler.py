@@ -129,9 +129,9 @@ class Scheduler:
         config = self.config
         if group.request_id in self._groups:
             raise ValueError(f"request_id {group.request_id!r} is in use; choose another one")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if group.width > getattr(config, name):
-                raise ValueError(f"{group.width} sequences in one request, but {name}={getattr(config, name)}")
+        for name, limit in (("max_num_seqs", config.max_num_seqs), ("max_num_batched_tokens", config.token_budget)):
+            if group.width > limit:
+                raise ValueError(f"{group.width} sequences in one request, but {name}={limit}; raise it")
         self._tables.check_fits_alone(group)
         if config.max_waiting is not None and len(self._waiting) >= config.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already (max_waiting={config.max_waiting})")
@@ -214,7 +214,7 @@ class Scheduler:
         """
         output = self._output
         num_preempted = len(output.preempted)
-        budget = self._schedule_running(self.config.max_num_batched_tokens)
+        budget = self._schedule_running(self.config.token_budget)
         if len(output.preempted) == num_preempted:
             budget = self._resume_swapped(budget)
             if not self._swapped:
@@ -334,7 +334,7 @@ class Scheduler:
         """
         if self.config.preemption != "auto":
             return self.config.preemption
-        one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self.config.max_num_batched_tokens
+        one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self.config.token_budget
         return "recompute" if one_step else "swap"
 
     def _preempt(self, group: SequenceGroup, mode: Literal["recompute", "swap"]) -> None:

@@ -132,7 +132,7 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
     count = 1
     if device.type == "cuda":
         limit = getattr(bound.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
-        count = min(scheduler_config.max_num_batched_tokens, limit)
+        count = min(scheduler_config.token_budget, limit)
     if count > memory.block_size:
         blocks = -(-count // memory.block_size)
         for group in memory.groups:
