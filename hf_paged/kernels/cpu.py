@@ -103,9 +103,10 @@ class _Bucket:
         return x.index_select(0, self.rows.flatten()).unflatten(0, shape)
 
 
-def _padded(length: int, quantum: int) -> int:
-    """`length` rounded up, by an eighth at most if it is long, so that sequences fall into few buckets."""
-    step = max(quantum, 1 << max(length.bit_length() - 4, 0))
+def _padded(length: int, quantum: int, digits: int) -> int:
+    """`length` rounded up to a multiple of `quantum` and to `digits` binary digits, so that sequences fall into few
+    buckets."""
+    step = max(quantum, 1 << max(length.bit_length() - digits, 0))
     return -(-length // step) * step
 
 
@@ -172,7 +173,7 @@ def _plan(
             continue
         if query_len <= _MAX_BATCHED_QUERY_LEN:
             span = seq_len - first_key(seq_len - query_len)
-            key = (query_len if query_len <= 2 else _padded(query_len, 8), _padded(span, 32))
+            key = (query_len if query_len <= 2 else _padded(query_len, 8, 4), _padded(span, 64, 3))
             batched.setdefault(key, []).append((i, 0, query_len))
         elif whole_prompts and query_len == seq_len and first_key(seq_len - 1) == 0:
             prompts.setdefault(query_len, []).append((i, 0, query_len))

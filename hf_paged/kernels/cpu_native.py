@@ -206,13 +206,14 @@ def paged_attention(
         threads,
         *new_kv,
     )
-    if library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0):
-        raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
+    failed = library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0)
     if plan.prompts is not None:
-        library.hfp_prefill(
+        failed |= library.hfp_prefill(
             call, _DTYPES[dtype], scale, softcap or 0.0, metadata.seq_lens.data_ptr(),
             metadata.query_start_loc.data_ptr(), plan.prompts.ctypes.data, len(plan.prompts),
         )  # fmt: skip
+    if failed:
+        raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
     if target is not out:
         out.copy_(target)
     if lse is not None:
