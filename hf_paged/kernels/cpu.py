@@ -21,8 +21,8 @@ _MAX_BATCHED_QUERY_LEN = 64
 _QUERY_TILE = 256
 # A bucket is cut so that its gathered K/V stays about this large: what was just copied is then still in the cache.
 _WORKSPACE_BYTES = 16 << 20
-# The same for a plain decode step, a core: half of a common L2 cache.
-_NEAR_BYTES = 768 << 10
+# A plain decode step that gathers more than this a core is cut into parts that stay in the caches next to the core.
+_WHOLE_BYTES, _NEAR_BYTES = 4 << 20, 768 << 10
 
 _local = threading.local()
 _sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -348,7 +348,10 @@ def _decode_parts(
     num_seqs, span = bucket.slots.shape
     num_kv_heads, group = q.shape[1:3]
     row_bytes = num_kv_heads * (kv.key_cache.shape[3] + kv.value_cache.shape[3]) * kv.key_cache.element_size()
-    count = max(1, _NEAR_BYTES * torch.get_num_threads() // (span * row_bytes))
+    threads = torch.get_num_threads()
+    count = max(1, _NEAR_BYTES * threads // (span * row_bytes))
+    if num_seqs * span * row_bytes <= _WHOLE_BYTES * threads:
+        count = num_seqs
     parts = []
     for low in range(0, num_seqs, count):
         part = _slice(bucket, low, low + count)
