@@ -56,7 +56,7 @@ def swap_parents(patch: pytest.MonkeyPatch) -> None:
 
 def lose_writes(patch: pytest.MonkeyPatch) -> None:
     """The K/V of every third slot never arrives."""
-    write = ops.write_kv
+    write, attend = ops.write_kv, ops.paged_attention
 
     def lossy(
         key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: torch.Tensor, **kwargs: Any
@@ -67,7 +67,22 @@ def lose_writes(patch: pytest.MonkeyPatch) -> None:
         value_cache.flatten(0, 1)[lost] = 0
         write(key, value, key_cache, value_cache, kept, **kwargs)
 
+    def attend_lossy(
+        query: Any,
+        key_cache: Any,
+        value_cache: Any,
+        metadata: Any,
+        *,
+        key: Any = None,
+        value: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if key is not None:
+            lossy(key, value, key_cache, value_cache, metadata.slot_mapping)
+        return attend(query, key_cache, value_cache, metadata, **kwargs)
+
     patch.setattr(ops, "write_kv", lossy)
+    patch.setattr(ops, "paged_attention", attend_lossy)
 
 
 FAULTS = {
