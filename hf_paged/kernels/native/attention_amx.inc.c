@@ -48,13 +48,7 @@ static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv
 
 /* Tiles 0, 1: scores; 2: queries; 3, 7: keys or values; 4, 5: outputs; 6: probabilities. With 16 rows the second parts
  * of the probabilities and their outputs take tiles 2, 0 and 1; with 4 they are further rows of the first. */
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t columns[16]; /* bytes */
-    uint8_t rows[16];
-} AmxConfig;
 static const AmxConfig amx_config_4 = {1, 0, {0}, {16, 16, 16, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 8, 8, 8, 16}};
-static const AmxConfig amx_config_16 = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 /* Lays out up to `width` query rows as tiles; the rows behind them are zero. */
 INLINE void amx_pack_queries(const uint16_t *const *from, int64_t rows, uint16_t *to, int64_t dim, const int width) {

@@ -491,6 +491,12 @@ static int64_t num_tiles(int64_t v_pad) {
     return tiles > MAX_TILES ? MAX_TILES : tiles;
 }
 
+/* Bytes that a thread needs: the buffers of prefill.inc.c in fp32; with AMX they take no more. */
+static int64_t prefill_bytes(int64_t dim, int64_t v_dim) {
+    const int64_t pad = round_up(dim, 32), v_pad = round_up(v_dim, 32), rows = num_tiles(v_pad) * ROWS;
+    return rows * (pad + v_pad + 1 + W) * 4 + KEYS * (pad + v_pad + 2 * ROWS) * 4 + 16 * 64;
+}
+
 #if W == 16
 /* Row i of the result: the i-th 128 bits of each of the four. */
 INLINE void transpose_lanes(const __m512i *x, char *out, int64_t stride) {
@@ -578,15 +584,43 @@ static int amx_allowed(void) {
     return known > 0;
 }
 
-/* All eight tiles 16 rows of 64 bytes. */
-static void amx_begin(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
-    _tile_loadconfig(&config);
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t columns[16]; /* bytes */
+    uint8_t rows[16];
+} AmxConfig;
+static const AmxConfig amx_config_16 = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+/* out[32][32] (+)= a[32][depth] x b[depth][32]: b in pairs of bf16 from two of its rows, depth a multiple of 32. What
+ * is read must have been written before a COMPILER_FENCE. */
+INLINE void amx_multiply(float *out, int64_t out_stride, const uint16_t *a, int64_t a_stride, const uint32_t *b,
+                         int64_t b_stride, int64_t depth, int add) {
+    float *below = out + 16 * out_stride;
+    if (add) {
+        _tile_loadd(0, out, out_stride * 4);
+        _tile_loadd(1, out + 16, out_stride * 4);
+        _tile_loadd(2, below, out_stride * 4);
+        _tile_loadd(3, below + 16, out_stride * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < depth; k += 32) {
+        _tile_loadd(4, a + k, a_stride * 2);
+        _tile_loadd(5, a + 16 * a_stride + k, a_stride * 2);
+        _tile_loadd(6, b + k / 2 * b_stride, b_stride * 4);
+        _tile_loadd(7, b + k / 2 * b_stride + 16, b_stride * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, out_stride * 4);
+    _tile_stored(1, out + 16, out_stride * 4);
+    _tile_stored(2, below, out_stride * 4);
+    _tile_stored(3, below + 16, out_stride * 4);
 }
 
 /* to[i] = a[i], b[i]: 16 pairs of bf16 */
@@ -653,7 +687,7 @@ int hfp_attention(const Call *call, int dtype, double scale, double softcap) {
 
 /* Bytes of workspace that hfp_prefill needs. */
 int64_t hfp_prefill_bytes(int64_t head_dim, int64_t v_head_dim, int64_t threads) {
-    return threads * prefill_bytes_f32(head_dim, v_head_dim) + 64;
+    return threads * prefill_bytes(head_dim, v_head_dim) + 64;
 }
 
 /* The sequences `seqs`, whose new tokens are many. seq_lens, starts: of all sequences. New K/V must have been written.

@@ -26,11 +26,6 @@ typedef struct {
     PACKED *weights;  /* [ROWS, KEYS]; without AMX the same memory as scores */
 } PREFILL(Prefill);
 
-static int64_t PREFILL(prefill_bytes)(int64_t dim, int64_t v_dim) {
-    const int64_t pad = round_up(dim, 32), v_pad = round_up(v_dim, 32), rows = num_tiles(v_pad) * ROWS;
-    return rows * (pad + v_pad + 1 + W) * 4 + KEYS * (pad + v_pad + 2 * ROWS) * 4 + 16 * 64;
-}
-
 static PREFILL(Prefill) PREFILL(prefill_buffers)(char *at, int64_t dim, int64_t v_dim) {
     const int64_t pad = round_up(dim, 32), v_pad = round_up(v_dim, 32), rows = num_tiles(v_pad) * ROWS;
     PREFILL(Prefill) b;
@@ -96,71 +91,19 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
     }
 }
 
-/* scores = queries x keys, for all ROWS and `count` keys (a multiple of 32). */
-static void PREFILL(score_tile)(PREFILL(Prefill) b, const PACKED *queries, int64_t pad, int64_t count) {
+/* out[ROWS][columns] (+)= a[ROWS][depth] x b[depth][columns]; columns and depth are multiples of 32. */
+static void PREFILL(multiply)(float *out, int64_t out_stride, const PACKED *a, int64_t a_stride, const uint32_t *b,
+                              int64_t b_stride, int64_t columns, int64_t depth, int add) {
 #if AMX
     COMPILER_FENCE();
-    for (int64_t j = 0; j < count; j += 32)
-        for (int64_t r = 0; r < ROWS; r += 32) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            for (int64_t d = 0; d < pad; d += 32) {
-                _tile_loadd(4, queries + r * pad + d, pad * 2);
-                _tile_loadd(5, queries + (r + 16) * pad + d, pad * 2);
-                _tile_loadd(6, b.keys + d / 2 * KEYS + j, KEYS * 4);
-                _tile_loadd(7, b.keys + d / 2 * KEYS + j + 16, KEYS * 4);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            float *to = b.scores + r * KEYS + j;
-            _tile_stored(0, to, KEYS * 4);
-            _tile_stored(1, to + 16, KEYS * 4);
-            _tile_stored(2, to + 16 * KEYS, KEYS * 4);
-            _tile_stored(3, to + 16 * KEYS + 16, KEYS * 4);
-        }
+    for (int64_t j = 0; j < columns; j += 32)
+        for (int64_t r = 0; r < ROWS; r += 32)
+            amx_multiply(out + r * out_stride + j, out_stride, a + r * a_stride, a_stride, b + j, b_stride, depth, add);
 #else
-    for (int64_t j = 0; j < count; j += 2 * W)
+    for (int64_t j = 0; j < columns; j += 2 * W)
         for (int64_t r = 0; r < ROWS; r += BLOCK_ROWS)
-            multiply_rows(b.scores + r * KEYS + j, KEYS, queries + r * pad, pad, (float *)(void *)b.keys + j, KEYS,
-                          pad, 0);
-#endif
-}
-
-/* outputs += weights x values, for all ROWS and `count` keys (a multiple of 32). */
-static void PREFILL(add_tile)(PREFILL(Prefill) b, float *outputs, int64_t v_pad, int64_t count) {
-#if AMX
-    COMPILER_FENCE();
-    for (int64_t d = 0; d < v_pad; d += 32)
-        for (int64_t r = 0; r < ROWS; r += 32) {
-            float *to = outputs + r * v_pad + d;
-            _tile_loadd(0, to, v_pad * 4);
-            _tile_loadd(1, to + 16, v_pad * 4);
-            _tile_loadd(2, to + 16 * v_pad, v_pad * 4);
-            _tile_loadd(3, to + 16 * v_pad + 16, v_pad * 4);
-            for (int64_t j = 0; j < count; j += 32) {
-                _tile_loadd(4, b.weights + r * KEYS + j, KEYS * 2);
-                _tile_loadd(5, b.weights + (r + 16) * KEYS + j, KEYS * 2);
-                _tile_loadd(6, b.values + j / 2 * v_pad + d, v_pad * 4);
-                _tile_loadd(7, b.values + j / 2 * v_pad + d + 16, v_pad * 4);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, to, v_pad * 4);
-            _tile_stored(1, to + 16, v_pad * 4);
-            _tile_stored(2, to + 16 * v_pad, v_pad * 4);
-            _tile_stored(3, to + 16 * v_pad + 16, v_pad * 4);
-        }
-#else
-    for (int64_t d = 0; d < v_pad; d += 2 * W)
-        for (int64_t r = 0; r < ROWS; r += BLOCK_ROWS)
-            multiply_rows(outputs + r * v_pad + d, v_pad, b.weights + r * KEYS, KEYS,
-                          (float *)(void *)b.values + d, v_pad, count, 1);
+            multiply_rows(out + r * out_stride + j, out_stride, a + r * a_stride, a_stride,
+                          (const float *)(const void *)b + j, b_stride, depth, add);
 #endif
 }
 
@@ -256,7 +199,7 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
             const int64_t end = u.context + to - start < count ? u.context + to - start : count;
             if (end <= 0 || first_key(u.context + from, window, call->chunk_size) >= start + count) continue;
             const int64_t columns = round_up(end, 32);
-            PREFILL(score_tile)(b, b.queries + tile * ROWS * pad, pad, columns);
+            PREFILL(multiply)(b.scores, KEYS, b.queries + tile * ROWS * pad, pad, b.keys, KEYS, columns, pad, 0);
             for (int64_t r = 0; r < ROWS; r++) {
                 const int64_t t = from + r / group, pos = u.context + t, at = tile * ROWS + r;
                 if (r / group >= per_tile || t >= to) {
@@ -269,7 +212,7 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
                                  seen > 0 ? seen : 0, pos + 1 - start < end ? pos + 1 - start : end, columns, scale,
                                  softcap);
             }
-            PREFILL(add_tile)(b, b.outputs + tile * ROWS * v_pad, v_pad, columns);
+            PREFILL(multiply)(b.outputs + tile * ROWS * v_pad, v_pad, b.weights, KEYS, b.values, v_pad, v_pad, columns, 1);
         }
     }
     for (int64_t t = u.first; t < u.last; t++)
@@ -305,11 +248,11 @@ static void PREFILL(prefill)(const Call *call, const int32_t *seq_lens, const in
     for (int64_t n = 0; n < num_seqs; n++) units += (starts[seqs[n] + 1] - starts[seqs[n]] + tokens - 1) / tokens;
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1)
     {
-        const int64_t bytes = PREFILL(prefill_bytes)(call->head_dim, call->v_head_dim);
+        const int64_t bytes = prefill_bytes(call->head_dim, call->v_head_dim);
         PREFILL(Prefill) b =
             PREFILL(prefill_buffers)(call->workspace + omp_get_thread_num() * bytes, call->head_dim, call->v_head_dim);
 #if AMX
-        amx_begin();
+        _tile_loadconfig(&amx_config_16);
 #endif
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < units * kv_heads; i++) {
