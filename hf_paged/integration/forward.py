@@ -14,6 +14,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.packed_cache import PackedCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import PackedStep, configs_of
+from hf_paged.integration.native_layers import native_layers
 from hf_paged.integration.prepack import PackedWeights
 from hf_paged.kernels.metadata import AttentionMetadata
 
@@ -23,7 +24,7 @@ class PackedModel:
 
     def __init__(self, model: Any, memory: PagedMemory, weights: PackedWeights | None = None) -> None:
         self.model = model
-        self._weights = weights
+        self._stand_ins = [s for s in (native_layers(model), weights) if s is not None]
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
@@ -59,8 +60,8 @@ class PackedModel:
         step = PackedStep(self.cache, self._configs)
         try:
             step.enter()
-            if self._weights is not None:
-                self._weights.enter()
+            for stand_in in self._stand_ins:
+                stand_in.enter()
             output = self.model(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
@@ -88,5 +89,5 @@ class PackedModel:
 
     def _leave(self, step: PackedStep) -> None:
         step.leave()
-        if self._weights is not None:
-            self._weights.leave()
+        for stand_in in self._stand_ins:
+            stand_in.leave()

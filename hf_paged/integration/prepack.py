@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_paged.integration.attention import in_packed_step
+from hf_paged.kernels import cpu_layers
 
 AUTO_SHARE = 0.25
 """Packed copies may take this share of the free memory before `prepack=None` leaves them out."""
@@ -78,7 +79,12 @@ class PackedWeights:
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        self._layers = [_PackedLinear(layer) for layer in layers]
+        parts: dict[int, torch.Tensor] = {}
+        if cpu_layers.is_available():
+            native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
+            arena = cpu_layers.WeightArena([(layer.out_features, layer.in_features) for layer in native])
+            parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
+        self._layers = [_PackedLinear(layer, parts.get(id(layer))) for layer in layers]
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
         """False when layers of the model have been replaced since."""
@@ -97,12 +103,15 @@ class PackedWeights:
 
 
 class _PackedLinear:
-    __slots__ = ("_stamp", "attributes", "forward", "layer")
+    """One layer's copy: of the native kernels, in `part` of their arena, or else of oneDNN."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    __slots__ = ("_part", "_stamp", "attributes", "forward", "layer")
+
+    def __init__(self, layer: nn.Linear, part: torch.Tensor | None) -> None:
         # By reference, the layer would keep the model alive that is the key of its packed weights.
         self.layer = weakref.ref(layer)
         self.attributes = layer.__dict__
+        self._part = part
         self._stamp: tuple[int, int] | None = None
         self.forward: Callable[[torch.Tensor], torch.Tensor]
 
@@ -115,17 +124,22 @@ class _PackedLinear:
         stamp = (weight.data_ptr(), weight._version)
         if stamp == self._stamp:
             return True
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        bias = layer.bias
-        linear = torch.ops.mkldnn._linear_pointwise
-        plain = nn.functional.linear
+        bias, plain = layer.bias, nn.functional.linear
+        packed = self._pack(weight, bias)
 
         def forward(rows: torch.Tensor) -> torch.Tensor:
-            if not in_packed_step():
-                return plain(rows, weight, bias)
-            result: torch.Tensor = linear(rows, packed, bias, "none", [], "")
-            return result
+            return packed(rows) if in_packed_step() else plain(rows, weight, bias)
 
         self.forward = forward
         self._stamp = stamp
         return True
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        part = self._part
+        if part is not None:
+            cpu_layers.pack(weight, part)
+            linear, columns = cpu_layers.linear, weight.shape[0]
+            return lambda rows: linear(rows, part, columns, bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        pointwise = torch.ops.mkldnn._linear_pointwise
+        return lambda rows: pointwise(rows, packed, bias, "none", [], "")

@@ -109,7 +109,7 @@ class _Plan:
         return tuple(counts)
 
 
-def _workspace(num_bytes: int) -> int:
+def workspace(num_bytes: int) -> int:
     """Address of memory, aligned to 64 bytes, that the next call of this thread may overwrite."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < num_bytes:
@@ -188,7 +188,7 @@ def paged_attention(
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         metadata.block_tables.data_ptr(),
         plan.handle,
-        _workspace(num_bytes),
+        workspace(num_bytes),
         query.stride(0),
         query.stride(1),
         *k_strides[:3],

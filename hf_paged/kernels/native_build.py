@@ -145,7 +145,18 @@ def _load(path: Path) -> ctypes.CDLL:
         "hfp_target": ([], ctypes.c_char_p),
         "hfp_write_kv": ([*[pointer] * 5, integer, integer, pointer, integer], None),
         "hfp_copy_blocks": ([pointer, integer, pointer, integer, integer], None),
+        "hfp_has_layers": ([], ctypes.c_int),
     }
+    if library.hfp_has_layers():
+        signatures |= {
+            "hfp_prefer_large_pages": ([pointer, integer], None),
+            "hfp_packed_bytes": ([integer, integer], integer),
+            "hfp_pack_linear": ([pointer, integer, integer, pointer, integer], None),
+            "hfp_linear_workspace": ([integer, integer], integer),
+            "hfp_linear": ([pointer], None),
+            "hfp_rms_norm": ([*[pointer] * 3, integer, integer, real, integer], None),
+            "hfp_rotate": ([pointer], None),
+        }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result

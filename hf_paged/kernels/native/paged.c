@@ -37,6 +37,7 @@
 #endif
 #if HAS_DPBF16 && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define HAS_AMX 1
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #else
@@ -655,6 +656,7 @@ static int amx_allowed(void) { return 0; }
 
 #if HAS_AMX
 #include "attention_amx.inc.c"
+#include "layers.inc.c"
 #endif
 
 #if HAS_F16
@@ -707,6 +709,9 @@ int hfp_prefill(const Call *call, int dtype, double scale, double softcap, const
 }
 
 int hfp_has_f16(void) { return HAS_F16; }
+
+/* Whether there is what layers.inc.c exports. */
+int hfp_has_layers(void) { return amx_allowed(); }
 
 const char *hfp_target(void) {
     if (amx_allowed()) return "AVX-512 with BF16 and AMX";

@@ -1,0 +1,100 @@
+"""What decoder layers compute beside attention, in bf16 on a CPU with AMX: linear layers with packed weights, and the
+small operations between them, each one native call. They give the bits that torch gives; `integration` compares.
+
+Knows tensors, not modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from hf_paged.kernels import native_build
+from hf_paged.kernels.cpu_native import workspace
+
+_Linear = ctypes.c_int64 * 10  # struct Linear of layers.inc.c
+_Rotate = ctypes.c_int64 * 15  # struct Rotate
+
+
+def is_available() -> bool:
+    """Whether this process has these kernels; see `cpu_native.status` for the reasons."""
+    library = native_build.library()
+    return library is not None and bool(library.hfp_has_layers())
+
+
+def _library() -> ctypes.CDLL:
+    library = native_build.library()
+    assert library is not None, "ask is_available() first"
+    return library
+
+
+class WeightArena:
+    """Memory for the packed copies of some weights, side by side, so that they lie in large pages."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        """shapes: of the weights, [columns, depth] each."""
+        sizes = [int(_library().hfp_packed_bytes(*shape)) for shape in shapes]
+        self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        _library().hfp_prefer_large_pages(self._memory.data_ptr(), self._memory.numel())
+        self.parts = list(self._memory.split(sizes))
+
+
+def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
+    """Lay out weight bf16 [columns, depth] in `part` of a WeightArena."""
+    weight = weight.detach().contiguous()
+    _library().hfp_pack_linear(weight.data_ptr(), *weight.shape, part.data_ptr(), torch.get_num_threads())
+
+
+def linear(rows: torch.Tensor, part: torch.Tensor, columns: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """rows bf16 [..., depth] times a packed weight -> bf16 [..., columns]. Every sum is taken in the order of the depth
+    in fp32, so a row's result does not depend on the others.
+    """
+    library = _library()
+    rows = rows.contiguous()
+    *shape, depth = rows.shape
+    count = rows.numel() // depth
+    out = rows.new_empty((*shape, columns))
+    call = _Linear(
+        rows.data_ptr(),
+        depth,
+        count,
+        columns,
+        depth,
+        part.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        workspace(library.hfp_linear_workspace(count, depth)),
+        torch.get_num_threads(),
+    )
+    library.hfp_linear(call)
+    return out
+
+
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * (rows / sqrt(mean(rows^2) + eps)), rounded to bf16 before the product: rows bf16 [..., n], weight [n],
+    n a multiple of 16."""
+    rows = rows.contiguous()
+    out = torch.empty_like(rows)
+    size = rows.shape[-1]
+    _library().hfp_rms_norm(
+        rows.data_ptr(), weight.data_ptr(), out.data_ptr(), rows.numel() // size, size, eps, torch.get_num_threads()
+    )
+    return out
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding: query, key bf16 [1, (kv_)heads, tokens, dim], strided as they like, cos, sin bf16
+    [1, tokens, dim], contiguous; dim a multiple of 32. The results lie in memory as [tokens, heads, dim]."""
+    _, heads, tokens, dim = query.shape
+    kv_heads = key.shape[1]
+    new_query, new_key = query.new_empty((1, tokens, heads, dim)), key.new_empty((1, tokens, kv_heads, dim))
+    call = _Rotate(
+        query.data_ptr(), query.stride(2), query.stride(1), heads, new_query.data_ptr(),
+        key.data_ptr(), key.stride(2), key.stride(1), kv_heads, new_key.data_ptr(),
+        cos.data_ptr(), sin.data_ptr(), tokens, dim, torch.get_num_threads(),
+    )  # fmt: skip
+    _library().hfp_rotate(call)
+    return new_query.transpose(1, 2), new_key.transpose(1, 2)
