@@ -7,7 +7,8 @@ Knows the step's metadata; never sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -34,6 +35,7 @@ class LayerHandle:
     reads: int = 0
     sliding_window: int | None = None  # as the layer's attention last asked for
     chunk_size: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # what the layer passed to its attention beside tensors
 
 
 class _PackedLayer(CacheLayerMixin):

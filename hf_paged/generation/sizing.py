@@ -14,6 +14,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.forward import PackedModel
+from hf_paged.integration.native_decoder import TRIAL_TOKENS
 from hf_paged.integration.prepack import packed_weights
 from hf_paged.integration.row_forward import RowModel
 from hf_paged.integration.support import SupportReport, refuse_unsupported
@@ -129,7 +130,7 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
     that what is free afterwards is free in every step.
     """
     memory, device = bound.memory, bound.model.device
-    count = 1
+    count = 1 if isinstance(bound, RowModel) else TRIAL_TOKENS
     if device.type == "cuda":
         limit = getattr(bound.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
         count = min(scheduler_config.token_budget, limit)

@@ -219,7 +219,9 @@ def attention_forward(
     handle.reads += 1
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
-    pattern = _pattern_of_call(module, attention_mask, kwargs.pop("sliding_window", None))
+    window = kwargs.pop("sliding_window", None)
+    handle.options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "sliding_window": window}
+    pattern = _pattern_of_call(module, attention_mask, window)
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
     _refuse_unknown(module, kwargs)
     rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]

@@ -14,6 +14,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.packed_cache import PackedCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import PackedStep, configs_of
+from hf_paged.integration.native_decoder import native_decoder
 from hf_paged.integration.native_layers import native_layers
 from hf_paged.integration.prepack import PackedWeights
 from hf_paged.kernels.metadata import AttentionMetadata
@@ -24,7 +25,8 @@ class PackedModel:
 
     def __init__(self, model: Any, memory: PagedMemory, weights: PackedWeights | None = None) -> None:
         self.model = model
-        self._stand_ins = [s for s in (native_layers(model), weights) if s is not None]
+        stand_ins = native_layers(model), weights, native_decoder(model, weights)
+        self._stand_ins = [stand_in for stand_in in stand_ins if stand_in is not None]
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)

@@ -8,6 +8,7 @@ left alone unless every bit agrees.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import threading
 import weakref
@@ -68,13 +69,18 @@ class NativeLayers:
 _probed: dict[tuple[type, int, float], bool] = {}  # by class, size and epsilon: is it the kernel's norm?
 
 
+def norm_of(module: nn.Module) -> cpu_layers.Norm | None:
+    """The kernel's norm that computes, bit for bit, what the module does; None if there is none."""
+    return cpu_layers.Norm(module._parameters["weight"], _epsilon(module)) if _is_norm(module) else None
+
+
 def _norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _is_norm(module)]
 
 
 def _is_norm(module: nn.Module) -> bool:
     weight, eps = module._parameters.get("weight"), _epsilon(module)
-    if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or eps is None:
+    if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or math.isnan(eps):
         return False
     if weight.dtype != torch.bfloat16 or weight.numel() % 16 or "forward" in module.__dict__:
         return False
@@ -84,10 +90,10 @@ def _is_norm(module: nn.Module) -> bool:
     return _probed[key]
 
 
-def _epsilon(module: nn.Module) -> float | None:
-    """None: it is no norm."""
+def _epsilon(module: nn.Module) -> float:
+    """NaN: it is no norm."""
     found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return float(found) if isinstance(found, float | int) else None
+    return float(found) if isinstance(found, float | int) else math.nan
 
 
 @torch.no_grad()
@@ -99,7 +105,7 @@ def _probe_norm(module: nn.Module, size: int, eps: float) -> bool:
         probe = copy.deepcopy(module)
         weight = torch.randn(size, generator=generator).bfloat16()
         probe._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-        return torch.equal(probe(rows), cpu_layers.rms_norm(rows, weight, eps))
+        return torch.equal(probe(rows), cpu_layers.rms_norm(cpu_layers.Norm(weight, eps), rows))
     except Exception:  # whatever a module of that shape may do with rows: it is none of ours
         return False
 
@@ -119,7 +125,7 @@ class _Norm:
             if args or kwargs or rows.dtype != bfloat16 or weight.dtype != bfloat16 or not in_packed_step():
                 result: torch.Tensor = plain(reference(), rows, *args, **kwargs)
                 return result
-            return cpu_layers.rms_norm(rows, weight, eps)
+            return cpu_layers.rms_norm(cpu_layers.Norm(weight, eps), rows)
 
         self.forward = forward
 

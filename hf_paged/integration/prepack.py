@@ -6,6 +6,7 @@ faster. In bf16 the results are bit for bit those of the layer itself, in fp32 t
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -84,11 +85,16 @@ class PackedWeights:
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
             arena = cpu_layers.WeightArena([(layer.out_features, layer.in_features) for layer in native])
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
-        self._layers = [_PackedLinear(layer, parts.get(id(layer))) for layer in layers]
+        self._layers = [PackedLayer(layer, parts.get(id(layer))) for layer in layers]
+        self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
         """False when layers of the model have been replaced since."""
         return [packed.layer() for packed in self._layers] == layers
+
+    def of(self, layer: nn.Module) -> PackedLayer | None:
+        """The packed copy of a layer, if it has one."""
+        return self._of.get(layer)
 
     def enter(self) -> None:
         """Until `leave`, the layers compute with the packed copies in packed steps of this thread, else as always."""
@@ -102,15 +108,18 @@ class PackedWeights:
             packed.attributes.pop("forward", None)
 
 
-class _PackedLinear:
-    """One layer's copy: of the native kernels, in `part` of their arena, or else of oneDNN."""
+class PackedLayer:
+    """One linear layer's copy: of the native kernels, in `part` of their arena (then `native` tells of it), or else of
+    oneDNN.
+    """
 
-    __slots__ = ("_part", "_stamp", "attributes", "forward", "layer")
+    __slots__ = ("_part", "_stamp", "attributes", "forward", "layer", "native")
 
     def __init__(self, layer: nn.Linear, part: torch.Tensor | None) -> None:
         # By reference, the layer would keep the model alive that is the key of its packed weights.
         self.layer = weakref.ref(layer)
         self.attributes = layer.__dict__
+        self.native: cpu_layers.PackedLinear | None = None
         self._part = part
         self._stamp: tuple[int, int] | None = None
         self.forward: Callable[[torch.Tensor], torch.Tensor]
@@ -135,11 +144,11 @@ class _PackedLinear:
         return True
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        part = self._part
-        if part is not None:
-            cpu_layers.pack(weight, part)
-            linear, columns = cpu_layers.linear, weight.shape[0]
-            return lambda rows: linear(rows, part, columns, bias)
+        self.native = None
+        if self._part is not None and weight.dtype == torch.bfloat16:
+            cpu_layers.pack(weight, self._part)
+            self.native = cpu_layers.PackedLinear(self._part, bias, weight.shape[0])
+            return functools.partial(cpu_layers.linear, self.native)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         pointwise = torch.ops.mkldnn._linear_pointwise
         return lambda rows: pointwise(rows, packed, bias, "none", [], "")

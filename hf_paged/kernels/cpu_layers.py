@@ -7,6 +7,7 @@ Knows tensors, not modules.
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,9 @@ from hf_paged.kernels.cpu_native import workspace
 
 _Linear = ctypes.c_int64 * 10  # struct Linear of layers.inc.c
 _Rotate = ctypes.c_int64 * 15  # struct Rotate
+_LayerIn = ctypes.c_int64 * 23  # struct LayerIn
+_LayerOut = ctypes.c_int64 * 21  # struct LayerOut
+_Eps = ctypes.c_double * 3
 
 
 def is_available() -> bool:
@@ -40,46 +44,59 @@ class WeightArena:
         self.parts = list(self._memory.split(sizes))
 
 
+class PackedLinear(NamedTuple):
+    """A linear layer's weight in `part` of a WeightArena, its bias bf16 [columns] or None."""
+
+    part: torch.Tensor
+    bias: torch.Tensor | None
+    columns: int
+
+    def words(self) -> tuple[int, int, int]:
+        """struct Packed of layers.inc.c"""
+        return self.part.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), self.columns
+
+
+class Norm(NamedTuple):
+    """An RMS norm: weight bf16 [n]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
 def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
     """Lay out weight bf16 [columns, depth] in `part` of a WeightArena."""
     weight = weight.detach().contiguous()
     _library().hfp_pack_linear(weight.data_ptr(), *weight.shape, part.data_ptr(), torch.get_num_threads())
 
 
-def linear(rows: torch.Tensor, part: torch.Tensor, columns: int, bias: torch.Tensor | None) -> torch.Tensor:
-    """rows bf16 [..., depth] times a packed weight -> bf16 [..., columns]. Every sum is taken in the order of the depth
-    in fp32, so a row's result does not depend on the others.
+def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+    """rows bf16 [..., depth] -> bf16 [..., columns]. Every sum is taken in the order of the depth in fp32, so a row's
+    result does not depend on the others.
     """
     library = _library()
     rows = rows.contiguous()
     *shape, depth = rows.shape
     count = rows.numel() // depth
+    part, bias, columns = layer
     out = rows.new_empty((*shape, columns))
     call = _Linear(
-        rows.data_ptr(),
-        depth,
-        count,
-        columns,
-        depth,
-        part.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        workspace(library.hfp_linear_workspace(count, depth)),
-        torch.get_num_threads(),
-    )
+        rows.data_ptr(), depth, count, columns, depth, part.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), workspace(library.hfp_linear_workspace(count, depth)), torch.get_num_threads(),
+    )  # fmt: skip
     library.hfp_linear(call)
     return out
 
 
-def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
     """weight * (rows / sqrt(mean(rows^2) + eps)), rounded to bf16 before the product: rows bf16 [..., n], weight [n],
     n a multiple of 16."""
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     size = rows.shape[-1]
     _library().hfp_rms_norm(
-        rows.data_ptr(), weight.data_ptr(), out.data_ptr(), rows.numel() // size, size, eps, torch.get_num_threads()
-    )
+        rows.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows.numel() // size, size, norm.eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -98,3 +115,67 @@ def rotate(
     )  # fmt: skip
     _library().hfp_rotate(call)
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
+
+
+class LayerIn(NamedTuple):
+    """What a decoder layer does before its attention."""
+
+    norm: Norm
+    query: PackedLinear
+    key: PackedLinear
+    value: PackedLinear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    head_dim: int
+
+
+def layer_in(
+    layer: LayerIn, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norm, projections, norms of heads, rotation: rows bf16 [1, tokens, depth], contiguous, cos and sin bf16
+    [1, tokens, head_dim], contiguous -> query, key, value [1, (kv_)heads, tokens, head_dim], in memory [tokens, heads,
+    head_dim]. depth and head_dim are multiples of 32.
+    """
+    library = _library()
+    _, tokens, depth = rows.shape
+    dim = layer.head_dim
+    projections = layer.query, layer.key, layer.value
+    query, key, value = (rows.new_empty((1, tokens, p.columns // dim, dim)) for p in projections)
+    norms = layer.norm, layer.query_norm, layer.key_norm
+    call = _LayerIn(
+        rows.data_ptr(), tokens, depth, dim,
+        *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
+        *layer.query.words(), *layer.key.words(), *layer.value.words(),
+        cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
+        workspace(library.hfp_layer_in_workspace(tokens, depth)), torch.get_num_threads(),
+    )  # fmt: skip
+    library.hfp_layer_in(call, _Eps(*(0.0 if norm is None else norm.eps for norm in norms)))
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+class LayerOut(NamedTuple):
+    """What a decoder layer does after its attention."""
+
+    output: PackedLinear
+    norm: Norm
+    gate: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
+
+
+def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Output projection, residual, norm, down(silu(gate) * up), residual: attended bf16 [1, tokens, x_depth], residual
+    bf16 [1, tokens, depth], both contiguous -> [1, tokens, depth]. All depths are multiples of 32.
+    """
+    library = _library()
+    _, tokens, x_depth = attended.shape
+    depth, inner = residual.shape[2], layer.gate.columns
+    out = torch.empty_like(residual)
+    call = _LayerOut(
+        attended.data_ptr(), residual.data_ptr(), tokens, x_depth, depth, layer.norm.weight.data_ptr(),
+        *layer.output.words(), *layer.gate.words(), *layer.up.words(), *layer.down.words(),
+        out.data_ptr(), workspace(library.hfp_layer_out_workspace(tokens, x_depth, depth, inner)),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    library.hfp_layer_out(call, layer.norm.eps)
+    return out

@@ -156,6 +156,10 @@ def _load(path: Path) -> ctypes.CDLL:
             "hfp_linear": ([pointer], None),
             "hfp_rms_norm": ([*[pointer] * 3, integer, integer, real, integer], None),
             "hfp_rotate": ([pointer], None),
+            "hfp_layer_in_workspace": ([integer, integer], integer),
+            "hfp_layer_in": ([pointer, pointer], None),
+            "hfp_layer_out_workspace": ([integer] * 4, integer),
+            "hfp_layer_out": ([pointer, real], None),
         }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)

@@ -7,7 +7,7 @@
  * order, so that results are the same bit for bit; who calls compares them once (integration/native_layers.py). */
 
 #define PANEL 32    /* columns of a weight that lie together: two tiles wide */
-#define STREAM 2048 /* bytes that are prefetched ahead of the tiles */
+#define STREAM 4096 /* bytes that are prefetched ahead of the tiles */
 #define FORK_ELEMENTS (1 << 15) /* fewer are done before a second thread has begun */
 
 /* -- linear layers ---------------------------------------------------------------------------------------------------
@@ -241,6 +241,17 @@ void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int6
     }
 }
 
+/* gate[i] = gate[i] / (1 + exp(-gate[i])) * up[i] */
+INLINE void gate_vector(uint16_t *gate, const uint16_t *up) {
+    const vf x = load_bf16(gate);
+    /* Beyond these bounds the result is 0 or x. NaN stays: the second operand is taken then. */
+    const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(104), _mm512_max_ps(_mm512_set1_ps(-104), (__m512)-x));
+    vf power;
+    const vf y = exp_parts((vf)bounded, &power);
+    const vf silu = round_bf16(x / (1.0f + (vf)_mm512_scalef_ps((__m512)y, (__m512)power)));
+    store_bf16(gate, silu * load_bf16(up));
+}
+
 typedef struct {
     const uint16_t *x; /* [tokens, heads, dim] */
     int64_t token, head, heads;
@@ -274,4 +285,87 @@ void hfp_rotate(const Rotate *r) {
         rotate_heads(&r->query, t, r->cos + t * r->dim, r->sin + t * r->dim, r->dim);
         rotate_heads(&r->key, t, r->cos + t * r->dim, r->sin + t * r->dim, r->dim);
     }
+}
+
+/* -- the two parts of a decoder layer, around its attention; all depths are multiples of 32 -------------------------- */
+
+typedef struct {
+    const uint16_t *weight, *bias; /* packed; bias: or NULL */
+    int64_t columns;
+} Packed;
+
+INLINE void apply(const Packed *p, const uint16_t *x, int64_t rows, int64_t depth, uint16_t *out, char *workspace,
+                  int64_t threads) {
+    hfp_linear(&(Linear){x, depth, rows, p->columns, depth, p->weight, p->bias, out, workspace, threads});
+}
+
+typedef struct {
+    const uint16_t *x; /* [rows, depth] */
+    int64_t rows, depth, head_dim;
+    const uint16_t *norm, *query_norm, *key_norm; /* weights; those of the heads, [head_dim]: or NULL */
+    Packed query, key, value;
+    const uint16_t *cos, *sin;                /* [rows, head_dim] */
+    uint16_t *new_query, *new_key, *new_value; /* [rows, columns of each] */
+    char *workspace;                          /* hfp_layer_in_workspace() bytes, aligned to 64 */
+    int64_t threads;
+} LayerIn;
+
+int64_t hfp_layer_in_workspace(int64_t rows, int64_t depth) {
+    return round_up(rows * depth * 2, 64) + hfp_linear_workspace(rows, depth);
+}
+
+/* What comes before attention: norm, projections, norms of heads, rotation. eps: of all three norms. */
+void hfp_layer_in(const LayerIn *l, const double *eps) {
+    const int64_t rows = l->rows, depth = l->depth, dim = l->head_dim, threads = l->threads;
+    const int64_t heads = l->query.columns / dim, kv_heads = l->key.columns / dim;
+    uint16_t *normed = (uint16_t *)(void *)l->workspace;
+    char *rest = l->workspace + round_up(rows * depth * 2, 64);
+    hfp_rms_norm(l->x, l->norm, normed, rows, depth, eps[0], threads);
+    apply(&l->query, normed, rows, depth, l->new_query, rest, threads);
+    apply(&l->key, normed, rows, depth, l->new_key, rest, threads);
+    apply(&l->value, normed, rows, depth, l->new_value, rest, threads);
+    if (l->query_norm) hfp_rms_norm(l->new_query, l->query_norm, l->new_query, rows * heads, dim, eps[1], threads);
+    if (l->key_norm) hfp_rms_norm(l->new_key, l->key_norm, l->new_key, rows * kv_heads, dim, eps[2], threads);
+    hfp_rotate(&(Rotate){{l->new_query, heads * dim, dim, heads, l->new_query},
+                         {l->new_key, kv_heads * dim, dim, kv_heads, l->new_key},
+                         l->cos, l->sin, rows, dim, threads});
+}
+
+typedef struct {
+    const uint16_t *x, *residual; /* what attention gave [rows, x_depth]; what came into the layer [rows, depth] */
+    int64_t rows, x_depth, depth;
+    const uint16_t *norm;
+    Packed output, gate, up, down;
+    uint16_t *out;   /* [rows, depth] */
+    char *workspace; /* hfp_layer_out_workspace() bytes, aligned to 64 */
+    int64_t threads;
+} LayerOut;
+
+int64_t hfp_layer_out_workspace(int64_t rows, int64_t x_depth, int64_t depth, int64_t inner) {
+    const int64_t most = x_depth > depth ? x_depth : depth;
+    return 2 * round_up(rows * depth * 2, 64) + 2 * round_up(rows * inner * 2, 64) +
+           hfp_linear_workspace(rows, most > inner ? most : inner);
+}
+
+/* to[i] += x[i] */
+static void add_rows(uint16_t *to, const uint16_t *x, int64_t n, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n >= FORK_ELEMENTS)
+    for (int64_t i = 0; i < n; i += 16) store_bf16(to + i, load_bf16(to + i) + load_bf16(x + i));
+}
+
+/* What comes after attention: output projection, residual, norm, gated MLP, residual. */
+void hfp_layer_out(const LayerOut *l, double eps) {
+    const int64_t rows = l->rows, depth = l->depth, inner = l->gate.columns, size = rows * inner, threads = l->threads;
+    uint16_t *middle = (uint16_t *)(void *)l->workspace, *normed = middle + round_up(rows * depth * 2, 64) / 2;
+    uint16_t *gate = normed + round_up(rows * depth * 2, 64) / 2, *up = gate + round_up(size * 2, 64) / 2;
+    char *rest = (char *)up + round_up(size * 2, 64);
+    apply(&l->output, l->x, rows, l->x_depth, middle, rest, threads);
+    add_rows(middle, l->residual, rows * depth, threads);
+    hfp_rms_norm(middle, l->norm, normed, rows, depth, eps, threads);
+    apply(&l->gate, normed, rows, depth, gate, rest, threads);
+    apply(&l->up, normed, rows, depth, up, rest, threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size >= FORK_ELEMENTS)
+    for (int64_t i = 0; i < size; i += 16) gate_vector(gate + i, up + i);
+    apply(&l->down, gate, rows, inner, l->out, rest, threads);
+    add_rows(l->out, middle, rows * depth, threads);
 }

@@ -146,8 +146,8 @@ INLINE vf sum_rows(const vf *a) {
 #endif
 }
 
-/* exp(x) for x <= 0: 0 below -87 (-inf included), NaN for NaN; relative error below 2e-7. */
-INLINE vf exp_negative(vf x) {
+/* exp(x) = result * 2^(*power), relative error below 2e-7; NaN for NaN. */
+INLINE vf exp_parts(vf x, vf *power) {
 #if W == 16
     vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -162,7 +162,13 @@ INLINE vf exp_negative(vf x) {
     y = y * f + 4.1665795894e-2f;
     y = y * f + 1.6666665459e-1f;
     y = y * f + 5.0000001201e-1f;
-    y = (y * f) * f + f + 1.0f;
+    *power = n;
+    return (y * f) * f + f + 1.0f;
+}
+
+/* exp(x) for x <= 0: 0 below -87, -inf included. */
+INLINE vf exp_negative(vf x) {
+    vf n, y = exp_parts(x, &n);
 #if W == 16
     const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
     return (vf)_mm512_maskz_scalef_ps(kept, (__m512)y, (__m512)n);

@@ -1,0 +1,187 @@
+"""Whole decoder layers done by three native calls in packed steps: what is before attention, attention, what is after.
+
+Beside streaming the weights of a decode step, every module call and small operation of torch runs with cold caches;
+together they take half as long again. A layer made of known parts (an RMS norm before its attention and one before a
+gated MLP with SiLU) is computed both ways in the first step that is long enough, and left alone for good if one bit of
+the results differs. Its attention goes the way it always goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_paged.cache.packed_cache import PackedCache
+from hf_paged.integration.attention import attention_forward, in_packed_step
+from hf_paged.integration.native_layers import norm_of
+from hf_paged.integration.prepack import PackedLayer, PackedWeights
+from hf_paged.kernels import cpu_layers
+
+TRIAL_TOKENS = 8
+"""A step with fewer decides nothing: of one token, at position 0, the rotated heads are the heads themselves."""
+
+_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")  # some models have them
+_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+_known: weakref.WeakKeyDictionary[PackedWeights, NativeDecoder] = weakref.WeakKeyDictionary()
+
+
+def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDecoder | None:
+    """Stand-ins for the model's layers, shared by all who use these packed weights."""
+    if weights is None or not cpu_layers.is_available():
+        return None
+    if weights not in _known:
+        _known[weights] = NativeDecoder(model, weights)
+    return _known[weights]
+
+
+class NativeDecoder:
+    """Stand-ins for the decoder layers of a model that are made of known parts."""
+
+    def __init__(self, model: nn.Module, weights: PackedWeights) -> None:
+        layers = (_known_layer(module, weights) for module in model.modules())
+        self._layers = [layer for layer in layers if layer is not None]
+
+    def enter(self) -> None:
+        """Until `leave`, native kernels compute the layers in packed steps of this thread. After the weights' `enter`,
+        which renews what these use."""
+        for layer in self._layers:
+            if layer.is_ready():
+                layer.attributes["forward"] = layer.forward
+
+    def leave(self) -> None:
+        """Undo `enter`, or what there was of it; may be called again."""
+        for layer in self._layers:
+            layer.attributes.pop("forward", None)
+
+
+def _known_layer(layer: nn.Module, weights: PackedWeights) -> _Layer | None:
+    """None unless the layer has the parts that the kernels know, and no others."""
+    attention, mlp = layer._modules.get("self_attn"), layer._modules.get("mlp")
+    if attention is None or mlp is None:
+        return None
+    parts: dict[str, nn.Module] = {}
+    for parent, names in ((layer, _LAYER), (attention, (*_ATTENTION, *_HEAD_NORMS)), (mlp, _MLP)):
+        children = {name: child for name, child in parent._modules.items() if child is not None}
+        if not set(names) - set(_HEAD_NORMS) <= set(children) <= set(names):
+            return None
+        if parent._parameters or parent._buffers or "forward" in parent.__dict__:
+            return None
+        parts |= children
+    packed = {name: weights.of(part) for name, part in parts.items() if name.endswith("_proj")}
+    norms = {name: norm_of(part) for name, part in parts.items() if name.endswith("norm")}
+    if None in packed.values() or None in norms.values():
+        return None
+    head_dim = getattr(attention, "head_dim", None)
+    if not isinstance(head_dim, int) or head_dim % 32 or not isinstance(getattr(attention, "layer_idx", None), int):
+        return None
+    if any(linear.in_features % 32 for name, linear in parts.items() if name.endswith("_proj")):
+        return None
+    return _Layer(layer, parts, packed, norms)
+
+
+class _Layer:
+    """One decoder layer and its parts by name. `_verdict`: whether the kernels give its bits; None before the trial."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        parts: dict[str, nn.Module],
+        packed: dict[str, PackedLayer],
+        norms: dict[str, cpu_layers.Norm],
+    ) -> None:
+        self.attributes = layer.__dict__
+        self._layer = layer
+        self._attention = parts["self_attn"]
+        parents = layer, parts["self_attn"], parts["mlp"]
+        self._places = [(p._modules, name, child) for p in parents for name, child in p._modules.items() if child]
+        self._packed = packed
+        self._norms = norms
+        self._verdict: bool | None = None
+        self._linears: dict[str, cpu_layers.PackedLinear] = {}
+        self._before: cpu_layers.LayerIn
+        self._after: cpu_layers.LayerOut
+        self._options: dict[str, Any] = {}  # what the layer passes to its attention beside tensors
+
+    def is_ready(self) -> bool:
+        """False when the kernels are not for this layer, or not any more: parts were replaced, or somebody watches."""
+        if self._verdict is False:
+            return False
+        for modules, name, child in self._places:
+            if modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
+                return False
+        for norm in self._norms.values():
+            if norm.weight.dtype != torch.bfloat16:
+                return False
+        for name, packed in self._packed.items():
+            if packed.native is None:
+                return False
+            if packed.native is not self._linears.get(name):
+                self._gather()
+        return True
+
+    def _gather(self) -> None:
+        linears = {name: packed.native for name, packed in self._packed.items() if packed.native is not None}
+        if len(linears) < len(self._packed):
+            return
+        norms = self._norms
+        self._linears = linears
+        self._before = cpu_layers.LayerIn(
+            norms["input_layernorm"],
+            *(linears[name] for name in ("q_proj", "k_proj", "v_proj")),
+            *(norms.get(name) for name in _HEAD_NORMS),
+            self._attention.head_dim,
+        )
+        self._after = cpu_layers.LayerOut(
+            linears["o_proj"],
+            norms["post_attention_layernorm"],
+            *(linears[name] for name in ("gate_proj", "up_proj", "down_proj")),
+        )
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In place of the layer's own, which computes whatever the kernels cannot."""
+        if args or not in_packed_step() or not self._fits(hidden_states, kwargs):
+            return self._plain(hidden_states, *args, **kwargs)
+        if self._verdict is None:
+            return self._try(hidden_states, kwargs)
+        return self._compute(hidden_states, kwargs)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._layer).forward(self._layer, *args, **kwargs)
+
+    def _fits(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        if not isinstance(kwargs.get("past_key_values"), PackedCache):
+            return False
+        angles = kwargs.get("position_embeddings")
+        if not isinstance(angles, tuple) or len(angles) != 2:
+            return False
+        shape = (1, hidden_states.shape[1], self._attention.head_dim)
+        rows = hidden_states, *angles
+        return angles[0].shape == angles[1].shape == shape and all(
+            tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in rows
+        )
+
+    def _compute(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        attention = self._attention
+        query, key, value = cpu_layers.layer_in(self._before, hidden_states, *kwargs["position_embeddings"])
+        key, value = kwargs["past_key_values"].update(key, value, attention.layer_idx)
+        mask = kwargs.get("attention_mask")
+        attended, _ = attention_forward(attention, query, key, value, mask, **self._options)
+        return cpu_layers.layer_out(self._after, attended.flatten(2), hidden_states)
+
+    def _try(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        """Compute both ways; the layer's own way is what counts."""
+        expected = self._plain(hidden_states, **kwargs)
+        handles = kwargs["past_key_values"].handles
+        if hidden_states.shape[1] < TRIAL_TOKENS or not handles or handles[-1].layer_idx != self._attention.layer_idx:
+            return expected
+        self._options = handles[-1].options
+        result = self._compute(hidden_states, kwargs)
+        self._verdict = isinstance(expected, torch.Tensor) and torch.equal(result, expected)
+        # The K/V that another way of computing has left in the blocks would not be the layer's.
+        return expected if self._verdict else self._plain(hidden_states, **kwargs)
