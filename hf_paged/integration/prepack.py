@@ -113,12 +113,13 @@ class PackedLayer:
     oneDNN.
     """
 
-    __slots__ = ("_part", "_stamp", "attributes", "forward", "layer", "native")
+    __slots__ = ("_parameters", "_part", "_stamp", "attributes", "forward", "layer", "native")
 
     def __init__(self, layer: nn.Linear, part: torch.Tensor | None) -> None:
         # By reference, the layer would keep the model alive that is the key of its packed weights.
         self.layer = weakref.ref(layer)
         self.attributes = layer.__dict__
+        self._parameters = layer._parameters
         self.native: cpu_layers.PackedLinear | None = None
         self._part = part
         self._stamp: tuple[int, int] | None = None
@@ -126,14 +127,13 @@ class PackedLayer:
 
     def renew(self) -> bool:
         """Pack the weight if that has changed. False when the layer is no more: it has been replaced in the model."""
-        layer = self.layer()
-        if layer is None:
+        if self.layer() is None:
             return False
-        weight = layer.weight
+        weight = self._parameters["weight"]  # what layer.weight would find, sooner
         stamp = (weight.data_ptr(), weight._version)
         if stamp == self._stamp:
             return True
-        bias, plain = layer.bias, nn.functional.linear
+        bias, plain = self._parameters["bias"], nn.functional.linear
         packed = self._pack(weight, bias)
 
         def forward(rows: torch.Tensor) -> torch.Tensor:

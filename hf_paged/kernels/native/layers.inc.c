@@ -7,7 +7,8 @@
  * order, so that results are the same bit for bit; who calls compares them once (integration/native_layers.py). */
 
 #define PANEL 32    /* columns of a weight that lie together: two tiles wide */
-#define STREAM 4096 /* bytes that are prefetched ahead of the tiles */
+#define STREAM 8192 /* bytes ahead of the tiles from which a weight comes to L2, */
+#define NEAR 1024   /* and from which it goes on to L1 */
 #define FORK_ELEMENTS (1 << 15) /* fewer are done before a second thread has begun */
 
 /* -- linear layers ---------------------------------------------------------------------------------------------------
@@ -62,9 +63,9 @@ typedef struct {
 } RowTile;
 
 /* Tiles 0 to 3: sums of 32 rows (of 16 if not `two`) with a panel. From `*next` on, `lines` cache lines a step are
- * prefetched: to L1 if `near` (then 32 of them), else to L2. */
+ * prefetched to L2; if `streams`, as many as the step takes itself, and those that it will take soon to L1. */
 INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int64_t steps, const char **next,
-                        int64_t lines, const int near, const int two) {
+                        int64_t lines, const int streams, const int two) {
     const char *line = *next;
     _tile_zero(0);
     _tile_zero(1);
@@ -73,9 +74,12 @@ INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int6
         _tile_zero(3);
     }
     for (int64_t k = 0; k < steps; k++, panel += 1024) {
-        if (near) {
+        if (streams) {
 #pragma GCC unroll 32
-            for (int i = 0; i < 32; i++, line += 64) _mm_prefetch(line, _MM_HINT_T0);
+            for (int i = 0; i < 32; i++, line += 64) {
+                _mm_prefetch(line, _MM_HINT_T1);
+                _mm_prefetch(line - STREAM + NEAR, _MM_HINT_T0);
+            }
         } else {
             for (int64_t i = 0; i < lines; i++, line += 64) _mm_prefetch(line, _MM_HINT_T1);
         }
