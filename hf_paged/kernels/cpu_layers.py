@@ -19,6 +19,7 @@ _Rotate = ctypes.c_int64 * 15  # struct Rotate
 _LayerIn = ctypes.c_int64 * 23  # struct LayerIn
 _LayerOut = ctypes.c_int64 * 21  # struct LayerOut
 _Eps = ctypes.c_double * 3
+_LARGE_PAGE = 1 << 21
 
 
 def is_available() -> bool:
@@ -39,9 +40,10 @@ class WeightArena:
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
         """shapes: of the weights, [columns, depth] each."""
         sizes = [int(_library().hfp_packed_bytes(*shape)) for shape in shapes]
-        self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
-        _library().hfp_prefer_large_pages(self._memory.data_ptr(), self._memory.numel())
-        self.parts = list(self._memory.split(sizes))
+        memory = torch.empty(sum(sizes) + _LARGE_PAGE, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
+        _library().hfp_prefer_large_pages(memory.data_ptr(), memory.numel())
+        self.parts = list(memory.split(sizes))
 
 
 class PackedLinear(NamedTuple):

@@ -7,8 +7,7 @@
  * order, so that results are the same bit for bit; who calls compares them once (integration/native_layers.py). */
 
 #define PANEL 32    /* columns of a weight that lie together: two tiles wide */
-#define STREAM 8192 /* bytes ahead of the tiles from which a weight comes to L2, */
-#define NEAR 1024   /* and from which it goes on to L1 */
+#define STREAM 2048 /* bytes that are prefetched ahead of the tiles */
 #define FORK_ELEMENTS (1 << 15) /* fewer are done before a second thread has begun */
 
 /* -- linear layers ---------------------------------------------------------------------------------------------------
@@ -29,12 +28,11 @@ int64_t hfp_linear_workspace(int64_t rows, int64_t depth) {
     return (depth % 32 ? round_up(rows, 16) : 16) * round_up(depth, 32) * 2;
 }
 
-/* A hint that `bytes` at `at`, not yet written, are better in large pages: streaming waits for fewer translations. */
+/* A hint that `bytes` at `at` (a whole page of the system), not yet written, are better in large pages: streaming waits
+ * for fewer translations. */
 void hfp_prefer_large_pages(void *at, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 1 << 21, first = ((uintptr_t)at + page - 1) & ~(page - 1);
-    const uintptr_t end = ((uintptr_t)at + (uintptr_t)bytes) & ~(page - 1);
-    if (end > first) madvise((void *)first, end - first, MADV_HUGEPAGE);
+    madvise(at, (size_t)bytes, MADV_HUGEPAGE);
 #else
     (void)at, (void)bytes;
 #endif
@@ -63,7 +61,7 @@ typedef struct {
 } RowTile;
 
 /* Tiles 0 to 3: sums of 32 rows (of 16 if not `two`) with a panel. From `*next` on, `lines` cache lines a step are
- * prefetched to L2; if `streams`, as many as the step takes itself, and those that it will take soon to L1. */
+ * prefetched: if `streams` as many as a step takes itself, to L1, else to L2. */
 INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int64_t steps, const char **next,
                         int64_t lines, const int streams, const int two) {
     const char *line = *next;
@@ -76,10 +74,7 @@ INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int6
     for (int64_t k = 0; k < steps; k++, panel += 1024) {
         if (streams) {
 #pragma GCC unroll 32
-            for (int i = 0; i < 32; i++, line += 64) {
-                _mm_prefetch(line, _MM_HINT_T1);
-                _mm_prefetch(line - STREAM + NEAR, _MM_HINT_T0);
-            }
+            for (int i = 0; i < 32; i++, line += 64) _mm_prefetch(line, _MM_HINT_T0);
         } else {
             for (int64_t i = 0; i < lines; i++, line += 64) _mm_prefetch(line, _MM_HINT_T1);
         }
