@@ -2,13 +2,17 @@
 
 import dis
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from hf_paged.integration import attention, forward, prepack
+from hf_paged import CacheConfig, Engine
+from hf_paged.integration import attention, forward, native_decoder, native_layers, prepack
+from hf_paged.kernels import cpu_layers
 from tests import models
 
 TRACED = {
@@ -18,6 +22,12 @@ TRACED = {
     forward.PackedModel._leave.__code__,
     prepack.PackedWeights.enter.__code__,
     prepack.PackedWeights.leave.__code__,
+    native_layers.NativeLayers.enter.__code__,
+    native_layers.NativeLayers.leave.__code__,
+    native_layers._RotaryFunction.enter.__code__,
+    native_layers._RotaryFunction.leave.__code__,
+    native_decoder.NativeDecoder.enter.__code__,
+    native_decoder.NativeDecoder.leave.__code__,
 }
 
 
@@ -46,15 +56,19 @@ class Interrupter:
         return self
 
 
-def interrupted_generate(model: Any, ids: torch.Tensor, at: int | None) -> int:
+def interrupted(function: Callable[[], Any], at: int | None) -> int:
     interrupter = Interrupter(at)
     previous = sys.gettrace()
     sys.settrace(interrupter)
     try:
-        model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
+        function()
     finally:
         sys.settrace(previous)
     return interrupter.seen
+
+
+def interrupted_generate(model: Any, ids: torch.Tensor, at: int | None) -> int:
+    return interrupted(lambda: model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged"), at)
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
@@ -74,3 +88,31 @@ def test_packed_forward() -> None:
         assert not attention._routes, at
     assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
     assert model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged").equal(expected)
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
+@pytest.mark.skipif(not cpu_layers.is_available(), reason="these kernels need AMX")
+def test_stand_ins_of_an_engine() -> None:
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    model = LlamaForCausalLM(config).bfloat16().eval()
+    namespace = vars(sys.modules[type(model).__module__])
+    rotation = namespace["apply_rotary_pos_emb"]
+    (prompt,) = models.prompts(9)
+    options = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+
+        def generate() -> list[int]:
+            engine.clear_prefix_cache()
+            return engine.generate([prompt], options)[0].outputs[0].token_ids
+
+        expected = generate()
+        total = interrupted(generate, None)
+        assert total > 60
+        for at in range(1, total + 1):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted(generate, at)
+            assert not any("forward" in vars(module) for module in model.modules()), at
+            assert namespace["apply_rotary_pos_emb"] is rotation, at
+        assert generate() == expected

@@ -1,0 +1,210 @@
+"""Norms, rotations and whole decoder layers by native kernels: for whom, the same bits, and no trace left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine
+from hf_paged.integration import forward, native_decoder, native_layers, prepack
+from hf_paged.kernels import cpu_layers, native_build
+from tests import models
+
+pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# Configs, and how many of their two layers the kernels compute.
+KNOWN = {
+    "llama": (lambda: transformers.LlamaConfig(**SIZES), 2),
+    "llama-biased": (lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True), 2),
+    "qwen2": (lambda: transformers.Qwen2Config(**SIZES), 2),
+    "qwen3": (lambda: transformers.Qwen3Config(**SIZES), 2),
+    "mistral": (lambda: transformers.MistralConfig(**SIZES, sliding_window=8), 2),
+    # Its second layer does not rotate; a step of one token could not tell.
+    "smollm3": (lambda: transformers.SmolLM3Config(**SIZES, no_rope_layers=[1, 0]), 1),
+    # It scales what its layers add to the residual.
+    "granite": (lambda: transformers.GraniteConfig(**SIZES, residual_multiplier=0.5), 0),
+    "llama-gelu": (lambda: transformers.LlamaConfig(**SIZES, hidden_act="gelu"), 0),
+    "gemma3": (lambda: transformers.Gemma3TextConfig(**SIZES, sliding_window=8), 0),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    native_build.build()
+    if not cpu_layers.is_available():
+        pytest.skip("these kernels need AMX")
+
+
+@pytest.fixture(params=KNOWN)
+def known(request: pytest.FixtureRequest) -> tuple[Any, int]:
+    make, count = KNOWN[request.param]
+    return build(make()), count
+
+
+def build(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:  # ones and zeros would hide what is done with them
+            parameter.data += torch.randn_like(parameter) * 0.2
+    return model
+
+
+def tokens_and_logprobs(model: Any, **options: Any) -> list[tuple[list[int], list[float]]]:
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with Engine(model, CacheConfig(num_blocks=128, block_size=4), **options) as engine:
+        outputs = engine.generate(models.prompts(3, 40, 17), config)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def layers_of(model: Any) -> list[Any]:
+    weights = prepack.packed_weights(model, True)
+    assert weights is not None
+    return native_decoder._known[weights]._layers
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    with monkeypatch.context() as patch:
+        yield patch
+
+
+def switched_off(patch: pytest.MonkeyPatch, *, norms: bool) -> None:
+    patch.setattr(forward, "native_decoder", lambda *_: None)
+    if norms:
+        patch.setattr(forward, "native_layers", lambda *_: None)
+
+
+def test_the_same_bits(known: tuple[Any, int], without_kernels: pytest.MonkeyPatch) -> None:
+    model, count = known
+    got = tokens_and_logprobs(model, prepack=True)
+    assert sum(layer._verdict is True for layer in layers_of(model)) == count
+    for norms in (False, True):
+        switched_off(without_kernels, norms=norms)
+        assert tokens_and_logprobs(model, prepack=True) == got
+
+
+def test_norms_and_rotations_without_packed_weights(
+    known: tuple[Any, int], without_kernels: pytest.MonkeyPatch
+) -> None:
+    model, _ = known
+    got = tokens_and_logprobs(model, prepack=False)
+    switched_off(without_kernels, norms=True)
+    assert tokens_and_logprobs(model, prepack=False) == got
+
+
+def test_generate_too() -> None:
+    model = build(KNOWN["llama"][0]())
+    ids = torch.arange(3, 33)[None]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    paged = model.generate(ids, **options, cache_implementation="paged")
+    assert paged.equal(model.generate(ids, **options))
+
+
+def test_what_is_recognised() -> None:
+    llama, gemma = (build(KNOWN[name][0]()) for name in ("llama", "gemma3"))
+    norms = [module for module in llama.modules() if type(module).__name__ == "LlamaRMSNorm"]
+    assert len(norms) == 5 and all(native_layers.norm_of(norm) is not None for norm in norms)
+    assert not any(native_layers.norm_of(module) is not None for module in gemma.modules())
+    assert native_layers.norm_of(torch.nn.LayerNorm(64).bfloat16()) is None
+    assert native_layers.native_layers(models.build("llama")) is None  # fp32
+
+    # A norm that computes like Llama's for weights of one, and only for these.
+    class Wide(type(norms[0])):  # type: ignore[misc]
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            wide = rows.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return (self.weight.float() * wide).to(rows.dtype)
+
+    assert native_layers.norm_of(Wide(64, 1e-6).bfloat16()) is None
+
+
+def test_no_trace_is_left() -> None:
+    model = build(KNOWN["qwen3"][0]())
+    namespace = vars(__import__(type(model).__module__, fromlist=["x"]))
+    before = namespace["apply_rotary_pos_emb"]
+    tokens_and_logprobs(model, prepack=True)
+    assert namespace["apply_rotary_pos_emb"] is before
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_other_threads_compute_as_always() -> None:
+    model = build(KNOWN["llama"][0]())
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+    wrong: list[int] = []
+    done = threading.Event()
+
+    def others() -> None:
+        with torch.no_grad():
+            while not done.is_set():
+                if not model(ids).logits.equal(expected):
+                    wrong.append(1)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for _ in range(3):
+            tokens_and_logprobs(model, prepack=True)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
+
+
+def test_hooks_inside_a_layer_are_called() -> None:
+    model = build(KNOWN["llama"][0]())
+    seen: list[torch.Size] = []
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+        (prompt,) = models.prompts(9)
+        first = engine.generate([prompt], config)[0].outputs[0].token_ids
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: seen.append(out.shape))
+        assert engine.generate([prompt], config)[0].outputs[0].token_ids == first
+        assert len(seen) == 4
+        hook.remove()
+        engine.generate([prompt], config)
+        assert len(seen) == 4
+        turned = model.model.layers[1].register_forward_hook(lambda _, __, out: out.flip(-1))
+        engine.clear_prefix_cache()
+        other = engine.generate([prompt], config)[0].outputs[0]
+        turned.remove()
+    assert other.logprobs and other.token_ids != first
+
+
+def test_replaced_parts_and_changed_weights() -> None:
+    model = build(KNOWN["llama"][0]())
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    (prompt,) = models.prompts(9)
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+
+        def check() -> list[int]:
+            engine.clear_prefix_cache()
+            got = engine.generate([prompt], config)[0].outputs[0].token_ids
+            with Engine(model, CacheConfig(num_blocks=64), prepack=False) as plain:
+                assert plain.generate([prompt], config)[0].outputs[0].token_ids == got
+            return got
+
+        results = [check()]
+        with torch.no_grad():
+            model.model.layers[0].mlp.gate_proj.weight.add_(0.3)
+            model.model.layers[1].input_layernorm.weight.mul_(-1)
+        results.append(check())
+        model.model.layers[1].post_attention_layernorm = torch.nn.LayerNorm(64).bfloat16()
+        model.model.layers[0].self_attn.v_proj = torch.nn.Linear(64, 64, bias=False).bfloat16()
+        results.append(check())
+        model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+        results.append(check())
+    assert len({tuple(result) for result in results}) == 4
