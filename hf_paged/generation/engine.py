@@ -285,18 +285,21 @@ class Engine:
 
     def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Request]:
         """logits [num_seqs, vocab] of the sequences that continue now, neighbours of one request in a run."""
-        logits = self._in_fp32(logits)
         changed: list[Request] = []
         plain: list[tuple[Request, Sequence, int]] = []
+        others: list[tuple[Request, list[Sequence], int]] = []
         start = 0
         for group, members in itertools.groupby(seqs, key=attrgetter("group")):
             own = list(members)
             request = self._requests[group.request_id]
             if request.is_plain_greedy:
                 plain.append((request, own[0], start))
-            elif self._advance(request, own, logits[start : start + len(own)]):
-                changed.append(request)
+            else:
+                others.append((request, own, start))
             start += len(own)
+        if others:
+            wide = self._in_fp32(logits)
+            changed += [r for r, own, start in others if self._advance(r, own, wide[start : start + len(own)])]
         if plain:
             changed += self._advance_plain(plain, logits)
         now = time.monotonic()
@@ -330,7 +333,7 @@ class Engine:
         """Plain greedy requests, with their row of the logits: all in one operation."""
         if len(plain) < len(logits):
             logits = logits[torch.tensor([row for _, _, row in plain], device=logits.device)]
-        tokens, logprobs = (values.tolist() for values in greedy(logits))
+        tokens, logprobs = (values.tolist() for values in greedy(logits, self._in_fp32))
         changed = []
         for (request, seq, _), token, logprob in zip(plain, tokens, logprobs):
             assert isinstance(request, SampleRequest)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from hf_paged.kernels import cpu_native, ops
 
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits fp32 [num_rows, vocab] -> the most likely tokens int64 [num_rows], their log-probabilities [num_rows].
 
-    A log-probability is NaN where the logits are. The logits are used up: what is left in them is no use to anyone.
+def greedy(
+    logits: torch.Tensor, to_fp32: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.float().clone()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [num_rows, vocab] -> the most likely tokens int64 [num_rows], their log-probabilities fp32 [num_rows].
+
+    A log-probability is NaN where the logits are. to_fp32: makes a copy to use up, where one is needed.
     """
-    scores, tokens = most_likely(logits)
+    if ops.default_impl(logits.device) == "native" and cpu_native.supports(logits.dtype) and logits.stride(1) == 1:
+        return cpu_native.greedy(logits)
+    wide = to_fp32(logits)
+    scores, tokens = most_likely(wide)
     # score - logsumexp(logits), without a temporary as large as the logits.
-    return tokens, -logits.sub_(scores[:, None]).exp_().sum(dim=-1).log_()
+    return tokens, -wide.sub_(scores[:, None]).exp_().sum(dim=-1).log_()
 
 
 def most_likely(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, torch.Tensor]:

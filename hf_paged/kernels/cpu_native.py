@@ -279,3 +279,16 @@ def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
         copies.shape[0],
         torch.get_num_threads(),
     )
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [num_rows, vocab] of a supported dtype, last dimension contiguous -> the first of the largest int64
+    [num_rows], its log-probability fp32 [num_rows], NaN where the logits are. Two passes over each row, no copies.
+    """
+    rows, vocab = logits.shape
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    _library().hfp_greedy(
+        logits.data_ptr(), _DTYPES[logits.dtype], logits.stride(0), rows, vocab, tokens.data_ptr(),
+        logprobs.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens, logprobs

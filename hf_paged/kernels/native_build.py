@@ -145,6 +145,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "hfp_target": ([], ctypes.c_char_p),
         "hfp_write_kv": ([*[pointer] * 5, integer, integer, pointer, integer], None),
         "hfp_copy_blocks": ([pointer, integer, pointer, integer, integer], None),
+        "hfp_greedy": ([pointer, ctypes.c_int, *[integer] * 3, pointer, pointer, integer], ctypes.c_int),
         "hfp_has_layers": ([], ctypes.c_int),
     }
     if library.hfp_has_layers():

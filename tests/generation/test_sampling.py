@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_paged.generation.sampling import choose, greedy, largest, logprobs_of, most_likely
+from hf_paged.kernels import cpu_native, ops
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -21,14 +22,31 @@ def test_largest_is_topk_of_the_sums(rows: int, vocab: int, count: int) -> None:
         scores[:, 5 : vocab // 2] = -float("inf")
 
 
-def test_greedy_uses_up_its_logits() -> None:
-    logits = torch.randn(3, 50)
+@pytest.fixture(params=["torch", "native"])
+def _impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "native" and not cpu_native.is_available():
+        pytest.skip(cpu_native.status())
+    monkeypatch.setattr(ops, "_default_impl", {"cpu": request.param})
+
+
+@pytest.mark.usefixtures("_impl")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 7, 50, 96, 1003, 49152])
+def test_greedy(vocab: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(5, vocab + 3) * 4).to(dtype)[:, :vocab]
+    logits[1] = logits[1].round()  # with equals
+    logits[2] -= 3e4
+    logits[3, : vocab // 2] = -torch.inf
     kept = logits.clone()
     tokens, logprobs = greedy(logits)
-    assert tokens.tolist() == kept.argmax(-1).tolist()
-    torch.testing.assert_close(logprobs, torch.log_softmax(kept, -1).max(-1)[0])
-    kept[1, 7] = float("nan")
-    assert torch.isnan(greedy(kept)[1]).tolist() == [False, True, False]
+    assert logits.equal(kept)
+    assert tokens.tolist() == kept.float().argmax(-1).tolist()
+    torch.testing.assert_close(logprobs, torch.log_softmax(kept.float(), -1).max(-1)[0], atol=1e-5, rtol=1e-5)
+    assert greedy(kept[4:5])[1].equal(logprobs[4:5])
+    kept[1, vocab // 2] = torch.nan
+    kept[2] = -torch.inf
+    kept[3, vocab - 1] = torch.inf
+    assert torch.isnan(greedy(kept)[1]).tolist() == [False, True, True, True, False]
 
 
 def test_choice_follows_the_generator() -> None:

@@ -378,6 +378,8 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
 #include "prefill.inc.c"
 #endif
 
+#include "sampling.inc.c"
+
 #undef Q_ELEMENT
 #undef Q_STEP
 #undef SLICE

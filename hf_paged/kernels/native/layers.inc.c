@@ -61,7 +61,7 @@ typedef struct {
 } RowTile;
 
 /* Tiles 0 to 3: sums of 32 rows (of 16 if not `two`) with a panel. From `*next` on, `lines` cache lines a step are
- * prefetched: if `streams` as many as a step takes itself, to L1, else to L2. */
+ * prefetched to L2; if `streams`, as many as the step takes itself, to L1. */
 INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int64_t steps, const char **next,
                         int64_t lines, const int streams, const int two) {
     const char *line = *next;
@@ -111,6 +111,7 @@ INLINE void linear_store(uint16_t *to, int64_t to_row, const float *sums, int64_
 /* Every sum is taken in the order of the depth, whatever the rows and threads. */
 void hfp_linear(const Linear *call) {
     const Linear l = *call;
+    if (!l.rows) return;
     const int64_t steps = round_up(l.depth, 32) / 32, tiles = round_up(l.rows, 16) / 16;
     const int64_t panels = round_up(l.columns, PANEL) / PANEL;
     /* Tiles of rows are read where they lie; rows of a part of a tile, or all where steps are not full, from a copy. */
@@ -122,18 +123,17 @@ void hfp_linear(const Linear *call) {
         memset(copy + r * steps * 32 + depth, 0, (size_t)(steps * 32 - depth) * 2);
     }
     COMPILER_FENCE();
-    /* Few rows: a panel is used once, and comes just in time. Many: while `wide` panels are used for all rows but the
-     * first ones, the next ones come to L2. */
-    const int64_t wide = tiles > 2 ? 2 : 1, group_steps = (tiles - 1) / 2 * wide * steps;
-    const int64_t lines = tiles > 2 ? (wide * steps * 32 + group_steps - 1) / group_steps : 0;
+    /* Few rows: a panel is used once, and comes just in time. Many: while one is used again and again, a part of the next
+     * one comes to L2 each time. */
+    const int64_t passes = (tiles + 1) / 2, lines = (31 + passes) / passes;
 #pragma omp parallel num_threads(l.threads) if (l.threads > 1)
     {
         float sums[32 * PANEL] __attribute__((aligned(64)));
         _tile_loadconfig(&amx_config_16);
 #pragma omp for schedule(static)
-        for (int64_t group = 0; group < (panels + wide - 1) / wide; group++) {
-            const int64_t end = (group + 1) * wide < panels ? (group + 1) * wide : panels;
-            const char *later = (const char *)(l.weight + end * steps * 1024);
+        for (int64_t panel = 0; panel < panels; panel++) {
+            const uint16_t *weight = l.weight + panel * steps * 1024;
+            const char *next = (const char *)weight + (passes > 1 ? steps * 2048 : STREAM);
             for (int64_t row = 0; row < l.rows; row += 32) {
                 const int64_t left = l.rows - row;
                 RowTile tile[2];
@@ -141,29 +141,23 @@ void hfp_linear(const Linear *call) {
                     tile[i] = row + 16 * i < in_place
                                   ? (RowTile){l.x + (row + 16 * i) * l.x_row, l.x_row * 2}
                                   : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
-                for (int64_t panel = group * wide; panel < end; panel++) {
-                    const uint16_t *weight = l.weight + panel * steps * 1024;
-                    const char *soon = (const char *)weight + STREAM;
-                    uint16_t *out = l.out + row * l.columns + panel * PANEL;
-                    const int64_t columns = l.columns - panel * PANEL;
-                    const uint16_t *bias = l.bias ? l.bias + panel * PANEL : NULL;
-                    if (row && left > 16)
-                        linear_sums(tile[0], tile[1], weight, steps, &later, lines, 0, 1);
-                    else if (row)
-                        linear_sums(tile[0], tile[0], weight, steps, &later, lines, 0, 0);
-                    else if (left > 16)
-                        linear_sums(tile[0], tile[1], weight, steps, &soon, 32, 1, 1);
-                    else
-                        linear_sums(tile[0], tile[0], weight, steps, &soon, 32, 1, 0);
-                    _tile_stored(0, sums, PANEL * 4);
-                    _tile_stored(1, sums + 16, PANEL * 4);
-                    if (left > 16) {
-                        _tile_stored(2, sums + 16 * PANEL, PANEL * 4);
-                        _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
-                    }
-                    COMPILER_FENCE();
-                    linear_store(out, l.columns, sums, left < 32 ? left : 32, columns, bias);
+                if (passes > 1 && left > 16)
+                    linear_sums(tile[0], tile[1], weight, steps, &next, lines, 0, 1);
+                else if (passes > 1)
+                    linear_sums(tile[0], tile[0], weight, steps, &next, lines, 0, 0);
+                else if (left > 16)
+                    linear_sums(tile[0], tile[1], weight, steps, &next, lines, 1, 1);
+                else
+                    linear_sums(tile[0], tile[0], weight, steps, &next, lines, 1, 0);
+                _tile_stored(0, sums, PANEL * 4);
+                _tile_stored(1, sums + 16, PANEL * 4);
+                if (left > 16) {
+                    _tile_stored(2, sums + 16 * PANEL, PANEL * 4);
+                    _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
                 }
+                COMPILER_FENCE();
+                linear_store(l.out + row * l.columns + panel * PANEL, l.columns, sums, left < 32 ? left : 32,
+                             l.columns - panel * PANEL, l.bias ? l.bias + panel * PANEL : NULL);
             }
         }
         _tile_release();

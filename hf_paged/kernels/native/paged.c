@@ -714,6 +714,18 @@ int hfp_prefill(const Call *call, int dtype, double scale, double softcap, const
     return -1;
 }
 
+/* Of logits [rows, vocab], `row` elements from row to row: the (first) largest, and its log-probability, NaN where there
+ * is NaN. Returns as hfp_attention does. */
+int hfp_greedy(const void *logits, int dtype, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens,
+               float *logprobs, int64_t threads) {
+    if (dtype == 0) return greedy_f32(logits, row, rows, vocab, tokens, logprobs, threads), 0;
+    if (dtype == 1) return greedy_bf16(logits, row, rows, vocab, tokens, logprobs, threads), 0;
+#if HAS_F16
+    if (dtype == 2) return greedy_f16(logits, row, rows, vocab, tokens, logprobs, threads), 0;
+#endif
+    return -1;
+}
+
 int hfp_has_f16(void) { return HAS_F16; }
 
 /* Whether there is what layers.inc.c exports. */

@@ -1,0 +1,46 @@
+/* Logits to tokens: the most likely token of each row and its log-probability, in two passes over the row where it lies.
+ * Included by paged.c for each dtype. */
+
+static void TYPED(greedy_row)(const ELEMENT *x, int64_t vocab, int64_t *token, float *logprob) {
+    vf most = splat(-INFINITY), sums[4] = {{0}};
+    vi at = {0}, lanes = {0};
+    for (int i = 0; i < W; i++) lanes[i] = i;
+    int64_t i = 0;
+    for (; i + W <= vocab; i += W) {
+        const vf v = LOAD(x + i);
+        const vi larger = v > most;
+        most = choose(larger, v, most);
+        at = (at & ~larger) | ((lanes + (int32_t)i) & larger);
+    }
+    float top = most[0];
+    int64_t best = at[0];
+    for (int j = 1; j < W; j++) /* the first of equals */
+        if (most[j] > top || (most[j] == top && at[j] < best)) top = most[j], best = at[j];
+    float tail[W];
+    for (int j = 0; j < W; j++) {
+        tail[j] = -INFINITY;
+        if (i + j < vocab) {
+            float v[W];
+            ELEMENT e[W] = {x[i + j]};
+            store_f32(v, LOAD(e));
+            tail[j] = v[0];
+            if (v[0] > top) top = v[0], best = i + j;
+        }
+    }
+    /* exp(-inf) adds nothing. NaN anywhere, or no finite maximum, makes the sum NaN. */
+    int64_t k = 0;
+    for (; k + 4 * W <= vocab; k += 4 * W)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) sums[j] += exp_negative(LOAD(x + k + j * W) - top);
+    for (; k + W <= vocab; k += W) sums[0] += exp_negative(LOAD(x + k) - top);
+    sums[1] += exp_negative(load_f32(tail) - top);
+    *token = best;
+    *logprob = -logf(sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])));
+}
+
+static void TYPED(greedy)(const ELEMENT *x, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
+                          int64_t threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
+    for (int64_t r = 0; r < rows; r++) TYPED(greedy_row)(x + r * row, vocab, tokens + r, logprobs + r);
+}
