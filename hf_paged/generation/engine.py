@@ -54,8 +54,8 @@ class Engine:
     method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
 
     model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only. prepack:
-    keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, if memory allows; a row
-    then gets the bits that it gets alone, whatever else is in the step. In fp32 sums come out in another order).
+    keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, if memory allows). Sums
+    may then come in another order: in fp32, and in bf16 in steps of more than 32 tokens.
     Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`).
     """
 

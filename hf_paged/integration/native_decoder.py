@@ -77,12 +77,29 @@ def _known_layer(layer: nn.Module, weights: PackedWeights) -> _Layer | None:
     norms = {name: norm_of(part) for name, part in parts.items() if name.endswith("norm")}
     if None in packed.values() or None in norms.values():
         return None
-    head_dim = getattr(attention, "head_dim", None)
-    if not isinstance(head_dim, int) or head_dim % 32 or not isinstance(getattr(attention, "layer_idx", None), int):
-        return None
-    if any(linear.in_features % 32 for name, linear in parts.items() if name.endswith("_proj")):
+    if not _sizes_fit(attention, parts, norms):
         return None
     return _Layer(layer, parts, packed, norms)
+
+
+def _sizes_fit(attention: nn.Module, parts: dict[str, nn.Module], norms: dict[str, cpu_layers.Norm]) -> bool:
+    """What the kernels take for granted: they only get addresses."""
+    head_dim = getattr(attention, "head_dim", None)
+    if not isinstance(head_dim, int) or not isinstance(getattr(attention, "layer_idx", None), int):
+        return False
+    shapes = {name: part.weight.shape for name, part in parts.items() if name.endswith("_proj")}
+    depth, inner = shapes["q_proj"][1], shapes["gate_proj"][0]
+    heads, kv_heads = shapes["q_proj"][0], shapes["k_proj"][0]
+    expected = {
+        "q_proj": (heads, depth), "k_proj": (kv_heads, depth), "v_proj": (kv_heads, depth), "o_proj": (depth, heads),
+        "gate_proj": (inner, depth), "up_proj": (inner, depth), "down_proj": (depth, inner),
+    }  # fmt: skip
+    return (
+        shapes == expected
+        and all(size % 32 == 0 for size in (depth, inner, head_dim))
+        and heads % head_dim == kv_heads % head_dim == 0
+        and all(norm.weight.numel() == (head_dim if name in _HEAD_NORMS else depth) for name, norm in norms.items())
+    )
 
 
 class _Layer:
@@ -102,6 +119,9 @@ class _Layer:
         self._places = [(p._modules, name, child) for p in parents for name, child in p._modules.items() if child]
         self._packed = packed
         self._norms = norms
+        self._norm_parameters = {name: parts[name]._parameters for name in norms}
+        self._norm_addresses: dict[str, int] = {}
+        self._norm_sizes = {name: norm.weight.numel() for name, norm in norms.items()}
         self._verdict: bool | None = None
         self._linears: dict[str, cpu_layers.PackedLinear] = {}
         self._before: cpu_layers.LayerIn
@@ -115,22 +135,26 @@ class _Layer:
         for modules, name, child in self._places:
             if modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
                 return False
-        for norm in self._norms.values():
-            if norm.weight.dtype != torch.bfloat16:
+        changed = False
+        for name, parameters in self._norm_parameters.items():
+            norm, weight = self._norms[name], parameters["weight"]
+            if weight is not norm.weight or weight.data_ptr() != self._norm_addresses.get(name):
+                self._norms[name] = cpu_layers.Norm(weight, norm.eps)
+                self._norm_addresses[name] = weight.data_ptr()
+                changed = True
+            if weight.dtype != torch.bfloat16 or weight.numel() != self._norm_sizes[name]:
                 return False
         for name, packed in self._packed.items():
             if packed.native is None:
                 return False
-            if packed.native is not self._linears.get(name):
-                self._gather()
+            changed |= packed.native is not self._linears.get(name)
+        if changed:
+            self._gather()
         return True
 
     def _gather(self) -> None:
         linears = {name: packed.native for name, packed in self._packed.items() if packed.native is not None}
-        if len(linears) < len(self._packed):
-            return
-        norms = self._norms
-        self._linears = linears
+        self._linears, norms = linears, self._norms
         self._before = cpu_layers.LayerIn(
             norms["input_layernorm"],
             *(linears[name] for name in ("q_proj", "k_proj", "v_proj")),
@@ -160,10 +184,12 @@ class _Layer:
         angles = kwargs.get("position_embeddings")
         if not isinstance(angles, tuple) or len(angles) != 2:
             return False
-        shape = (1, hidden_states.shape[1], self._attention.head_dim)
-        rows = hidden_states, *angles
-        return angles[0].shape == angles[1].shape == shape and all(
-            tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in rows
+        tokens = hidden_states.shape[1]
+        shape = (1, tokens, self._before.head_dim)
+        return (
+            hidden_states.shape == (1, tokens, self._before.query.depth)
+            and angles[0].shape == angles[1].shape == shape
+            and all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (hidden_states, *angles))
         )
 
     def _compute(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -82,7 +82,9 @@ def _is_norm(module: nn.Module) -> bool:
     weight, eps = module._parameters.get("weight"), _epsilon(module)
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or math.isnan(eps):
         return False
-    if weight.dtype != torch.bfloat16 or weight.numel() % 16 or "forward" in module.__dict__:
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return False
+    if weight.numel() % 16 or "forward" in module.__dict__:
         return False
     key = (type(module), weight.numel(), eps)
     if key not in _probed:
@@ -122,7 +124,8 @@ class _Norm:
         def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             weight = parameters["weight"]
             bfloat16 = torch.bfloat16
-            if args or kwargs or rows.dtype != bfloat16 or weight.dtype != bfloat16 or not in_packed_step():
+            fits = rows.dtype == weight.dtype == bfloat16 and rows.shape[-1:] == weight.shape
+            if args or kwargs or not fits or not in_packed_step():
                 result: torch.Tensor = plain(reference(), rows, *args, **kwargs)
                 return result
             return cpu_layers.rms_norm(cpu_layers.Norm(weight, eps), rows)

@@ -85,7 +85,7 @@ class PackedWeights:
         parts: dict[int, torch.Tensor] = {}
         if cpu_layers.is_available():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
-            arena = cpu_layers.WeightArena([(layer.out_features, layer.in_features) for layer in native])
+            arena = cpu_layers.WeightArena([(layer.weight.shape[0], layer.weight.shape[1]) for layer in native])
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
         self._layers = [PackedLayer(layer, parts.get(id(layer))) for layer in layers]
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
@@ -115,7 +115,7 @@ class PackedLayer:
     oneDNN.
     """
 
-    __slots__ = ("_parameters", "_part", "_stamp", "attributes", "forward", "layer", "native")
+    __slots__ = ("_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "layer", "native")
 
     def __init__(self, layer: nn.Linear, part: torch.Tensor | None) -> None:
         # By reference, the layer would keep the model alive that is the key of its packed weights.
@@ -124,6 +124,7 @@ class PackedLayer:
         self._parameters = layer._parameters
         self.native: cpu_layers.PackedLinear | None = None
         self._part = part
+        self._shape = layer.weight.shape
         self._stamp: tuple[int, int] | None = None
         self.forward: Callable[[torch.Tensor], torch.Tensor]
 
@@ -147,9 +148,9 @@ class PackedLayer:
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         self.native = None
-        if self._part is not None and weight.dtype == torch.bfloat16:
+        if self._part is not None and weight.dtype == torch.bfloat16 and weight.shape == self._shape:
             cpu_layers.pack(weight, self._part)
-            self.native = cpu_layers.PackedLinear(self._part, bias, weight.shape[0])
+            self.native = cpu_layers.PackedLinear(self._part, bias, *weight.shape)
             return functools.partial(cpu_layers.linear, self.native)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         pointwise = torch.ops.mkldnn._linear_pointwise

@@ -7,6 +7,7 @@ Knows tensors, not modules.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ class PackedLinear(NamedTuple):
     part: torch.Tensor
     bias: torch.Tensor | None
     columns: int
+    depth: int
 
     def words(self) -> tuple[int, int, int]:
         """struct Packed of layers.inc.c"""
@@ -73,13 +75,15 @@ def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
 
 def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
     """rows bf16 [..., depth] -> bf16 [..., columns]. Every sum is taken in the order of the depth in fp32, so a row's
-    result does not depend on the others.
+    result does not depend on the others. Raises ValueError on rows of another depth or dtype.
     """
     library = _library()
+    part, bias, columns, depth = layer
+    if rows.shape[-1] != depth or rows.dtype != torch.bfloat16:
+        raise ValueError(f"rows {tuple(rows.shape)} of {rows.dtype} for a bfloat16 weight of depth {depth}")
     rows = rows.contiguous()
-    *shape, depth = rows.shape
+    shape = rows.shape[:-1]
     count = rows.numel() // depth
-    part, bias, columns = layer
     out = rows.new_empty((*shape, columns))
     call = _Linear(
         rows.data_ptr(), depth, count, columns, depth, part.data_ptr(), 0 if bias is None else bias.data_ptr(),
@@ -119,7 +123,8 @@ def rotate(
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
 
 
-class LayerIn(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LayerIn:
     """What a decoder layer does before its attention."""
 
     norm: Norm
@@ -129,6 +134,15 @@ class LayerIn(NamedTuple):
     query_norm: Norm | None
     key_norm: Norm | None
     head_dim: int
+    words: tuple[int, ...] = field(init=False)
+    eps: ctypes.Array[ctypes.c_double] = field(init=False)
+
+    def __post_init__(self) -> None:
+        norms = self.norm, self.query_norm, self.key_norm
+        pointers = (0 if norm is None else norm.weight.data_ptr() for norm in norms)
+        words = (*pointers, *self.query.words(), *self.key.words(), *self.value.words())
+        object.__setattr__(self, "words", words)
+        object.__setattr__(self, "eps", _Eps(*(0.0 if norm is None else norm.eps for norm in norms)))
 
 
 def layer_in(
@@ -139,23 +153,21 @@ def layer_in(
     head_dim]. depth and head_dim are multiples of 32.
     """
     library = _library()
-    _, tokens, depth = rows.shape
-    dim = layer.head_dim
-    projections = layer.query, layer.key, layer.value
-    query, key, value = (rows.new_empty((1, tokens, p.columns // dim, dim)) for p in projections)
-    norms = layer.norm, layer.query_norm, layer.key_norm
+    tokens, depth, dim = rows.shape[1], layer.query.depth, layer.head_dim
+    query = rows.new_empty((1, tokens, layer.query.columns // dim, dim))
+    key = rows.new_empty((1, tokens, layer.key.columns // dim, dim))
+    value = torch.empty_like(key)
     call = _LayerIn(
-        rows.data_ptr(), tokens, depth, dim,
-        *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
-        *layer.query.words(), *layer.key.words(), *layer.value.words(),
+        rows.data_ptr(), tokens, depth, dim, *layer.words,
         cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
         workspace(library.hfp_layer_in_workspace(tokens, depth)), torch.get_num_threads(),
     )  # fmt: skip
-    library.hfp_layer_in(call, _Eps(*(0.0 if norm is None else norm.eps for norm in norms)))
+    library.hfp_layer_in(call, layer.eps)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-class LayerOut(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LayerOut:
     """What a decoder layer does after its attention."""
 
     output: PackedLinear
@@ -163,6 +175,12 @@ class LayerOut(NamedTuple):
     gate: PackedLinear
     up: PackedLinear
     down: PackedLinear
+    words: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        linears = self.output, self.gate, self.up, self.down
+        words = (self.norm.weight.data_ptr(), *(word for linear in linears for word in linear.words()))
+        object.__setattr__(self, "words", words)
 
 
 def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -170,14 +188,11 @@ def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -
     bf16 [1, tokens, depth], both contiguous -> [1, tokens, depth]. All depths are multiples of 32.
     """
     library = _library()
-    _, tokens, x_depth = attended.shape
-    depth, inner = residual.shape[2], layer.gate.columns
+    tokens, x_depth, depth, inner = residual.shape[1], layer.output.depth, layer.output.columns, layer.gate.columns
     out = torch.empty_like(residual)
     call = _LayerOut(
-        attended.data_ptr(), residual.data_ptr(), tokens, x_depth, depth, layer.norm.weight.data_ptr(),
-        *layer.output.words(), *layer.gate.words(), *layer.up.words(), *layer.down.words(),
-        out.data_ptr(), workspace(library.hfp_layer_out_workspace(tokens, x_depth, depth, inner)),
-        torch.get_num_threads(),
+        attended.data_ptr(), residual.data_ptr(), tokens, x_depth, depth, *layer.words, out.data_ptr(),
+        workspace(library.hfp_layer_out_workspace(tokens, x_depth, depth, inner)), torch.get_num_threads(),
     )  # fmt: skip
     library.hfp_layer_out(call, layer.norm.eps)
     return out

@@ -202,9 +202,20 @@ def test_replaced_parts_and_changed_weights() -> None:
             model.model.layers[0].mlp.gate_proj.weight.add_(0.3)
             model.model.layers[1].input_layernorm.weight.mul_(-1)
         results.append(check())
+        model.model.layers[0].input_layernorm.weight = torch.nn.Parameter(torch.randn(64).bfloat16())
+        results.append(check())
         model.model.layers[1].post_attention_layernorm = torch.nn.LayerNorm(64).bfloat16()
         model.model.layers[0].self_attn.v_proj = torch.nn.Linear(64, 64, bias=False).bfloat16()
         results.append(check())
         model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
         results.append(check())
-    assert len({tuple(result) for result in results}) == 4
+        # Fewer columns than were packed, and more.
+        for module, inner in ((model.model.layers[1].mlp, 64), (model.model.layers[0].mlp, 160)):
+            for linear, shape in (
+                (module.gate_proj, (inner, 64)),
+                (module.up_proj, (inner, 64)),
+                (module.down_proj, (64, inner)),
+            ):
+                linear.weight = torch.nn.Parameter(torch.randn(shape).bfloat16())
+        results.append(check())
+    assert len({tuple(result) for result in results}) == 6

@@ -36,7 +36,7 @@ def packed(*linears: nn.Linear) -> list[cpu_layers.PackedLinear]:
     for linear, part in zip(linears, arena.parts, strict=True):
         cpu_layers.pack(linear.weight, part)
     parts = zip(linears, arena.parts, strict=True)
-    return [cpu_layers.PackedLinear(part, linear.bias, linear.out_features) for linear, part in parts]
+    return [cpu_layers.PackedLinear(part, linear.bias, *linear.weight.shape) for linear, part in parts]
 
 
 def random_norm(size: int) -> cpu_layers.Norm:
@@ -81,6 +81,13 @@ def test_linear_takes_any_strides_and_shapes() -> None:
     flat = cpu_layers.linear(layer, x.reshape(10, 64))
     assert cpu_layers.linear(layer, x).equal(flat.view(2, 5, 96))
     assert cpu_layers.linear(layer, x[:0]).shape == (0, 5, 96)
+
+
+def test_linear_refuses_other_rows() -> None:
+    (layer,) = packed(nn.Linear(64, 96).bfloat16())
+    for rows in (torch.randn(1, 2, 63).bfloat16(), torch.randn(1, 2, 64)):
+        with pytest.raises(ValueError, match="depth 64"):
+            cpu_layers.linear(layer, rows)
 
 
 def test_linear_carries_what_is_not_finite() -> None:

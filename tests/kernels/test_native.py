@@ -63,6 +63,10 @@ def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest
             Case(MIXED, heads=(4, 2), dtype=dtype, sliding_window=40, softcap=5.0, sinks=True, alibi=True),
         ):
             check(make_batch(case), "native")
+        logits = torch.randn(3, 1003).to(dtype)
+        tokens, logprobs = cpu_native.greedy(logits)
+        assert tokens.tolist() == logits.float().argmax(-1).tolist()
+        torch.testing.assert_close(logprobs, torch.log_softmax(logits.float(), -1).max(-1)[0], atol=1e-5, rtol=1e-5)
     if not library.hfp_has_f16():
         assert not cpu_native.supports(torch.float16)
         with pytest.raises(ValueError, match="float16"):

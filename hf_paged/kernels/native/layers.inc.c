@@ -8,6 +8,7 @@
 
 #define PANEL 32    /* columns of a weight that lie together: two tiles wide */
 #define STREAM 2048 /* bytes that are prefetched ahead of the tiles */
+#define AHEAD (256 << 10) /* bytes that may come to L2 before they are needed */
 #define FORK_ELEMENTS (1 << 15) /* fewer are done before a second thread has begun */
 
 /* -- linear layers ---------------------------------------------------------------------------------------------------
@@ -357,8 +358,16 @@ void hfp_layer_out(const LayerOut *l, double eps) {
     hfp_rms_norm(middle, l->norm, normed, rows, depth, eps, threads);
     apply(&l->gate, normed, rows, depth, gate, rest, threads);
     apply(&l->up, normed, rows, depth, up, rest, threads);
+    /* Memory would be idle meanwhile: the first of what the next layer of weights needs comes to L2. */
+    const char *next = (const char *)l->down.weight, *last = next + (depth * inner * 2 < AHEAD ? depth * inner * 2 : AHEAD);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size >= FORK_ELEMENTS)
-    for (int64_t i = 0; i < size; i += 16) gate_vector(gate + i, up + i);
+    for (int64_t i = 0; i < size; i += 16) {
+        if (next + i * 8 < last) {
+            _mm_prefetch(next + i * 8, _MM_HINT_T1);
+            _mm_prefetch(next + i * 8 + 64, _MM_HINT_T1);
+        }
+        gate_vector(gate + i, up + i);
+    }
     apply(&l->down, gate, rows, inner, l->out, rest, threads);
     add_rows(l->out, middle, rows * depth, threads);
 }
