@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.integration import attention, forward, native_decoder, native_layers, prepack
-from hf_paged.kernels import cpu_layers
+from hf_paged.kernels import cpu_layers, native_build
 from tests import models
 
 TRACED = {
@@ -91,8 +91,11 @@ def test_packed_forward() -> None:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
-@pytest.mark.skipif(not cpu_layers.is_available(), reason="these kernels need AMX")
+@pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
 def test_stand_ins_of_an_engine() -> None:
+    native_build.build()
+    if not cpu_layers.is_available():
+        pytest.skip("these kernels need AMX")
     config = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
     )
