@@ -15,7 +15,7 @@ import torch
 from hf_paged.kernels import native_build
 from hf_paged.kernels.cpu_native import workspace
 
-_Linear = ctypes.c_int64 * 10  # struct Linear of layers.inc.c
+_Linear = ctypes.c_int64 * 9  # struct Linear of layers.inc.c
 _Rotate = ctypes.c_int64 * 15  # struct Rotate
 _LayerIn = ctypes.c_int64 * 23  # struct LayerIn
 _LayerOut = ctypes.c_int64 * 21  # struct LayerOut
@@ -86,7 +86,7 @@ def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
     count = rows.numel() // depth
     out = rows.new_empty((*shape, columns))
     call = _Linear(
-        rows.data_ptr(), depth, count, columns, depth, part.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        rows.data_ptr(), count, columns, depth, part.data_ptr(), 0 if bias is None else bias.data_ptr(),
         out.data_ptr(), workspace(library.hfp_linear_workspace(count, depth)), torch.get_num_threads(),
     )  # fmt: skip
     library.hfp_linear(call)

@@ -15,19 +15,16 @@ from hf_paged.integration import attention, forward, native_decoder, native_laye
 from hf_paged.kernels import cpu_layers, native_build
 from tests import models
 
-TRACED = {
-    attention.PackedStep.enter.__code__,
-    attention.PackedStep.leave.__code__,
+ENTERED = (
+    attention.PackedStep,
+    prepack.PackedWeights,
+    native_layers.NativeLayers,
+    native_layers._RotaryFunction,
+    native_decoder.NativeDecoder,
+)
+TRACED = {method.__code__ for owner in ENTERED for method in (owner.enter, owner.leave)} | {
     forward.PackedModel.forward.__code__,
     forward.PackedModel._leave.__code__,
-    prepack.PackedWeights.enter.__code__,
-    prepack.PackedWeights.leave.__code__,
-    native_layers.NativeLayers.enter.__code__,
-    native_layers.NativeLayers.leave.__code__,
-    native_layers._RotaryFunction.enter.__code__,
-    native_layers._RotaryFunction.leave.__code__,
-    native_decoder.NativeDecoder.enter.__code__,
-    native_decoder.NativeDecoder.leave.__code__,
 }
 
 

@@ -15,8 +15,8 @@
  * A packed weight: [columns / PANEL, depth / 32, 2, 16 pairs of elements, 16 columns, 2], zeros where there is none. */
 
 typedef struct {
-    const uint16_t *x; /* [rows, depth], from row to row x_row elements */
-    int64_t x_row, rows, columns, depth;
+    const uint16_t *x; /* [rows, depth] */
+    int64_t rows, columns, depth;
     const uint16_t *weight, *bias; /* bias: or NULL */
     uint16_t *out;                 /* [rows, columns] */
     char *workspace;               /* hfp_linear_workspace() bytes, aligned to 64 */
@@ -120,7 +120,7 @@ void hfp_linear(const Linear *call) {
     uint16_t *copy = (uint16_t *)(void *)l.workspace;
     for (int64_t r = 0; r < copied; r++) {
         const int64_t depth = in_place + r < l.rows ? l.depth : 0;
-        memcpy(copy + r * steps * 32, l.x + (in_place + r) * l.x_row, (size_t)depth * 2);
+        memcpy(copy + r * steps * 32, l.x + (in_place + r) * l.depth, (size_t)depth * 2);
         memset(copy + r * steps * 32 + depth, 0, (size_t)(steps * 32 - depth) * 2);
     }
     COMPILER_FENCE();
@@ -140,7 +140,7 @@ void hfp_linear(const Linear *call) {
                 RowTile tile[2];
                 for (int i = 0; i < 2; i++)
                     tile[i] = row + 16 * i < in_place
-                                  ? (RowTile){l.x + (row + 16 * i) * l.x_row, l.x_row * 2}
+                                  ? (RowTile){l.x + (row + 16 * i) * l.depth, l.depth * 2}
                                   : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
                 if (passes > 1 && left > 16)
                     linear_sums(tile[0], tile[1], weight, steps, &next, lines, 0, 1);
@@ -185,6 +185,13 @@ INLINE float square(uint16_t x) {
     return value * value;
 }
 
+/* Adds the squares of 32 elements, lane by lane. */
+INLINE void add_squares(vf *sums, const uint16_t *x) {
+    const vf a = load_bf16(x), b = load_bf16(x + 16);
+    sums[0] += a * a;
+    sums[1] += b * b;
+}
+
 /* The sum of the squares of n elements, in the order in which torch sums a row of fp32: four vectors of 8 lanes side by
  * side, in four levels of partial sums, then the vectors, the elements behind them, and the lanes. */
 static float sum_of_squares(const uint16_t *x, int64_t n) {
@@ -196,11 +203,7 @@ static float sum_of_squares(const uint16_t *x, int64_t n) {
     vf sums[4][2] = {{{0}}};
     float lanes[32], total = 0;
     while (i + step <= size) {
-        for (int64_t j = 0; j < step; j++, i++) {
-            const vf a = load_bf16(x + 32 * i), b = load_bf16(x + 32 * i + 16);
-            sums[0][0] += a * a;
-            sums[0][1] += b * b;
-        }
+        for (int64_t j = 0; j < step; j++, i++) add_squares(sums[0], x + 32 * i);
         for (int level = 1; level < 4; level++) {
             for (int h = 0; h < 2; h++) {
                 sums[level][h] += sums[level - 1][h];
@@ -209,11 +212,7 @@ static float sum_of_squares(const uint16_t *x, int64_t n) {
             if (i & ((step - 1) << (level * power))) break;
         }
     }
-    for (; i < size; i++) {
-        const vf a = load_bf16(x + 32 * i), b = load_bf16(x + 32 * i + 16);
-        sums[0][0] += a * a;
-        sums[0][1] += b * b;
-    }
+    for (; i < size; i++) add_squares(sums[0], x + 32 * i);
     for (int h = 0; h < 2; h++) store_f32(lanes + 16 * h, sums[0][h] + sums[1][h] + sums[2][h] + sums[3][h]);
     for (int64_t k = size * 32; k < vectors * 8; k++) lanes[k % 8] += square(x[k]);
     for (int k = 8; k < 32; k++) lanes[k % 8] += lanes[k];
@@ -290,7 +289,7 @@ typedef struct {
 
 INLINE void apply(const Packed *p, const uint16_t *x, int64_t rows, int64_t depth, uint16_t *out, char *workspace,
                   int64_t threads) {
-    hfp_linear(&(Linear){x, depth, rows, p->columns, depth, p->weight, p->bias, out, workspace, threads});
+    hfp_linear(&(Linear){x, rows, p->columns, depth, p->weight, p->bias, out, workspace, threads});
 }
 
 typedef struct {

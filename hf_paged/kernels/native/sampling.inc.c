@@ -1,5 +1,5 @@
 /* Logits to tokens: the most likely token of each row and its log-probability, in two passes over the row where it lies.
- * Included by paged.c for each dtype. */
+ * Included by attention.inc.c, for each dtype. */
 
 static void TYPED(greedy_row)(const ELEMENT *x, int64_t vocab, int64_t *token, float *logprob) {
     vf most = splat(-INFINITY), sums[4] = {{0}};
