@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_paged.cache.kv_pool import LayerKV
+from hf_paged.cache.kv_pool import KVPool, LayerKV
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels.metadata import AttentionMetadata
 
@@ -29,13 +29,17 @@ class LayerHandle:
     """
 
     layer_idx: int
-    kv: LayerKV
+    pool: KVPool
     metadata: AttentionMetadata
     new_kv: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
     reads: int = 0
     sliding_window: int | None = None  # as the layer's attention last asked for
     chunk_size: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # what the layer passed to its attention beside tensors
+
+    @property
+    def kv(self) -> LayerKV:
+        return self.pool[self.layer_idx]
 
 
 class _PackedLayer(CacheLayerMixin):
@@ -91,6 +95,13 @@ class PackedCache(Cache):
         self.numbers_tokens = True
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
+    def group_of(self, layer_idx: int) -> int:
+        """Which group of the memory, and so which metadata of the step, is the layer's."""
+        group_index = self._groups.get(layer_idx)
+        if group_index is None:
+            group_index = self._groups[layer_idx] = self.memory.group_index(layer_idx)
+        return group_index
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,13 +109,11 @@ class PackedCache(Cache):
 
         Returns the same tensors, the key carrying a LayerHandle.
         """
-        group_index = self._groups.get(layer_idx)
-        if group_index is None:
-            group_index = self._groups[layer_idx] = self.memory.group_index(layer_idx)
-        metadata = self.step[group_index]
+        group_index = self.group_of(layer_idx)
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        kv = self.memory.groups[group_index].pool.layer_for(layer_idx, key, value)
-        handle = LayerHandle(layer_idx, kv, metadata, (key, value))
+        pool = self.memory.groups[group_index].pool
+        pool.layer_for(layer_idx, key, value)
+        handle = LayerHandle(layer_idx, pool, self.step[group_index], (key, value))
         self.handles.append(handle)
         setattr(key_states, HANDLE, handle)
         return key_states, value_states

@@ -221,16 +221,17 @@ def attention_forward(
     sinks = kwargs.pop("s_aux", None)
     window = kwargs.pop("sliding_window", None)
     handle.options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "sliding_window": window}
-    pattern = _pattern_of_call(module, attention_mask, window)
+    pattern = pattern_of_call(module, attention_mask, window)
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
     _refuse_unknown(module, kwargs)
     rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
+    key_cache, value_cache = handle.kv
     new_key, new_value = handle.new_kv
     handle.new_kv = None, None
     out = ops.paged_attention(
         rows,
-        handle.kv.key,
-        handle.kv.value,
+        key_cache,
+        value_cache,
         handle.metadata,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         key=new_key,
@@ -244,7 +245,7 @@ def attention_forward(
     return out.unsqueeze(0), None
 
 
-def _pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
+def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
     """The mask decides, as in eager and SDPA attention; a window passed beside it must not say otherwise."""
     if mask is not None and not isinstance(mask, MaskPattern):
         raise UnsupportedModelError(f"{type(module).__name__} passes a mask of its own making to its attention")

@@ -1,24 +1,29 @@
-"""Whole decoder layers done by three native calls in packed steps: what is before attention, attention, what is after.
+"""Whole decoder layers done natively in packed steps, and in decode steps all that follow each other in one call.
 
 Beside streaming the weights of a decode step, every module call and small operation of torch runs with cold caches;
 together they take half as long again. A layer made of known parts (an RMS norm before its attention and one before a
 gated MLP with SiLU) is computed both ways once, on random rows, and left alone for good if one bit of the results
-differs. Its attention goes the way it always goes.
+differs. Then it takes three native calls: what is before attention, attention (the way it always goes), what is after.
+
+`native_walk` says when the first layer of a decode step may compute those behind it too.
 """
 
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_paged.cache.packed_cache import PackedCache
-from hf_paged.integration.attention import attention_forward, in_packed_step
+from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.integration.native_layers import norm_of
+from hf_paged.integration.native_walk import Walk
 from hf_paged.integration.prepack import PackedLayer, PackedWeights
 from hf_paged.kernels import cpu_layers
+from hf_paged.kernels.cpu_stack import Stack, StackAttention, layer_sizes
 
 TRIAL_TOKENS = 8
 """A shorter step decides nothing: of one token, at position 0, the rotated heads are the heads themselves."""
@@ -27,6 +32,8 @@ _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")  # some models have them
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+_NATIVE = attrgetter("native")
 
 _known: weakref.WeakKeyDictionary[PackedWeights, NativeDecoder] = weakref.WeakKeyDictionary()
 
@@ -46,21 +53,39 @@ class NativeDecoder:
     def __init__(self, model: nn.Module, weights: PackedWeights) -> None:
         layers = (_known_layer(module, weights) for module in model.modules())
         self._layers = [layer for layer in layers if layer is not None]
+        self._ready: list[Layer] = []
+        self._seen: list[int] | None = None  # when these were found ready
+        places = [place for layer in self._layers for place in layer.places]
+        self._tables = [modules for modules, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._hooks = [hooks for _, _, child in places for hooks in (child._forward_hooks, child._forward_pre_hooks)]
+        self._norms = [parameters for layer in self._layers for parameters in layer.norm_parameters.values()]
+        self._packed = [packed for layer in self._layers for packed in layer.packed.values()]
 
     def enter(self) -> None:
         """Until `leave`, native kernels compute the layers in packed steps of this thread. After the weights' `enter`,
         which renews what these use."""
-        for layer in self._layers:
-            if layer.is_ready():
-                layer.attributes["forward"] = layer.forward
+        seen = self._look()
+        if any(self._hooks) or seen != self._seen:
+            self._ready = [layer for layer in self._layers if layer.is_ready()]
+            self._seen = None if any(self._hooks) else seen
+        for layer in self._ready:
+            layer.attributes["forward"] = layer.forward
 
     def leave(self) -> None:
         """Undo `enter`, or what there was of it; may be called again."""
         for layer in self._layers:
             layer.attributes.pop("forward", None)
 
+    def _look(self) -> list[int]:
+        """What `is_ready` depends on beside hooks; of all layers at once, as it is asked for in every step."""
+        weights = [parameters["weight"] for parameters in self._norms]
+        children = map(dict.get, self._tables, self._names)
+        natives = map(_NATIVE, self._packed)
+        return [*map(id, children), *map(id, natives), *map(id, weights), *map(torch.Tensor.data_ptr, weights)]
 
-def _known_layer(layer: nn.Module, weights: PackedWeights) -> _Layer | None:
+
+def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
     """None unless the layer has the parts that the kernels know, and no others."""
     attention, mlp = layer._modules.get("self_attn"), layer._modules.get("mlp")
     if attention is None or mlp is None:
@@ -79,7 +104,7 @@ def _known_layer(layer: nn.Module, weights: PackedWeights) -> _Layer | None:
         return None
     if not _sizes_fit(attention, parts, norms):
         return None
-    return _Layer(layer, parts, packed, norms)
+    return Layer(layer, parts, packed, norms)
 
 
 def _sizes_fit(attention: nn.Module, parts: dict[str, nn.Module], norms: dict[str, cpu_layers.Norm]) -> bool:
@@ -102,7 +127,7 @@ def _sizes_fit(attention: nn.Module, parts: dict[str, nn.Module], norms: dict[st
     )
 
 
-class _Layer:
+class Layer:
     """One decoder layer and its parts by name. `_verdict`: whether the kernels give its bits; None before the trial."""
 
     def __init__(
@@ -116,10 +141,10 @@ class _Layer:
         self._layer = layer
         self._attention = parts["self_attn"]
         parents = layer, parts["self_attn"], parts["mlp"]
-        self._places = [(p._modules, name, child) for p in parents for name, child in p._modules.items() if child]
-        self._packed = packed
+        self.places = [(p._modules, name, child) for p in parents for name, child in p._modules.items() if child]
+        self.packed = packed
         self._norms = norms
-        self._norm_parameters = {name: parts[name]._parameters for name in norms}
+        self.norm_parameters = {name: parts[name]._parameters for name in norms}
         self._norm_addresses: dict[str, int] = {}
         self._norm_sizes = {name: norm.weight.numel() for name, norm in norms.items()}
         self._verdict: bool | None = None
@@ -127,16 +152,21 @@ class _Layer:
         self._before: cpu_layers.LayerIn
         self._after: cpu_layers.LayerOut
         self._options: dict[str, Any] = {}  # what the layer passes to its attention beside tensors
+        self._stack: tuple[list[Any], Stack] | None = None
+        self.sizes: tuple[int, ...] = ()
+        self.layer_idx: int = self._attention.layer_idx
+        self.next: Layer | None = None  # which took this one's result, as it was, in the last step
+        self.mask: Any = None  # what it got then
 
     def is_ready(self) -> bool:
         """False when the kernels are not for this layer, or not any more: parts were replaced, or somebody watches."""
         if self._verdict is False:
             return False
-        for modules, name, child in self._places:
+        for modules, name, child in self.places:
             if modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
                 return False
         changed = False
-        for name, parameters in self._norm_parameters.items():
+        for name, parameters in self.norm_parameters.items():
             norm, weight = self._norms[name], parameters["weight"]
             if weight is not norm.weight or weight.data_ptr() != self._norm_addresses.get(name):
                 self._norms[name] = cpu_layers.Norm(weight, norm.eps)
@@ -144,7 +174,7 @@ class _Layer:
                 changed = True
             if weight.dtype != torch.bfloat16 or weight.numel() != self._norm_sizes[name]:
                 return False
-        for name, packed in self._packed.items():
+        for name, packed in self.packed.items():
             if packed.native is None:
                 return False
             changed |= packed.native is not self._linears.get(name)
@@ -153,7 +183,7 @@ class _Layer:
         return True
 
     def _gather(self) -> None:
-        linears = {name: packed.native for name, packed in self._packed.items() if packed.native is not None}
+        linears = {name: packed.native for name, packed in self.packed.items() if packed.native is not None}
         self._linears, norms = linears, self._norms
         self._before = cpu_layers.LayerIn(
             norms["input_layernorm"],
@@ -166,14 +196,28 @@ class _Layer:
             norms["post_attention_layernorm"],
             *(linears[name] for name in ("gate_proj", "up_proj", "down_proj")),
         )
+        self.sizes = layer_sizes(self._before, self._after)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the layer's own, which computes whatever the kernels cannot."""
-        if args or not in_packed_step() or not self._fits(hidden_states, kwargs):
+        cache = kwargs.get("past_key_values")
+        if args or self._verdict is False or not isinstance(cache, PackedCache) or not in_packed_step():
             return self._plain(hidden_states, *args, **kwargs)
+        walk = Walk.of(cache)
+        ahead = walk.take(self, hidden_states, kwargs)
+        if ahead is not None:
+            return ahead
+        if not self._fits(hidden_states, kwargs):
+            return self._plain(hidden_states, **kwargs)
+        walk.enter(self, hidden_states, kwargs)
         if self._verdict is None:
-            return self._try(hidden_states, kwargs)
-        return self._compute(hidden_states, kwargs)
+            result = self._try(hidden_states, kwargs)
+        else:
+            if len(line := walk.line(self, cache)) > 1:
+                return walk.run(line, cache, hidden_states)
+            result = self._compute(hidden_states, kwargs)
+        walk.leave(self, result)
+        return result
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._layer).forward(self._layer, *args, **kwargs)
@@ -195,20 +239,43 @@ class _Layer:
     def _compute(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         attention = self._attention
         query, key, value = cpu_layers.layer_in(self._before, hidden_states, *kwargs["position_embeddings"])
-        key, value = kwargs["past_key_values"].update(key, value, attention.layer_idx)
+        key, value = kwargs["past_key_values"].update(key, value, self.layer_idx)
         mask = kwargs.get("attention_mask")
         attended, _ = attention_forward(attention, query, key, value, mask, **self._options)
         return cpu_layers.layer_out(self._after, attended.flatten(2), hidden_states)
+
+    def can_follow(self, first: Layer) -> bool:
+        """Whether one native call can compute both."""
+        alike = self.sizes == first.sizes and self._options.get("s_aux") is None
+        return alike and self._verdict is True and "forward" in self.attributes
+
+    def attention_in(self, cache: PackedCache) -> StackAttention:
+        """What `_compute` would do between the two parts."""
+        group, options = cache.group_of(self.layer_idx), self._options
+        pattern = pattern_of_call(self._attention, self.mask, options["sliding_window"])
+        scale = self._before.head_dim**-0.5 if options["scaling"] is None else options["scaling"]
+        return StackAttention(
+            *cache.memory.groups[group].pool[self.layer_idx], cache.step[group], scale, options["softcap"],
+            pattern.sliding_window, pattern.chunk_size,
+        )  # fmt: skip
+
+    def stack(self, line: list[Layer]) -> Stack:
+        """Of this layer and those that follow; kept for the next step."""
+        parts = [(layer._before, layer._after) for layer in line]
+        flat = [part for pair in parts for part in pair]
+        if self._stack is None or len(flat) != len(self._stack[0]) or not all(map(is_, flat, self._stack[0])):
+            self._stack = flat, Stack(parts)
+        return self._stack[1]
 
     def _try(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """Compute both ways, if the step is long enough, for random rows: a step's own may be all the same, or zero."""
         handles = kwargs["past_key_values"].handles
         if hidden_states.shape[1] >= TRIAL_TOKENS:
-            generator = torch.Generator().manual_seed(self._attention.layer_idx)
+            generator = torch.Generator().manual_seed(self.layer_idx)
             rows = torch.randn(hidden_states.shape, generator=generator).bfloat16()
             expected = self._plain(rows, **kwargs)
             self._verdict = False
-            if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self._attention.layer_idx:
+            if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self.layer_idx:
                 self._options = handles[-1].options
                 self._verdict = torch.equal(self._compute(rows, kwargs), expected)
         # Last, so that what is in the blocks then is the K/V of the step's own rows, computed in the layer's own way.

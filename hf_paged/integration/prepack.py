@@ -9,6 +9,7 @@ another order, the native kernels in the same); in fp32 the sums are in another 
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from hf_paged.kernels import cpu_layers
 
 AUTO_SHARE = 0.25
 """Packed copies may take this share of the free memory before `prepack=None` leaves them out."""
+
+_VERSION = operator.attrgetter("_version")
 
 _packed: weakref.WeakKeyDictionary[nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
 
@@ -88,6 +91,8 @@ class PackedWeights:
             arena = cpu_layers.WeightArena([(layer.weight.shape[0], layer.weight.shape[1]) for layer in native])
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
         self._layers = [PackedLayer(layer, parts.get(id(layer))) for layer in layers]
+        self._parameters = [layer._parameters for layer in layers]
+        self._stamps: tuple[list[int], ...] | None = None
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
@@ -100,9 +105,20 @@ class PackedWeights:
 
     def enter(self) -> None:
         """Until `leave`, the layers compute with the packed copies in packed steps of this thread, else as always."""
+        stamps = self._current_stamps()
+        if stamps != self._stamps:
+            for packed in self._layers:
+                packed.renew()
+            self._stamps = stamps
         for packed in self._layers:
-            if packed.renew():
-                packed.attributes["forward"] = packed.forward
+            packed.attributes["forward"] = packed.forward
+
+    def _current_stamps(self) -> tuple[list[int], ...]:
+        """What tells changed parameters; of all layers at once, as it is asked for in every step."""
+        weights = [parameters["weight"] for parameters in self._parameters]
+        biases = [bias for parameters in self._parameters if (bias := parameters["bias"]) is not None]
+        addresses = list(map(torch.Tensor.data_ptr, weights)), list(map(torch.Tensor.data_ptr, biases))
+        return *addresses, list(map(_VERSION, weights))
 
     def leave(self) -> None:
         """Undo `enter`, or what there was of it; may be called again."""
@@ -125,18 +141,16 @@ class PackedLayer:
         self.native: cpu_layers.PackedLinear | None = None
         self._part = part
         self._shape = layer.weight.shape
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, ...] | None = None
         self.forward: Callable[[torch.Tensor], torch.Tensor]
 
-    def renew(self) -> bool:
-        """Pack the weight if that has changed. False when the layer is no more: it has been replaced in the model."""
-        if self.layer() is None:
-            return False
-        weight = self._parameters["weight"]  # what layer.weight would find, sooner
-        stamp = (weight.data_ptr(), weight._version)
+    def renew(self) -> None:
+        """Pack the weight if that, or the bias, has changed."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        stamp = (weight.data_ptr(), weight._version, 0 if bias is None else bias.data_ptr())
         if stamp == self._stamp:
-            return True
-        bias, plain = self._parameters["bias"], nn.functional.linear
+            return
+        plain = nn.functional.linear
         packed = self._pack(weight, bias)
 
         def forward(rows: torch.Tensor) -> torch.Tensor:
@@ -144,7 +158,6 @@ class PackedLayer:
 
         self.forward = forward
         self._stamp = stamp
-        return True
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         self.native = None

@@ -17,8 +17,8 @@ from hf_paged.kernels.cpu_native import workspace
 
 _Linear = ctypes.c_int64 * 9  # struct Linear of layers.inc.c
 _Rotate = ctypes.c_int64 * 15  # struct Rotate
-_LayerIn = ctypes.c_int64 * 23  # struct LayerIn
-_LayerOut = ctypes.c_int64 * 21  # struct LayerOut
+LayerInCall = ctypes.c_int64 * 23  # struct LayerIn
+LayerOutCall = ctypes.c_int64 * 21  # struct LayerOut
 _Eps = ctypes.c_double * 3
 _LARGE_PAGE = 1 << 21
 
@@ -157,7 +157,7 @@ def layer_in(
     query = rows.new_empty((1, tokens, layer.query.columns // dim, dim))
     key = rows.new_empty((1, tokens, layer.key.columns // dim, dim))
     value = torch.empty_like(key)
-    call = _LayerIn(
+    call = LayerInCall(
         rows.data_ptr(), tokens, depth, dim, *layer.words,
         cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
         workspace(library.hfp_layer_in_workspace(tokens, depth)), torch.get_num_threads(),
@@ -190,7 +190,7 @@ def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -
     library = _library()
     tokens, x_depth, depth, inner = residual.shape[1], layer.output.depth, layer.output.columns, layer.gate.columns
     out = torch.empty_like(residual)
-    call = _LayerOut(
+    call = LayerOutCall(
         attended.data_ptr(), residual.data_ptr(), tokens, x_depth, depth, *layer.words, out.data_ptr(),
         workspace(library.hfp_layer_out_workspace(tokens, x_depth, depth, inner)), torch.get_num_threads(),
     )  # fmt: skip

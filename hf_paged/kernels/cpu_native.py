@@ -25,7 +25,8 @@ _PROMPT_MAX_DIM, _PROMPT_MAX_GROUP = 512, 64
 _MAX_ITEM_QUERIES = 16
 _MAX_ITEM_ROWS = 64
 
-_Call = ctypes.c_int64 * 39  # struct Call of paged.c
+Call = ctypes.c_int64 * 39  # struct Call of paged.c
+CALL_KEY, CALL_VALUE, CALL_WORKSPACE = 1, 2, 9  # places of words in it
 _NO_NEW_KV = (0,) * 10
 _local = threading.local()
 
@@ -136,15 +137,64 @@ def paged_attention(
     share: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention`. `share`: read blocks that several sequences hold once for all of them."""
-    library = _library()
     dtype = query.dtype
-    num_tokens, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, v_head_dim = value_cache.shape
     if not (dtype == key_cache.dtype == value_cache.dtype) or dtype not in _DTYPES:
         raise ValueError(
             f"impl='native' needs query and caches of one dtype, fp32, bf16 or fp16; these are {dtype}, "
             f"{key_cache.dtype} and {value_cache.dtype}"
         )
+    if out is None:
+        out = torch.empty((*query.shape[:2], value_cache.shape[3]), dtype=dtype)
+    lse = torch.full(query.shape[:2], -torch.inf) if return_lse else None
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
+    call, plan, num_bytes = attention_call(
+        query, key_cache, value_cache, metadata, target, key=key, value=value, sliding_window=sliding_window,
+        chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, share=share,
+    )  # fmt: skip
+    call[CALL_WORKSPACE] = workspace(num_bytes)
+    library = _library()
+    failed = library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0)
+    if plan.prompts is not None:
+        failed |= library.hfp_prefill(
+            call, _DTYPES[dtype], scale, softcap or 0.0, metadata.seq_lens.data_ptr(),
+            metadata.query_start_loc.data_ptr(), plan.prompts.ctypes.data, len(plan.prompts),
+        )  # fmt: skip
+    if failed:
+        raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
+    if target is not out:
+        out.copy_(target)
+    if lse is not None:
+        return out, lse
+    return out
+
+
+def attention_call(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    out: torch.Tensor,
+    *,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    share: bool = True,
+) -> tuple[ctypes.Array[ctypes.c_int64], _Plan, int]:
+    """What the kernels want to know of an attention, the step's plan for it, and how many bytes of workspace it takes,
+    whose address the caller puts in. All as for `ops.paged_attention`; last dimensions contiguous, floats fp32."""
+    library = _library()
+    num_tokens, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, v_head_dim = value_cache.shape
     window, chunk = sliding_window or 0, chunk_size or 0
     group = num_heads // num_kv_heads
     plan_shape = (block_size, window, chunk, group, max(head_dim, v_head_dim))
@@ -159,16 +209,6 @@ def paged_attention(
             new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, *_write_strides(key, value))
         else:
             cpu.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
-    if out is None:
-        out = torch.empty((num_tokens, num_heads, v_head_dim), dtype=dtype)
-    lse = torch.full((num_tokens, num_heads), -torch.inf) if return_lse else None
-    if query.stride(2) != 1:
-        query = query.contiguous()
-    target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-    if sinks is not None:
-        sinks = sinks.to(torch.float32).contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
     threads = torch.get_num_threads()
     shape = (num_heads, num_kv_heads, head_dim, v_head_dim, threads)
     num_bytes = plan.workspace.get(shape)
@@ -178,23 +218,23 @@ def paged_attention(
             num_bytes = max(num_bytes, library.hfp_prefill_bytes(head_dim, v_head_dim, threads))
         plan.workspace[shape] = num_bytes
     k_strides, v_strides = key_cache.stride(), value_cache.stride()
-    call = _Call(
+    call = Call(
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
-        target.data_ptr(),
+        out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         metadata.block_tables.data_ptr(),
         plan.handle,
-        workspace(num_bytes),
+        0,
         query.stride(0),
         query.stride(1),
         *k_strides[:3],
         *v_strides[:3],
-        target.stride(0),
-        target.stride(1),
+        out.stride(0),
+        out.stride(1),
         metadata.block_tables.stride(0),
         num_heads,
         num_kv_heads,
@@ -206,19 +246,7 @@ def paged_attention(
         threads,
         *new_kv,
     )
-    failed = library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0)
-    if plan.prompts is not None:
-        failed |= library.hfp_prefill(
-            call, _DTYPES[dtype], scale, softcap or 0.0, metadata.seq_lens.data_ptr(),
-            metadata.query_start_loc.data_ptr(), plan.prompts.ctypes.data, len(plan.prompts),
-        )  # fmt: skip
-    if failed:
-        raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
-    if target is not out:
-        out.copy_(target)
-    if lse is not None:
-        return out, lse
-    return out
+    return call, plan, num_bytes
 
 
 def write_kv(

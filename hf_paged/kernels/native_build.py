@@ -161,6 +161,7 @@ def _load(path: Path) -> ctypes.CDLL:
             "hfp_layer_in": ([pointer, pointer], None),
             "hfp_layer_out_workspace": ([integer] * 4, integer),
             "hfp_layer_out": ([pointer, real], None),
+            "hfp_decode_layers": ([*[pointer] * 6, integer], None),
         }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)

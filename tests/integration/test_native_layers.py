@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ import transformers
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
-from hf_paged.integration import forward, native_decoder, native_layers, prepack
-from hf_paged.kernels import cpu_layers, native_build
+from hf_paged.integration import forward, native_decoder, native_layers, native_walk, prepack
+from hf_paged.integration.attention import MaskPattern
+from hf_paged.kernels import cpu_layers, cpu_stack, native_build
 from tests import models
 
 pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
@@ -30,6 +32,11 @@ KNOWN = {
     "qwen2": (lambda: transformers.Qwen2Config(**SIZES), 2),
     "qwen3": (lambda: transformers.Qwen3Config(**SIZES), 2),
     "mistral": (lambda: transformers.MistralConfig(**SIZES, sliding_window=8), 2),
+    # One layer sees all, the other a window: two groups of blocks.
+    "qwen3-windows": (
+        lambda: transformers.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        2,
+    ),
     # Its second layer does not rotate; a step of one token could not tell.
     "smollm3": (lambda: transformers.SmolLM3Config(**SIZES, no_rope_layers=[1, 0]), 1),
     # It scales what its layers add to the residual.
@@ -78,6 +85,20 @@ def layers_of(model: Any) -> list[Any]:
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     with monkeypatch.context() as patch:
         yield patch
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of a stack computed."""
+    seen: list[int] = []
+    run = cpu_stack.Stack.run
+
+    def spy(stack: Any, rows: Any, cos: Any, sin: Any, attentions: Any) -> Any:
+        seen.append(len(attentions))
+        return run(stack, rows, cos, sin, attentions)
+
+    monkeypatch.setattr(cpu_stack.Stack, "run", spy)
+    return seen
 
 
 def switched_off(patch: pytest.MonkeyPatch, *, norms: bool) -> None:
@@ -164,7 +185,7 @@ def test_other_threads_compute_as_always() -> None:
     assert not wrong
 
 
-def test_hooks_inside_a_layer_are_called() -> None:
+def test_hooks_inside_a_layer_are_called(lines: list[int]) -> None:
     model = build(KNOWN["llama"][0]())
     seen: list[torch.Size] = []
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -175,8 +196,9 @@ def test_hooks_inside_a_layer_are_called() -> None:
         assert engine.generate([prompt], config)[0].outputs[0].token_ids == first
         assert len(seen) == 4
         hook.remove()
+        lines.clear()
         engine.generate([prompt], config)
-        assert len(seen) == 4
+        assert len(seen) == 4 and lines == [2, 2, 2]
         turned = model.model.layers[1].register_forward_hook(lambda _, __, out: out.flip(-1))
         engine.clear_prefix_cache()
         other = engine.generate([prompt], config)[0].outputs[0]
@@ -204,6 +226,8 @@ def test_replaced_parts_and_changed_weights() -> None:
         results.append(check())
         model.model.layers[0].input_layernorm.weight = torch.nn.Parameter(torch.randn(64).bfloat16())
         results.append(check())
+        model.model.layers[1].input_layernorm.weight.data = torch.randn(64).bfloat16()
+        results.append(check())
         model.model.layers[1].post_attention_layernorm = torch.nn.LayerNorm(64).bfloat16()
         model.model.layers[0].self_attn.v_proj = torch.nn.Linear(64, 64, bias=False).bfloat16()
         results.append(check())
@@ -218,4 +242,175 @@ def test_replaced_parts_and_changed_weights() -> None:
             ):
                 linear.weight = torch.nn.Parameter(torch.randn(shape).bfloat16())
         results.append(check())
-    assert len({tuple(result) for result in results}) == 6
+    assert len({tuple(result) for result in results}) == 7
+
+
+# -- layers ahead of their turn: in decode steps one native call computes all that follow each other -------------------
+
+
+def deep(layers: int = 5, **options: Any) -> Any:
+    return build(transformers.LlamaConfig(**(SIZES | {"num_hidden_layers": layers} | options)))
+
+
+def same_as_one_by_one(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float]]]:
+    got = tokens_and_logprobs(model, prepack=True)
+    with patch.context() as context:
+        context.setattr(native_walk, "MOST_AHEAD", 0)
+        assert tokens_and_logprobs(model, prepack=True) == got
+    return got
+
+
+def test_one_call_computes_all_layers(lines: list[int], without_kernels: pytest.MonkeyPatch) -> None:
+    model = deep()
+    got = same_as_one_by_one(model, without_kernels)
+    assert set(lines) == {5} and len(lines) == 11  # the first token comes with the prompt
+    switched_off(without_kernels, norms=True)
+    assert tokens_and_logprobs(model, prepack=True) == got
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3-windows", "llama-biased"])
+def test_masks_groups_and_biases_in_one_call(name: str, lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    same_as_one_by_one(build(KNOWN[name][0]()), monkeypatch)
+    assert set(lines) == {2} and len(lines) == 11
+
+
+def test_layers_that_are_not_native_cut_the_line(lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.SmolLM3Config(**(SIZES | {"num_hidden_layers": 7}), no_rope_layers=[1, 1, 1, 0, 1, 1, 1])
+    same_as_one_by_one(build(config), monkeypatch)
+    assert set(lines) == {3}
+
+
+def test_layers_of_different_sizes_are_not_in_one_line(lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep()
+    mlp = model.model.layers[3].mlp  # as pruning leaves it
+    for linear, shape in ((mlp.gate_proj, (64, 64)), (mlp.up_proj, (64, 64)), (mlp.down_proj, (64, 64))):
+        linear.weight = torch.nn.Parameter(linear.weight[: shape[0], : shape[1]].clone())
+    same_as_one_by_one(model, monkeypatch)
+    assert set(lines) == {3}
+
+
+def changed(_: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.flip(-1)
+
+
+def changed_in_place(_: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.mul_(0.5)
+
+
+def given_another(_: Any, inputs: Any) -> Any:
+    return (inputs[0] * 0.5, *inputs[1:])
+
+
+def given_other_angles(_: Any, inputs: Any, kwargs: Any) -> Any:
+    cos, sin = kwargs["position_embeddings"]
+    return inputs, kwargs | {"position_embeddings": (sin, cos)}
+
+
+def given_another_mask(_: Any, inputs: Any, kwargs: Any) -> Any:
+    return inputs, kwargs | {"attention_mask": MaskPattern(sliding_window=3)}
+
+
+MEDDLERS = {
+    "result": lambda layer: layer.register_forward_hook(changed),
+    "result in place": lambda layer: layer.register_forward_hook(changed_in_place),
+    "input": lambda layer: layer.register_forward_pre_hook(given_another),
+    "angles": lambda layer: layer.register_forward_pre_hook(given_other_angles, with_kwargs=True),
+    "mask": lambda layer: layer.register_forward_pre_hook(given_another_mask, with_kwargs=True),
+}
+
+
+@pytest.mark.parametrize("meddle", MEDDLERS)
+def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one decode step to the next somebody starts to change what goes from layer to layer, and stops again."""
+    model = deep()
+    config = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def run() -> list[tuple[list[int], list[float]]]:
+        with Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=True) as engine:
+            for prompt in models.prompts(3, 40, 17):
+                engine.add_request(prompt, config)
+            outputs = []
+            for step in range(16):
+                if step == 5:
+                    handle = MEDDLERS[meddle](model.model.layers[2])
+                if step == 11:
+                    handle.remove()
+                outputs += engine.step()
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs if o.finished]
+
+    got = run()
+    ahead = list(lines)
+    with monkeypatch.context() as context:
+        context.setattr(native_walk, "MOST_AHEAD", 0)
+        expected = run()
+    assert got == expected
+    untouched = tokens_and_logprobs(model, prepack=True)
+    assert [logprobs[5:12] for _, logprobs in got] != [logprobs[5:12] for _, logprobs in untouched]
+    # All at first; then the layers on either side of the meddler; when it has gone, all again, unless what it did could
+    # not be told from what the model itself did.
+    assert ahead[0] == 5 and min(ahead) in (2, 3) and ahead[-1] in (5, 2, 3)
+
+
+def test_results_between_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep()
+    seen: list[list[torch.Tensor]] = []
+    handles = [
+        layer.register_forward_hook(lambda _, __, out: seen[-1].append(out.clone())) for layer in model.model.layers
+    ]
+    for most in (256, 0):
+        monkeypatch.setattr(native_walk, "MOST_AHEAD", most)
+        seen.append([])
+        tokens_and_logprobs(model, prepack=True)
+    for handle in handles:
+        handle.remove()
+    steps = 11 * 5  # in the engine's check of the model others came before
+    assert all(map(torch.equal, seen[0][-steps:], seen[1][-steps:])) and len(seen[1]) > steps
+
+
+def test_two_engines_take_turns_on_one_model(lines: list[int]) -> None:
+    model = deep()
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
+    alone = tokens_and_logprobs(model, prepack=True)
+    engines = [Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=True) for _ in range(2)]
+    found: list[list[Any]] = [[], []]
+    for engine in engines:
+        for prompt in models.prompts(3, 40, 17):
+            engine.add_request(prompt, config)
+    for _ in range(9):
+        for engine, outputs in zip(engines, found, strict=True):
+            outputs += [output for output in engine.step() if output.finished]
+    for engine, outputs in zip(engines, found, strict=True):
+        engine.close()
+        assert [o.outputs[0].token_ids for o in outputs] == [tokens[:9] for tokens, _ in alone]
+    assert set(lines) == {5}
+
+
+def test_a_closed_engine_s_blocks_are_free() -> None:
+    model = deep(2)
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    engine = Engine(model, CacheConfig(num_blocks=64), prepack=True)
+    engine.generate(models.prompts(9), config)
+    keys = weakref.ref(engine._memory.groups[0].pool[0].key)
+    engine.close()
+    assert keys() is None
+
+
+def test_changed_biases_count() -> None:
+    model = build(KNOWN["llama-biased"][0]())
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    (prompt,) = models.prompts(9)
+    results = []
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+        for change in range(4):
+            linear = model.model.layers[1].mlp.up_proj
+            if change == 1:
+                linear.bias = torch.nn.Parameter(torch.randn_like(linear.bias))
+            if change == 2:
+                linear.bias.data = torch.randn_like(linear.bias)
+            if change == 3:
+                linear.bias = None
+            engine.clear_prefix_cache()
+            results.append(engine.generate([prompt], config)[0].outputs[0].logprobs)
+            with Engine(model, CacheConfig(num_blocks=64), prepack=False) as plain:
+                assert plain.generate([prompt], config)[0].outputs[0].logprobs == results[-1]
+    assert len({tuple(result) for result in results}) == 4

@@ -714,6 +714,19 @@ int hfp_prefill(const Call *call, int dtype, double scale, double softcap, const
     return -1;
 }
 
+#if HAS_AMX
+/* `count` decoder layers of a decode step, in bf16: each one's LayerIn, Call and LayerOut name the same buffers, and it
+ * takes what the one before it gives. eps: three for each LayerIn, one for each LayerOut; scales: scale and softcap. */
+void hfp_decode_layers(const LayerIn *ins, const double *in_eps, const Call *calls, const double *scales,
+                       const LayerOut *outs, const double *out_eps, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        hfp_layer_in(&ins[i], in_eps + 3 * i);
+        hfp_attention(&calls[i], 1, scales[2 * i], scales[2 * i + 1]);
+        hfp_layer_out(&outs[i], out_eps[i]);
+    }
+}
+#endif
+
 /* Of logits [rows, vocab], `row` elements from row to row: the (first) largest, and its log-probability, NaN where there
  * is NaN. Returns as hfp_attention does. */
 int hfp_greedy(const void *logits, int dtype, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens,
