@@ -322,11 +322,12 @@ def _attend_plain(
         return o.transpose(1, 2).flatten(0, 1)
     num_kv_heads = kv.key_cache.shape[2]
     q = query.unflatten(1, (num_kv_heads, -1))
-    key = ("torch decode", id(bucket), kv.key_cache.shape[2:], kv.value_cache.shape[2:], query.dtype, q.shape[2])
+    flat_keys, flat_values = _words(kv.key_cache).flatten(0, 1), _words(kv.value_cache).flatten(0, 1)
+    shapes = flat_keys.dtype, flat_keys.shape[1:], flat_values.dtype, flat_values.shape[1:]
+    key = ("torch decode", id(bucket), *shapes, query.dtype, q.shape[2])
     parts = scratch.get(key)
     if parts is None:
         parts = scratch[key] = _decode_parts(bucket, q, kv, scratch)
-    flat_keys, flat_values = kv.key_cache.flatten(0, 1), kv.value_cache.flatten(0, 1)
     out = torch.empty_like(q) if len(parts) > 1 else None
     for rows, index, keys, values, k, v, bias in parts:
         torch.index_select(flat_keys, 0, index, out=keys)
@@ -435,19 +436,29 @@ def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
 def _gather(cache: torch.Tensor, bucket: _Bucket, packed: bool, name: str, scratch: dict[Any, Any]) -> torch.Tensor:
     """The bucket's slots of a cache [num_blocks, block_size, num_kv_heads, dim], in a workspace that all calls of this
     thread share -> [num_seqs, num_kv_heads, span, dim]."""
-    key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype)
+    words = _words(cache)
+    key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype, words.dtype)
     prepared = scratch.get(key)
     if prepared is None:
         prepared = scratch[key] = _prepare_gather(cache, bucket.slots, packed, name)
     index, target, gathered = prepared
-    torch.index_select(cache.view(-1, *target.shape[1:]), 0, index, out=target)
+    torch.index_select(words.view(-1, *target.shape[1:]), 0, index, out=target)
     return gathered
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in elements of 8 bytes, which torch copies faster than narrower ones, if it can be seen so."""
+    size = x.element_size()
+    fits = x.is_contiguous() and x.shape[-1] * size % 8 == 0 and x.storage_offset() * size % 8 == 0
+    return x.view(torch.int64) if fits else x
 
 
 def _prepare_gather(
     cache: torch.Tensor, slots: torch.Tensor, packed: bool, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows to take, where to (rows as they lie in the cache), and the same as [num_seqs, num_kv_heads, span, dim]."""
+    """Rows to take, where to (rows as they lie in `_words` of the cache), and the same as [num_seqs, num_kv_heads, span,
+    dim]."""
+    words = _words(cache).dtype
     heads, dim = cache.shape[2:]
     buffers: dict[Any, torch.Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get((name, cache.dtype, cache.device))
@@ -456,11 +467,11 @@ def _prepare_gather(
         buffer = buffers[(name, cache.dtype, cache.device)] = cache.new_empty(needed)
     if packed:
         target = buffer[:needed].view(-1, heads, dim)
-        return slots.flatten(), target, target.unflatten(0, slots.shape).transpose(1, 2)
+        return slots.flatten(), target.view(words), target.unflatten(0, slots.shape).transpose(1, 2)
     # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
     index = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
     target = buffer[:needed].view(-1, dim)
-    return index.flatten(), target, target.unflatten(0, index.shape)
+    return index.flatten(), target.view(words), target.unflatten(0, index.shape)
 
 
 def _bias(
