@@ -86,13 +86,16 @@ def as_prompt(model: Any, prompt_ids: Any) -> torch.Tensor:
     return prompt_ids.to(torch.int64)
 
 
-_REFUSED = ("output_attentions", "output_hidden_states", "assistant_early_exit", "token_healing")
+_REFUSED = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
 
 
 def _refuse(generation_config: Any) -> None:
     for name in _REFUSED:
         if getattr(generation_config, name, None):
-            raise ValueError(f"{name}={getattr(generation_config, name)!r}: the engine does not do this; use generate")
+            hint = " (a request's output has log-probabilities)" if name == "output_logits" else ""
+            raise ValueError(
+                f"{name}={getattr(generation_config, name)!r}: the engine does not do this{hint}; use generate"
+            )
 
 
 def prepare_request(
