@@ -42,6 +42,7 @@ from hf_paged.generation.sampling import greedy
 from hf_paged.generation.scheduler import Scheduler
 from hf_paged.generation.sequence import FinishReason, Sequence
 from hf_paged.generation.sizing import open_memory
+from hf_paged.integration.adapters import AdapterChoice, Adapters
 from hf_paged.integration.forward import PackedModel
 
 Prompt = SequenceOf[int] | torch.Tensor
@@ -52,6 +53,9 @@ class Engine:
 
     Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
     method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
+
+    With PEFT adapters, requests of one step may each have their own (`add_request`). A step switches them on in the
+    model: load, delete and set adapters, and call the model yourself, between steps.
 
     model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only. prepack:
     keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, if memory allows). Sums
@@ -81,7 +85,8 @@ class Engine:
         if not opened.shares_prefixes:
             self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
         self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
-        self._runner = Runner(opened.model, opened.memory, opened.host_pools)
+        self._adapters = Adapters(self._model)
+        self._runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters)
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # from outside their own decoding, since the last step
         # What has changed, in the order of change: for the stream that follows a request, or else for `step`, whoever
@@ -116,18 +121,20 @@ class Engine:
         """Queue a request; returns its id. Lower `priority` runs first; equal ones in order of arrival.
 
         prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate`
-        (None = the model's); its attribute `seed` gives the request random numbers of its own. cache_salt: requests
-        share cached prefixes only with others of the same salt. Raises ValueError at once on a request that can
-        never run, QueueFull when `max_waiting` wait already.
+        (None = the model's); its attribute `seed` gives the request random numbers of its own. adapter: name of the
+        PEFT adapter that computes the request, whatever is active on the model or in its neighbours; "__base__" = no
+        adapter; None = what is active now, to the request's end. cache_salt: requests share cached prefixes only with
+        others of the same salt, and of the same adapter. Raises ValueError at once on a request that can never run,
+        QueueFull when `max_waiting` wait already.
+
+        If the adapter is deleted, or merged into the weights, the requests that need it switched end with an error;
+        if its weights are changed in place, they go on with the new ones.
         """
         ids = as_prompt(self._model, prompt_ids)
-        if adapter is not None:
-            raise ValueError(
-                f"adapter={adapter!r}: switch adapters on the model (set_adapter); one is active at a time"
-            )
         with self._lock:
             self._check_open()
             self._settle()
+            choice = self._adapters.choose(adapter)
             if request_id is None:
                 request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
             prepared = prepare_request(
@@ -145,22 +152,22 @@ class Engine:
                     f"beyond {limit} tokens, so requests cannot share one; use model.generate"
                 )
             self._forget_prefixes_of_other_weights()
-            root = self._root(cache_salt)
-            generator = self._generator(generation_config)
-            request = new_request(prepared, request_id, priority=priority, cache_root=root, generator=generator)
+            request = new_request(
+                prepared,
+                request_id,
+                priority=priority,
+                cache_root=self._root(choice, cache_salt),
+                adapters=choice,
+                generator=self._generator(generation_config),
+            )
             self._scheduler.add(request.group)
             self._requests[request_id] = request
             self._prompt_tokens += request.prompt_length
             return request_id
 
-    def _root(self, cache_salt: str | None) -> bytes:
-        """Of the prefixes that a request may share: they were computed with the adapters that are active now."""
-        active = [
-            (name, list(module.active_adapters), module.disable_adapters)
-            for name, module in (self._model.named_modules() if hasattr(self._model, "peft_config") else ())
-            if isinstance(getattr(module, "disable_adapters", None), bool)  # PEFT's layers; on the model it is a method
-        ]
-        return root_digest(type(self._model).__name__, repr(active) if active else None, cache_salt)
+    def _root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
+        """Of the prefixes that a request may share: they were computed with the same adapters."""
+        return root_digest(type(self._model).__name__, choice.key, cache_salt)
 
     def _generator(self, generation_config: Any) -> torch.Generator | None:
         config = self._model.generation_config if generation_config is None else generation_config
@@ -264,6 +271,8 @@ class Engine:
             if interrupted:
                 raise
             return []
+        for seqs, error in result.failed:
+            self._fail(seqs, f"the forward failed: {type(error).__name__}: {error}")
         self._scheduler.update(output)
         if result.logits is None:
             return []
@@ -378,12 +387,15 @@ class Engine:
         prompts: SequenceOf[Prompt],
         generation_config: Any | SequenceOf[Any] = None,
         progress: bool | None = None,
+        *,
+        adapter: str | SequenceOf[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Run all prompts to their end; the outputs are in the order of the prompts.
 
-        generation_config: one for all, or one for each. progress: a bar with tokens/s on stderr (None = on a terminal).
+        generation_config, adapter: one for all, or a list with one for each. progress: a bar with tokens/s on stderr
+        (None = on a terminal).
         """
-        stream = self._open_stream(prompts, generation_config, finals_only=True)
+        stream = self._open_stream(prompts, generation_config, adapter, finals_only=True)
         finished: dict[str, RequestOutput] = {}
         with closing(stream), self._progress(len(stream.requests), progress) as bar:
             started, before = time.monotonic(), self._generated_tokens
@@ -394,16 +406,29 @@ class Engine:
                 bar.update()
         return [finished[request.request_id] for request in stream.requests]
 
-    def stream(self, prompts: SequenceOf[Prompt], generation_config: Any = None) -> RequestStream:
+    def stream(
+        self,
+        prompts: SequenceOf[Prompt],
+        generation_config: Any = None,
+        *,
+        adapter: str | SequenceOf[str | None] | None = None,
+    ) -> RequestStream:
         """Yield an output whenever a request has changed (a slow reader gets the latest state, not every one).
 
-        Closing the iterator early aborts what is unfinished.
+        generation_config, adapter: one for all, or a list with one for each. Closing the iterator early aborts what is
+        unfinished.
         """
-        return self._open_stream(prompts, generation_config)
+        return self._open_stream(prompts, generation_config, adapter)
 
-    async def astream(self, prompts: SequenceOf[Prompt], generation_config: Any = None) -> AsyncIterator[RequestOutput]:
+    async def astream(
+        self,
+        prompts: SequenceOf[Prompt],
+        generation_config: Any = None,
+        *,
+        adapter: str | SequenceOf[str | None] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio: steps run in a worker thread, several streams share them."""
-        outputs = await asyncio.to_thread(self.stream, prompts, generation_config)
+        outputs = await asyncio.to_thread(self.stream, prompts, generation_config, adapter=adapter)
         try:
             while (output := await asyncio.to_thread(next, outputs, None)) is not None:
                 yield output
@@ -412,22 +437,24 @@ class Engine:
             outputs.abandon()
 
     def _open_stream(
-        self, prompts: SequenceOf[Prompt], generation_config: Any | SequenceOf[Any], *, finals_only: bool = False
+        self,
+        prompts: SequenceOf[Prompt],
+        generation_config: Any | SequenceOf[Any],
+        adapter: str | SequenceOf[str | None] | None,
+        *,
+        finals_only: bool = False,
     ) -> RequestStream:
         if isinstance(prompts, torch.Tensor) or not prompts:
             prompts = list(prompts)
         if not prompts:
             raise ValueError("prompts=[]: give at least one prompt")
-        configs = generation_config
-        if not isinstance(configs, (list, tuple)):
-            configs = [configs] * len(prompts)
-        if len(configs) != len(prompts):
-            raise ValueError(f"{len(configs)} generation configs for {len(prompts)} prompts: give one, or one for each")
+        configs = _one_each(generation_config, len(prompts), "generation configs")
+        adapters = _one_each(adapter, len(prompts), "adapters")
         requests: list[Request] = []
         with self._lock:
             try:
-                for prompt, config in zip(prompts, configs):
-                    requests.append(self._requests[self.add_request(prompt, config)])
+                for prompt, config, name in zip(prompts, configs, adapters):
+                    requests.append(self._requests[self.add_request(prompt, config, adapter=name)])
             except BaseException:
                 self._drop(requests)
                 raise
@@ -451,10 +478,11 @@ class Engine:
 
     # -- prefixes, figures, the end -----------------------------------------------------------------------------
 
-    def cache_prefix(self, prompt_ids: Prompt, *, cache_salt: str | None = None) -> int:
+    def cache_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> int:
         """Compute a prefix (a system prompt, say) and keep its full blocks until `release_prefix`.
 
-        Returns the number of tokens held: a multiple of `block_size`.
+        adapter, cache_salt: those of the requests that are to find it. Returns the number of tokens held: a multiple
+        of `block_size`.
         """
         ids = as_prompt(self._model, prompt_ids)
         cache = self._scheduler.prefix_cache
@@ -466,7 +494,8 @@ class Engine:
 
         with self._lock:
             config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
-            request = self._requests[self.add_request(ids, config, cache_salt=cache_salt, priority=-(2**31))]
+            request_id = self.add_request(ids, config, adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
+            request = self._requests[request_id]
             try:
                 while self._requests.get(request.request_id) is request:
                     self._step()
@@ -475,14 +504,16 @@ class Engine:
                 self._undelivered.pop(request, None)
             if request.error is not None:
                 raise RuntimeError(f"the prefix was not computed: {request.error}")
-            return cache.pin(ids[0].tolist(), self._root(cache_salt))
+            root = request.group.cache_root
+            assert root is not None
+            return cache.pin(ids[0].tolist(), root)
 
-    def release_prefix(self, prompt_ids: Prompt, *, cache_salt: str | None = None) -> bool:
-        """Let a prefix of `cache_prefix` be evicted again. False if it was not held."""
+    def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
+        """Let a prefix of `cache_prefix` with the same arguments be evicted again. False if it was not held."""
         ids = as_prompt(self._model, prompt_ids)
         cache = self._scheduler.prefix_cache
         with self._lock:
-            root = self._root(cache_salt)
+            root = self._root(self._adapters.choose(adapter), cache_salt)
             return cache is not None and cache.unpin(ids[0].tolist(), root)
 
     def clear_prefix_cache(self) -> None:
@@ -582,6 +613,14 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _one_each(given: Any, count: int, what: str) -> SequenceOf[Any]:
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{len(given)} {what} for {count} prompts: give one, or one for each")
+    return given
 
 
 class RequestStream(Iterator[RequestOutput]):

@@ -369,6 +369,7 @@ def new_request(
     *,
     priority: int,
     cache_root: bytes | None,
+    adapters: object,
     generator: torch.Generator | None,
 ) -> Request:
     """A request of the kind that `prepared` asks for, with its `group` for the scheduler."""
@@ -380,5 +381,6 @@ def new_request(
         priority=priority,
         arrival=time.monotonic(),
         cache_root=cache_root,
+        adapters=adapters,
     )
     return (BeamRequest if prepared.uses_beams else SampleRequest)(group, prepared, generator)

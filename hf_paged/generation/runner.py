@@ -5,7 +5,10 @@ Knows block tables and tokens; never queues, requests or sampling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,28 +17,37 @@ from hf_paged.cache.kv_pool import HostPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.sequence import Sequence
+from hf_paged.integration.adapters import Adapters
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.row_forward import RowModel
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """seqs: the sequences whose gap this step closed, in the order of the plan; logits [len(seqs), vocab] of them."""
+    """seqs: the sequences whose gap this step closed, in the order of the plan; logits [len(seqs), vocab] of them.
+
+    failed: sequences whose forward raised beside others that did not, with the error.
+    """
 
     seqs: list[Sequence]
     logits: torch.Tensor | None
+    failed: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
 
 
 class Runner:
     """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
-    A PackedModel computes all sequences of a step in one forward, a RowModel one after the other.
+    A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel one after the
+    other.
     """
 
-    def __init__(self, model: PackedModel | RowModel, memory: PagedMemory, host_pools: list[HostPool]) -> None:
+    def __init__(
+        self, model: PackedModel | RowModel, memory: PagedMemory, host_pools: list[HostPool], adapters: Adapters
+    ) -> None:
         self._model = model
         self._memory = memory
         self._host_pools = host_pools
+        self._adapters = adapters
         self._device = model.model.device
 
     @property
@@ -46,11 +58,32 @@ class Runner:
     def run(self, output: SchedulerOutput) -> StepResult:
         """Swaps, block copies, then the forward of all scheduled tokens."""
         self._move_blocks(output)
+        compute: Callable[[Plan], StepResult]
         if isinstance(self._model, RowModel):
-            return self._run_rows(self._model, output)
+            self._follow(self._model, output)
+            compute = partial(self._run_rows, self._model)
+        else:
+            compute = partial(self._run_packed, self._model)
         if not output.scheduled:
             return StepResult([], None)
-        return self._run_packed(self._model, output.scheduled)
+        return self._run_by_adapters(output.scheduled, compute)
+
+    def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
+        """The plan's parts of like adapters, one after the other, each with its own switched on."""
+        if not self._adapters.seen:
+            return compute(plan)
+        parts: dict[Any, Plan] = {}
+        for seq, count in plan:
+            parts.setdefault(seq.group.adapters, []).append((seq, count))
+        if len(parts) == 1:
+            return self._adapters.run(next(iter(parts)), partial(compute, plan))
+        results, failed = [], []
+        for choice, part in parts.items():
+            try:
+                results.append(self._adapters.run(choice, partial(compute, part)))
+            except Exception as error:  # of these adapters, as far as one can tell: the others go on
+                failed.append(([seq for seq, _ in part], error))
+        return _joined(plan, results, failed)
 
     def _run_packed(self, model: PackedModel, plan: Plan) -> StepResult:
         counts = [count for _, count in plan]
@@ -73,13 +106,15 @@ class Runner:
         logits = model.forward(ids, positions, metadata, wanted)
         return StepResult(seqs, logits if seqs else None)
 
-    def _run_rows(self, model: RowModel, output: SchedulerOutput) -> StepResult:
+    def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
         for parent_id, child_id in output.forks:
             model.fork(parent_id, child_id)
         for seq_id in output.finished_seq_ids:
             model.free(seq_id)
+
+    def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
         seqs, rows = [], []
-        for seq, count in output.scheduled:
+        for seq, count in plan:
             end = seq.num_computed_tokens + count
             logits = None
             for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
@@ -98,6 +133,18 @@ class Runner:
             if moves := output.swap_in[index]:
                 group.pool.write_blocks([m.dst for m in moves], self._host_pools[index], [m.src for m in moves])
             group.pool.copy_blocks(output.block_copies[index])
+
+
+def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:
+    """Results of parts of the plan, in the order of the plan."""
+    logits = [result.logits for result in results if result.logits is not None]
+    if not logits:
+        return StepResult([], None, failed)
+    seqs = [seq for result in results for seq in result.seqs]
+    place = {seq: index for index, (seq, _) in enumerate(plan)}
+    order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])
+    joined = torch.cat(logits)
+    return StepResult([seqs[row] for row in order], joined[torch.tensor(order, device=joined.device)], failed)
 
 
 def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:

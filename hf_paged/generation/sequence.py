@@ -113,10 +113,12 @@ class SequenceGroup:
 
     `width` is how many live sequences the group may have, now or once it has forked; the scheduler
     keeps that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
-    of the prefix cache. `priority`: lower is more urgent.
+    of the prefix cache. `priority`: lower is more urgent. `adapters` is the choice that computes it, opaque here:
+    groups with different ones share no forward.
     """
 
     __slots__ = (
+        "adapters",
         "arrival",
         "cache_root",
         "error",
@@ -141,6 +143,7 @@ class SequenceGroup:
         priority: int = 0,
         arrival: float = 0.0,
         cache_root: bytes | None = None,
+        adapters: object = None,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError(f"request {request_id!r} has an empty prompt; give at least one token")
@@ -153,6 +156,7 @@ class SequenceGroup:
         self.priority = priority
         self.arrival = arrival
         self.cache_root = cache_root
+        self.adapters = adapters
         self.status = SeqStatus.WAITING
         self.error: str | None = None
         self.num_preemptions = 0

@@ -13,6 +13,7 @@ from hf_paged.cache.kv_pool import HostPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.adapters import lock_of
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.native_decoder import TRIAL_TOKENS
 from hf_paged.integration.prepack import packed_weights
@@ -50,6 +51,14 @@ def open_memory(
     Raises UnsupportedModelError, or ValueError if the memory holds no block.
     """
     model = _generating_model(model)
+    with lock_of(model):  # another engine on it may be in a step, with adapters of its requests switched on
+        opened = _open(model, cache_config, scheduler_config, prepack)
+    return opened
+
+
+def _open(
+    model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, prepack: bool | None
+) -> OpenedMemory:
     report = refuse_unsupported(model)
     if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_paged import CacheConfig, Engine
-from hf_paged.integration import attention, forward, native_decoder, native_layers, prepack
+from hf_paged.integration import adapters, attention, forward, native_decoder, native_layers, prepack
 from hf_paged.kernels import cpu_layers, native_build
 from tests import models
 
@@ -21,10 +21,13 @@ ENTERED = (
     native_layers.NativeLayers,
     native_layers._RotaryFunction,
     native_decoder.NativeDecoder,
+    adapters._Switch,
 )
 TRACED = {method.__code__ for owner in ENTERED for method in (owner.enter, owner.leave)} | {
     forward.PackedModel.forward.__code__,
     forward.PackedModel._leave.__code__,
+    adapters.Adapters.choose.__code__,
+    adapters.Adapters.run.__code__,
 }
 
 
@@ -115,4 +118,38 @@ def test_stand_ins_of_an_engine() -> None:
                 interrupted(generate, at)
             assert not any("forward" in vars(module) for module in model.modules()), at
             assert namespace["apply_rotary_pos_emb"] is rotation, at
+        assert generate() == expected
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
+def test_adapters_of_requests() -> None:
+    peft = pytest.importorskip("peft")
+    model = models.build("llama", num_hidden_layers=1)
+    for name in ("x", "y"):
+        model.add_adapter(peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False), name)
+    model.eval().set_adapter("x")
+    layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
+    prompts = models.prompts(9, 5, 7)
+    options = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def state() -> list[Any]:
+        return [[dict(vars(m)) for m in layers], [p.requires_grad for p in model.parameters()]]
+
+    before = state()
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+
+        def generate() -> list[list[int]]:
+            outputs = engine.generate(prompts, options, adapter=["x", "y", "__base__"])
+            return [output.outputs[0].token_ids for output in outputs]
+
+        expected = generate()
+        total = interrupted(generate, None)
+        assert total > 60
+        for at in range(1, total + 1):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted(generate, at)
+            assert state() == before, at
+            assert not adapters.lock_of(model)._is_owned(), at
+            engine.check_integrity()
         assert generate() == expected

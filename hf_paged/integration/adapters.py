@@ -1,0 +1,224 @@
+"""Which PEFT adapters compute a request, and how a model is switched to them for the time of a forward.
+
+Knows PEFT's layers and nothing else; as long as a model has no adapters, not even PEFT, which is optional.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+BASE = "__base__"
+"""PEFT's own word, in its argument `adapter_names`, for the model without adapters."""
+
+_CALL_KINDS = ("POLY", "XLORA")  # take arguments of their own in every call of the PEFT model
+
+_Names = dict[torch.nn.Module, tuple[str, ...]]
+_Result = TypeVar("_Result")
+
+_locks: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+def lock_of(model: torch.nn.Module) -> threading.RLock:
+    """Held while the model computes with adapters switched: engines on one model take turns.
+
+    No `return` of a call's result under it: between the call and the release, Ctrl-C would leave it held.
+    """
+    return _locks.setdefault(model, threading.RLock())
+
+
+class AdapterChoice:
+    """The adapters that compute a request, layer by layer; a layer that is not in `names` computes without.
+
+    `configs` are those of the adapters when they were chosen: another object is another adapter of that name. `key`
+    tells the choice apart from all others that one Adapters has ever made, None is the model without adapters.
+    """
+
+    __slots__ = ("configs", "key", "names")
+
+    def __init__(self, names: _Names, configs: dict[str, Any], key: str | None) -> None:
+        self.names = names
+        self.configs = configs
+        self.key = key
+
+
+class Adapters:
+    """The adapters of one model, as they come and go. Equal choices are one object.
+
+    Adapters are loaded, deleted and set on the model between steps, not while one runs in another thread.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._lock = lock_of(model)
+        self._base = AdapterChoice({}, {}, None)
+        self._keys = itertools.count()
+        self._configs: dict[str, Any] = {}
+        self._layers: dict[Any, frozenset[str]] = {}  # PEFT's layers in the model, with the adapters each has
+        self._choices: dict[frozenset[tuple[torch.nn.Module, tuple[str, ...]]], AdapterChoice] = {}
+        self._seen = False
+
+    @property
+    def seen(self) -> bool:
+        """False while the model has never had adapters: there is nothing to choose or switch."""
+        self._seen = self._seen or bool(vars(self._model).get("peft_config"))
+        return self._seen
+
+    def choose(self, adapter: str | None) -> AdapterChoice:
+        """What computes a request: the adapter of that name alone, BASE, or None, all that is active at this moment.
+
+        Raises ValueError for what is not loaded or cannot be chosen.
+        """
+        with self._lock:
+            self._look()
+            choice = self._choice(self._active() if adapter is None else self._named(adapter))
+        return choice
+
+    def run(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
+        """What `compute` returns with the choice switched on; the model is left as it was, whatever happens.
+
+        Raises RuntimeError if adapters of the choice are no more, or if merged ones cannot be switched.
+        """
+        with self._lock:
+            self._look()
+            switch = self._switch_to(choice)
+            try:
+                switch.enter()
+                result = compute()
+            finally:
+                try:
+                    switch.leave()
+                except BaseException:  # Ctrl-C within it, or as it began
+                    switch.leave()
+                    raise
+        return result
+
+    def _named(self, adapter: str) -> _Names:
+        if adapter != BASE:
+            if not isinstance(adapter, str) or adapter not in self._configs:
+                raise ValueError(f"adapter={adapter!r} is not loaded: {self._remedy()}")
+            _refuse(adapter, self._configs[adapter])
+        if merged := self._merged():
+            raise ValueError(
+                f"adapter={adapter!r}: {_list(merged)} is merged into the weights and cannot be switched off; call "
+                "unmerge_adapter() on the PEFT model first"
+            )
+        names: _Names = {layer: (adapter,) for layer, available in self._layers.items() if adapter in available}
+        if not names and adapter != BASE:
+            raise ValueError(f"adapter {adapter!r} has no weights in layers that can be switched; use model.generate")
+        return names
+
+    def _switch_to(self, choice: AdapterChoice) -> _Switch:
+        lost = [name for name, config in choice.configs.items() if self._configs.get(name) is not config]
+        if lost:
+            raise RuntimeError(f"{_list(lost)} was deleted or replaced after this request had been added")
+        if choice.names == self._active():
+            return _Switch([], {})
+        if merged := self._merged():
+            raise RuntimeError(f"{_list(merged)} was merged into the weights after this request had been added")
+        return _Switch(list(self._layers), choice.names)
+
+    def _look(self) -> None:
+        """Find the adapters' layers again if adapters have come or gone."""
+        configs = vars(self._model).get("peft_config") or {}
+        if configs.keys() == self._configs.keys() and all(self._configs[name] is configs[name] for name in configs):
+            return
+        layers: dict[Any, frozenset[str]] = {}
+        if configs:
+            from peft.tuners.tuners_utils import BaseTunerLayer
+            from peft.utils.other import AuxiliaryTrainingWrapper
+
+            kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+            found = (module for module in self._model.modules() if isinstance(module, kinds))
+            layers = {module: frozenset(module._get_available_adapters()) for module in found}
+        self._layers, self._configs = layers, dict(configs)
+        # A name may come back with other weights.
+        self._choices = {
+            key: choice
+            for key, choice in self._choices.items()
+            if all(configs.get(name) is config for name, config in choice.configs.items())
+        }
+
+    def _active(self) -> _Names:
+        """What is switched on in the model now."""
+        names: _Names = {}
+        for layer, available in self._layers.items():
+            if not layer._disable_adapters:
+                active = layer._active_adapter
+                active = (active,) if isinstance(active, str) else active
+                if own := tuple([name for name in active if name in available]):
+                    names[layer] = own
+        return names
+
+    def _merged(self) -> list[str]:
+        return sorted({name for layer in self._layers for name in layer.merged_adapters})
+
+    def _choice(self, names: _Names) -> AdapterChoice:
+        if not names:
+            return self._base
+        key = frozenset(names.items())
+        known = self._choices.get(key)
+        if known is None:
+            configs = {name: self._configs.get(name) for own in names.values() for name in own}
+            for name, config in configs.items():
+                _refuse(name, config)
+            known = self._choices[key] = AdapterChoice(names, configs, str(next(self._keys)))
+        return known
+
+    def _remedy(self) -> str:
+        if not self._configs:
+            return "the model has no adapters; load it with load_adapter, or leave adapter out"
+        loaded = ", ".join(map(repr, self._configs))
+        return f"choose one of {loaded} or {BASE!r}, or load it with load_adapter"
+
+
+def _refuse(name: str, config: Any) -> None:
+    """Adapters whose effect depends on more than the rows that a layer is given."""
+    kind = getattr(getattr(config, "peft_type", None), "value", None)
+    if getattr(config, "is_prompt_learning", False):
+        obstacle = f"is of the kind {kind}, which changes the inputs of generate"
+    elif getattr(config, "alora_invocation_tokens", None):
+        obstacle = "is switched on by tokens of the prompt (alora_invocation_tokens)"
+    elif kind in _CALL_KINDS:
+        obstacle = f"is of the kind {kind}, which takes arguments of its own in every call"
+    else:
+        return
+    raise ValueError(f"adapter {name!r} {obstacle}, which the engine does not do; use model.generate")
+
+
+def _list(names: list[str]) -> str:
+    return "adapter " + ", ".join(map(repr, names))
+
+
+class _Switch:
+    """Sets PEFT's layers to a choice, and back.
+
+    Not by PEFT's own set_adapter: that also sets which weights require gradients. As in PackedStep, either half can be
+    cut anywhere by Ctrl-C; `leave` undoes any part of `enter` and may be called again.
+    """
+
+    def __init__(self, layers: list[Any], names: _Names) -> None:
+        # vars(): an attribute that a layer has from its class only is to be gone again, and Module.__setattr__ is slow.
+        self._changes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        for layer in layers:
+            own, chosen = vars(layer), names.get(layer)
+            after: dict[str, Any] = {"_disable_adapters": chosen is None}
+            if chosen is not None:
+                after["_active_adapter"] = list(chosen)
+            self._changes.append((own, {name: own[name] for name in after if name in own}, after))
+
+    def enter(self) -> None:
+        for own, _, after in self._changes:
+            own.update(after)
+
+    def leave(self) -> None:
+        for own, before, after in self._changes:
+            own.update(before)
+            for name in after:
+                if name not in before:
+                    own.pop(name, None)
