@@ -427,7 +427,7 @@ void hfp_write_kv(const char *key, const char *value, char *key_cache, char *val
             v_row = strides[5];
     int64_t bytes = num_tokens * num_kv_heads * (k_row + v_row);
     (void)threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && bytes > 1 << 18)
+#pragma omp parallel for num_threads(threads) if (threads > 1 && bytes > 1 << 16)
     for (int64_t t = 0; t < num_tokens; t++) {
         if (slots[t] < 0) continue;
         char *k = key_cache + slots[t] * num_kv_heads * k_row, *v = value_cache + slots[t] * num_kv_heads * v_row;
