@@ -115,8 +115,13 @@ void hfp_linear(const Linear *call) {
     if (!l.rows) return;
     const int64_t steps = round_up(l.depth, 32) / 32, tiles = round_up(l.rows, 16) / 16;
     const int64_t panels = round_up(l.columns, PANEL) / PANEL;
-    /* Tiles of rows are read where they lie; rows of a part of a tile, or all where steps are not full, from a copy. */
-    const int64_t in_place = l.depth % 32 ? 0 : l.rows / 16 * 16, copied = tiles * 16 - in_place;
+    const int64_t passes = (tiles + 1) / 2;
+    /* Tiles of rows are read where they lie, a single one with as many rows as there are (two were slower so). Otherwise
+     * rows of a part of a tile come from a copy, and all rows where steps are not full. */
+    const int64_t in_place = l.depth % 32 ? 0 : tiles > 1 ? l.rows / 16 * 16 : l.rows;
+    const int64_t copied = in_place < l.rows ? tiles * 16 - in_place : 0;
+    AmxConfig config = amx_config_16;
+    if (tiles == 1 && !copied) config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)l.rows;
     uint16_t *copy = (uint16_t *)(void *)l.workspace;
     for (int64_t r = 0; r < copied; r++) {
         const int64_t depth = in_place + r < l.rows ? l.depth : 0;
@@ -126,11 +131,11 @@ void hfp_linear(const Linear *call) {
     COMPILER_FENCE();
     /* Few rows: a panel is used once, and comes just in time. Many: while one is used again and again, a part of the next
      * one comes to L2 each time. */
-    const int64_t passes = (tiles + 1) / 2, lines = (31 + passes) / passes;
+    const int64_t lines = (31 + passes) / passes;
 #pragma omp parallel num_threads(l.threads) if (l.threads > 1)
     {
         float sums[32 * PANEL] __attribute__((aligned(64)));
-        _tile_loadconfig(&amx_config_16);
+        _tile_loadconfig(&config);
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < panels; panel++) {
             const uint16_t *weight = l.weight + panel * steps * 1024;
