@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_paged.kernels import ops
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array as a tensor on `device`, without waiting: of memory that is not pinned, CUDA copies synchronously."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class LayerKV(NamedTuple):
@@ -64,6 +71,13 @@ class KVPool:
     def nbytes(self) -> int:
         return sum(t.nbytes for layer in self._layers.values() for t in layer)
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Address, shape and dtype of every layer's tensors."""
+        return tuple(
+            (index, t.data_ptr(), tuple(t.shape), t.dtype) for index, layer in self._layers.items() for t in layer
+        )
+
     def resize(self, num_blocks: int) -> None:
         """Reallocate every layer to `num_blocks` blocks, keeping the contents of those that remain."""
         keep = min(num_blocks, self.num_blocks)
@@ -88,9 +102,9 @@ class KVPool:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
-        pairs = torch.tensor(copies, dtype=torch.int64)
+        pairs = np.array(copies, dtype=np.int64)
         for device, group in by_device.items():
-            ops.copy_blocks(group, pairs.to(device, non_blocking=True))
+            ops.copy_blocks(group, to_device(pairs, device))
 
     def read_blocks(self, block_ids: Iterable[int], host: HostPool, host_ids: Iterable[int]) -> None:
         """Swap out: copy blocks of every layer to `host` blocks (SOSP'23 section 4.5)."""

@@ -14,7 +14,7 @@ import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
-from hf_paged.cache.kv_pool import KVPool
+from hf_paged.cache.kv_pool import KVPool, to_device
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels.metadata import AttentionMetadata
 
@@ -46,6 +46,38 @@ class MemoryStats:
         return (self.blocks_logical - self.blocks_used) * (
             self.bytes_used // self.blocks_used if self.blocks_used else 0
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """A packed step as the host knows it; block_tables and slots: one array a group. See AttentionMetadata.
+
+    positions int64 [num_tokens], seq_lens int32 [num_seqs], query_start_loc int32 [num_seqs + 1],
+    block_tables int32 [num_seqs, most blocks of a sequence], slots int64 [num_tokens].
+    """
+
+    positions: np.ndarray
+    seq_lens: np.ndarray
+    query_start_loc: np.ndarray
+    block_tables: list[np.ndarray]
+    slots: list[np.ndarray]
+    max_query_len: int
+    max_seq_len: int
+
+    def metadata(self, device: torch.device) -> list[AttentionMetadata]:
+        """One record a group."""
+        query_start_loc, seq_lens = to_device(self.query_start_loc, device), to_device(self.seq_lens, device)
+        return [
+            AttentionMetadata(
+                block_tables=to_device(table, device),
+                seq_lens=seq_lens,
+                query_start_loc=query_start_loc,
+                slot_mapping=to_device(slots, device),
+                max_query_len=self.max_query_len,
+                max_seq_len=self.max_seq_len,
+            )
+            for table, slots in zip(self.block_tables, self.slots)
+        ]
 
 
 class PagedMemory:
@@ -160,17 +192,19 @@ class PagedMemory:
 
         Sequence i computes its last `query_lens[i]` appended tokens.
         """
+        step = self.step_arrays(seq_ids, query_lens)
+        return step.metadata(device), to_device(step.positions, device)
+
+    def step_arrays(self, seq_ids: Sequence[SeqId], query_lens: Sequence[int]) -> StepArrays:
+        """What `step_metadata` sends to the device."""
         lengths = np.asarray(query_lens, dtype=np.int64)
         starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
-        num_tokens = int(starts[-1])
         first = self.groups[0].manager
         seq_lens = np.fromiter((first.num_tokens(s) for s in seq_ids), dtype=np.int64, count=len(seq_ids))
         rows = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.arange(num_tokens) + np.repeat(seq_lens - lengths - starts[:-1], lengths)
-        query_start_loc = torch.from_numpy(starts).to(device, non_blocking=True)
-        lens = torch.from_numpy(seq_lens.astype(np.int32)).to(device, non_blocking=True)
-        records = []
+        positions = np.arange(int(starts[-1])) + np.repeat(seq_lens - lengths - starts[:-1], lengths)
+        block_tables, slot_arrays = [], []
         for group in self.groups:
             tables = [group.manager.block_table(s) for s in seq_ids]
             table = np.zeros((len(tables), max(map(len, tables), default=0) or 1), dtype=np.int32)
@@ -178,17 +212,22 @@ class PagedMemory:
                 row[: len(blocks)] = blocks
             slots = table[rows, positions // self.block_size].astype(np.int64) * self.block_size
             slots += positions % self.block_size
-            records.append(
-                AttentionMetadata(
-                    block_tables=torch.from_numpy(table).to(device, non_blocking=True),
-                    seq_lens=lens,
-                    query_start_loc=query_start_loc,
-                    slot_mapping=torch.from_numpy(slots).to(device, non_blocking=True),
-                    max_query_len=int(lengths.max(initial=0)),
-                    max_seq_len=int(seq_lens.max(initial=0)),
-                )
-            )
-        return records, torch.from_numpy(positions).to(device, non_blocking=True)
+            block_tables.append(table)
+            slot_arrays.append(slots)
+        return StepArrays(
+            positions=positions,
+            seq_lens=seq_lens.astype(np.int32),
+            query_start_loc=starts,
+            block_tables=block_tables,
+            slots=slot_arrays,
+            max_query_len=int(lengths.max(initial=0)),
+            max_seq_len=int(seq_lens.max(initial=0)),
+        )
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Where the K/V of every layer lies, and how: two memories of one layout are one to whoever reads addresses."""
+        return tuple((group.layers, group.manager.sliding_window, group.pool.layout) for group in self.groups)
 
     def release(self) -> None:
         """Give the tensors back to the system; every sequence must have been freed."""
