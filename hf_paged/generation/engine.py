@@ -38,7 +38,7 @@ from hf_paged.generation.request import (
     new_request,
 )
 from hf_paged.generation.runner import Runner
-from hf_paged.generation.sampling import greedy
+from hf_paged.generation.sampling import greedy, to_host
 from hf_paged.generation.scheduler import Scheduler
 from hf_paged.generation.sequence import FinishReason, Sequence
 from hf_paged.generation.sizing import open_memory
@@ -342,7 +342,7 @@ class Engine:
         """Plain greedy requests, with their row of the logits: all in one operation."""
         if len(plain) < len(logits):
             logits = logits[torch.tensor([row for _, _, row in plain], device=logits.device)]
-        tokens, logprobs = (values.tolist() for values in greedy(logits, self._in_fp32))
+        tokens, logprobs = to_host(*greedy(logits, self._in_fp32))
         changed = []
         for (request, seq, _), token, logprob in zip(plain, tokens, logprobs):
             assert isinstance(request, SampleRequest)

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_paged.generation.beam import BeamSearch, Candidate
 from hf_paged.generation.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling import choose, largest, logprobs_of
+from hf_paged.generation.sampling import choose, largest, logprobs_of, to_host
 from hf_paged.generation.sequence import FinishReason, Sequence, SequenceGroup
 
 NOT_FINITE = "the model's logits are NaN"
@@ -189,11 +189,11 @@ class SampleRequest(Request):
         if self.processors:
             scores = self.processors(self._rows(), spread.clone())
         tokens = choose(scores, do_sample=self.do_sample, generator=self.generator)
-        raw = logprobs_of(spread, tokens).tolist()
+        others = [logprobs_of(scores, tokens)] if self.keeps_processed else []
+        chosen, raw, *processed = to_host(tokens, logprobs_of(spread, tokens), *others)
         if any(map(isnan, raw)):
             raise ArithmeticError(NOT_FINITE)
-        processed = logprobs_of(scores, tokens).tolist() if self.keeps_processed else None
-        return self.accept(tokens.tolist(), raw, processed)
+        return self.accept(chosen, raw, *processed)
 
     def accept(self, tokens: list[int], logprobs: list[float], processed: list[float] | None = None) -> list[Fork]:
         """One token for each sample, finished ones included (theirs are dropped)."""
@@ -298,11 +298,8 @@ class BeamRequest(Request):
             totals = flat[chosen]
         else:
             chosen, totals = largest(scores, running_scores, self.num_candidates)
-        candidates = [
-            Candidate(index // vocab_size, index % vocab_size, score)
-            for index, score in zip(chosen.tolist(), totals.tolist())
-        ]
-        raws = raw.reshape(-1)[chosen].tolist()
+        indices, sums, raws = to_host(chosen, totals, raw.reshape(-1)[chosen])
+        candidates = [Candidate(index // vocab_size, index % vocab_size, score) for index, score in zip(indices, sums)]
         if any(map(isnan, raws)):
             raise ArithmeticError(NOT_FINITE)
         stopped = self._stopped(candidates)

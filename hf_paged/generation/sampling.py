@@ -37,6 +37,19 @@ def most_likely(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, 
     return values, best * run + index
 
 
+def to_host(tokens: torch.Tensor, *values: torch.Tensor) -> tuple[list[int], *tuple[list[float], ...]]:
+    """Tokens int64 [n] and some fp32 [n] of theirs, as lists."""
+    if tokens.device.type == "cpu":
+        return tokens.tolist(), *(row.tolist() for row in values)
+    return _in_one_transfer(tokens, *values)
+
+
+def _in_one_transfer(tokens: torch.Tensor, *values: torch.Tensor) -> tuple[list[int], *tuple[list[float], ...]]:
+    """The host waits for the device once. fp64 holds ids up to 2**53 and every fp32 as they are."""
+    first, *others = torch.stack([row.double() for row in (tokens, *values)]).tolist()
+    return list(map(int, first)), *others
+
+
 def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
     """scores fp32 [num_rows, vocab], after all processors -> tokens int64 [num_rows].
 

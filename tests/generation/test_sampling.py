@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_paged.generation.sampling import choose, greedy, largest, logprobs_of, most_likely
+from hf_paged.generation.sampling import (
+    _in_one_transfer,
+    choose,
+    greedy,
+    largest,
+    logprobs_of,
+    most_likely,
+    to_host,
+)
 from hf_paged.kernels import native_build, ops
 
 
@@ -69,3 +77,12 @@ def test_most_likely_is_the_first_of_the_largest(vocab: int) -> None:
     assert values.tolist() == scores.amax(-1).tolist()
     scores[2, 5] = float("nan")
     assert torch.isnan(most_likely(scores)[0]).tolist() == [False, False, True, False, False, False]
+
+
+def test_one_transfer_changes_no_number() -> None:
+    tokens = torch.tensor([0, 49151, 2**40 + 1])
+    values = torch.tensor([-0.1, torch.inf, -1e-30])
+    expected = to_host(tokens, values, values.sqrt())
+    assert expected[0] == tokens.tolist() and expected[1] == values.tolist()
+    assert repr(_in_one_transfer(tokens, values, values.sqrt())) == repr(expected)  # NaN included
+    assert _in_one_transfer(tokens) == (tokens.tolist(),)
