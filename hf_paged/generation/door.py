@@ -26,6 +26,7 @@ from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, Recor
 from hf_paged.generation.sizing import draws_dropout, window_groups
 from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
 from hf_paged.integration.forward import PackedModel
+from hf_paged.integration.graphs import forget_graphs
 from hf_paged.integration.support import SupportReport, refuse_unsupported
 
 PAGED = "paged"
@@ -113,7 +114,8 @@ def _give_back(model: nn.Module, key: _MemoryKey, memory: PagedMemory) -> None:
 
 
 def release_memory(model: nn.Module | None = None) -> None:
-    """Free the K/V memory that paged generate calls keep for the next call (of one model, or of all)."""
+    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls, CUDA graphs."""
+    forget_graphs(model)
     with _idle_lock:
         if model is None:
             _idle.clear()

@@ -22,8 +22,10 @@ from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
+from hf_paged.cache.kv_pool import to_device
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.outputs import EngineStats, RequestOutput
@@ -44,6 +46,7 @@ from hf_paged.generation.sequence import FinishReason, Sequence
 from hf_paged.generation.sizing import open_memory
 from hf_paged.integration.adapters import AdapterChoice, Adapters
 from hf_paged.integration.forward import PackedModel
+from hf_paged.integration.graphs import graphed_steps
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -59,7 +62,8 @@ class Engine:
 
     model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only. prepack:
     keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, if memory allows). Sums
-    may then come in another order: in fp32, and in bf16 in steps of more than 32 tokens.
+    may then come in another order: in fp32, and in bf16 in steps of more than 32 tokens. cuda_graphs: capture decode
+    steps and replay them (None = on a CUDA device, where it can be done, with a warning where not; True = or raise).
     Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`).
     """
 
@@ -71,6 +75,7 @@ class Engine:
         *,
         tokenizer: Any = None,
         prepack: bool | None = None,
+        cuda_graphs: bool | None = None,
     ) -> None:
         self.model = model
         self.cache_config = cache_config or CacheConfig()
@@ -86,7 +91,8 @@ class Engine:
             self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
         self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
         self._adapters = Adapters(self._model)
-        self._runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters)
+        self._graphs = graphed_steps(opened.model, self.scheduler_config.max_num_seqs, cuda_graphs)
+        self._runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters, self._graphs)
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # from outside their own decoding, since the last step
         # What has changed, in the order of change: for the stream that follows a request, or else for `step`, whoever
@@ -341,7 +347,7 @@ class Engine:
     def _advance_plain(self, plain: list[tuple[Request, Sequence, int]], logits: torch.Tensor) -> list[Request]:
         """Plain greedy requests, with their row of the logits: all in one operation."""
         if len(plain) < len(logits):
-            logits = logits[torch.tensor([row for _, _, row in plain], device=logits.device)]
+            logits = logits[to_device(np.array([row for _, _, row in plain]), logits.device)]
         tokens, logprobs = to_host(*greedy(logits, self._in_fp32))
         changed = []
         for (request, seq, _), token, logprob in zip(plain, tokens, logprobs):
@@ -562,6 +568,7 @@ class Engine:
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated_tokens,
                 steps=self._steps,
+                graph_replays=0 if self._graphs is None else self._graphs.replays,
             )
 
     def block_tables(self, request_id: str) -> list[tuple[list[int], list[int]]]:
@@ -596,6 +603,8 @@ class Engine:
             self._ended.clear()
             self._undelivered.clear()
             self._closed = True
+            if self._graphs is not None:
+                self._graphs.close()
             self._memory.release()
 
     def _check_open(self) -> None:

@@ -65,7 +65,7 @@ class EngineStats:
     used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
     blocks that hold preempted sequences. kv_waste_ratio: share of the used blocks' slots that hold no token (what
     Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the same sequences would take in addition
-    without sharing. Counters count since the engine started.
+    without sharing. graph_replays: those of the steps that a CUDA graph computed. Counters count since the start.
     """
 
     num_blocks: int
@@ -89,6 +89,7 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     steps: int
+    graph_replays: int
 
     @property
     def prefix_cache_hit_rate(self) -> float:

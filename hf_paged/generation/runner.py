@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged.cache.kv_pool import HostPool
+from hf_paged.cache.kv_pool import HostPool, to_device
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.sequence import Sequence
 from hf_paged.integration.adapters import Adapters
 from hf_paged.integration.forward import PackedModel
+from hf_paged.integration.graphs import GraphedSteps
 from hf_paged.integration.row_forward import RowModel
 
 
@@ -38,16 +39,22 @@ class Runner:
     """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel one after the
-    other.
+    other. `graphs` compute the decode steps that they can.
     """
 
     def __init__(
-        self, model: PackedModel | RowModel, memory: PagedMemory, host_pools: list[HostPool], adapters: Adapters
+        self,
+        model: PackedModel | RowModel,
+        memory: PagedMemory,
+        host_pools: list[HostPool],
+        adapters: Adapters,
+        graphs: GraphedSteps | None = None,
     ) -> None:
         self._model = model
         self._memory = memory
         self._host_pools = host_pools
         self._adapters = adapters
+        self._graphs = graphs
         self._device = model.model.device
 
     @property
@@ -99,11 +106,16 @@ class Runner:
             if first + count == seq.num_tokens:
                 seqs.append(seq)
                 rows.append(end - 1)
-        metadata, positions = self._memory.step_metadata([seq.seq_id for seq, _ in plan], counts, self._device)
+        step = self._memory.step_arrays([seq.seq_id for seq, _ in plan], counts)
         # Every token's logits are wanted in a pure decode step: no index, no copy of the hidden states.
-        wanted = None if len(rows) == len(tokens) else torch.tensor(rows, dtype=torch.int64, device=self._device)
-        ids = torch.from_numpy(tokens).to(self._device, non_blocking=True)
-        logits = model.forward(ids, positions, metadata, wanted)
+        is_decode = len(rows) == len(tokens)
+        if is_decode and self._graphs is not None:
+            replayed = self._graphs.forward(tokens, step)
+            if replayed is not None:
+                return StepResult(seqs, replayed)
+        ids, positions = (to_device(x, self._device) for x in (tokens, step.positions))
+        wanted = None if is_decode else to_device(np.array(rows, dtype=np.int64), self._device)
+        logits = model.forward(ids, positions, step.metadata(self._device), wanted)
         return StepResult(seqs, logits if seqs else None)
 
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:

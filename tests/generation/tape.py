@@ -1,0 +1,92 @@
+"""CUDA graphs without a device: a capture writes down every operation with its tensors, a replay does them again.
+
+As with a CUDA graph, a replay runs no Python of the model, knows tensors by their memory only, and leaves every result
+where the capture left it. What it cannot show is the device: streams, waiting, and the launches of our kernels, whose
+recorded replay is tested in `tests/kernels/test_triton.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from hf_paged.integration import graphs
+from hf_paged.kernels import ops
+
+_attention = ops.paged_attention
+_tapes: list[Tape] = []  # what is being captured
+
+
+class Tape(TorchDispatchMode):
+    """Operations in their order, each with what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[Callable[[], Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return self.add(lambda: func(*args, **kwargs))
+
+    def add(self, work: Callable[[], Any]) -> Any:
+        result = work()
+        self.entries.append((work, result))
+        return result
+
+    def replay(self) -> None:
+        for work, result in self.entries:
+            for old, new in zip(tree_leaves(result), tree_leaves(work()), strict=True):
+                # A view, or what an operation in place returns, is there already.
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class TapedGraphs:
+    """In the place of `graphs.CudaGraphs`."""
+
+    device_type = "cpu"
+    captures = 0  # of all since `install`
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cpu"
+
+    def warm_up(self, compute: Callable[[], None]) -> None:
+        compute()
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        tape = Tape()
+        _tapes.append(tape)
+        try:
+            with tape:
+                compute()
+        finally:
+            _tapes.pop()
+        TapedGraphs.captures += 1
+        return tape.replay
+
+
+def _taped_attention(*args: Any, **kwargs: Any) -> Any:
+    """The kernels of a CPU plan on the host: they are one operation, which plans anew in every replay."""
+    query, key_cache, value_cache, metadata = args
+
+    def work() -> Any:
+        return _attention(query, key_cache, value_cache, replace(metadata, scratch={}), **kwargs)
+
+    with _disable_current_modes():
+        return _tapes[-1].add(work) if _tapes else _attention(*args, **kwargs)
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """From here on engines capture decode steps on a CPU."""
+    patch.setattr(graphs, "CudaGraphs", TapedGraphs)
+    patch.setattr(ops, "paged_attention", _taped_attention)
+    patch.setattr(TapedGraphs, "captures", 0)
+    # transformers asks, and leaves out what no graph can do.
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(_tapes))
+    graphs.forget_graphs()
