@@ -113,7 +113,8 @@ def run_ours(model: Any, requests: list[Any], prompts: list[list[int]], args: ar
 
     begin = time.perf_counter()
     cache = hf_paged.CacheConfig(block_size=args.block_size, memory=args.memory)
-    engine = hf_paged.Engine(model, cache, hf_paged.SchedulerConfig(max_num_seqs=args.max_num_seqs))
+    scheduler = hf_paged.SchedulerConfig(max_num_seqs=args.max_num_seqs)
+    engine = hf_paged.Engine(model, cache, scheduler, cuda_graphs=False if args.eager else None)
     start_up = time.perf_counter() - begin
     waste, batched, steps = [], [], 0
     begin = time.perf_counter()
@@ -150,6 +151,7 @@ def run_ours(model: Any, requests: list[Any], prompts: list[list[int]], args: ar
         "batched_requests": statistics.mean(batched),
         "preemptions": stats.preemptions_recompute + stats.preemptions_swap,
         "steps": steps,
+        "graph_replays": stats.graph_replays,
     }
     engine.close()
     return Result("ours", seconds, done, start_up, figures)
@@ -286,6 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--memory", help="size of ours' K/V pool (default: the engine's)")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
     parser.add_argument("--plain-batch", type=int, default=32)
     parser.add_argument("--vllm-python")
     parser.add_argument("--vllm-options", default="{}", help="JSON of further arguments of vllm.LLM")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Batch, Case, check, make_batch
+from cases import Batch, Case, check, make_batch, unwritten
 
 from hf_paged.kernels import ops, reference, triton_launch, triton_ops, triton_plan
 
@@ -193,6 +193,92 @@ def test_more_sequences_share_than_fit_a_tile() -> None:
     lens = tuple((1, 100 + i) for i in range(11))
     plan = planned(make_batch(Case(lens, heads=(4, 1), head_dim=16, shared=6), DEVICE))
     assert units_of(plan)[0] == (0, 11, 0, 1)
+
+
+# -- launches that are kept, as a CUDA graph keeps them --------------------------------------------------------------
+
+STEPS = [
+    ((1, 1),),
+    ((1, 300), (1, 3), (1, 64), (1, 65), (1, 17)),
+    ((1, 2),) * 8,
+    tuple((1, 90 + 30 * i) for i in range(6)),
+]
+
+
+@pytest.mark.parametrize(
+    "longest, options",
+    [
+        (64, {}),
+        (512, {}),
+        (512, {"sliding_window": 20}),
+        (512, {"sliding_window": 300}),
+        (512, {"heads": (18, 1)}),
+        (512, {"block_size": 48, "heads": (2, 2)}),
+    ],
+)
+def test_launches_of_one_step_compute_any_other(
+    longest: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was decided on the host for eight sequences of padding holds for others: grids, kernels, plans, tables."""
+    monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
+    options = {"head_dim": 16, **options}
+    size, example = 8, make_batch(Case(((1, 1),), **options), DEVICE)
+    block_size = example.key_cache.shape[1]
+    query, new_key, new_value = (
+        torch.zeros(size, *t.shape[-2:], device=DEVICE) for t in (example.query, example.key_cache, example.value_cache)
+    )
+    key_cache, value_cache = (
+        torch.full((300, *t.shape[1:]), torch.nan, device=DEVICE) for t in (example.key_cache, example.value_cache)
+    )
+    static = triton_ops.AttentionMetadata(
+        block_tables=torch.zeros(size, 512, dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.ones(size, dtype=torch.int32, device=DEVICE),
+        query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=DEVICE),
+        slot_mapping=torch.full((size,), -1, device=DEVICE),
+        max_query_len=1,
+        max_seq_len=longest,
+    )
+    launches: list[triton_launch.Launch] = []
+    run = triton_launch.Launch.run
+    monkeypatch.setattr(triton_launch.Launch, "run", lambda self: (launches.append(self), run(self)))
+    out = [
+        ops.paged_attention(
+            query, key_cache, value_cache, static, key=new_key, value=new_value, impl="triton", **example.options
+        )
+        for _ in range(2)  # layers
+    ]
+    kept = list(launches)
+    static.scratch.clear()
+
+    for lens in STEPS:
+        lens = tuple((1, min(length, longest)) for _, length in lens)
+        batch = make_batch(Case(lens, shared=48 // block_size, **options), DEVICE)
+        before, new_kv = unwritten(batch)
+        count = len(lens)
+        query[:count], new_key[:count], new_value[:count] = batch.query, new_kv["key"], new_kv["value"]
+        query[count:], new_key[count:], new_value[count:] = 3.0, torch.nan, torch.nan
+        for cache, filled in ((key_cache, before.key_cache), (value_cache, before.value_cache)):
+            cache.fill_(torch.nan)
+            cache[: len(filled)] = filled
+        static.block_tables[:count, : batch.metadata.block_tables.shape[1]] = batch.metadata.block_tables
+        static.block_tables[count:, 0] = batch.metadata.slot_mapping[0] // block_size
+        static.seq_lens[:count], static.seq_lens[count:] = batch.metadata.seq_lens, 1
+        static.slot_mapping[:count], static.slot_mapping[count:] = batch.metadata.slot_mapping, -1
+        for launch in kept:
+            for scratch in ("partial_out", "partial_lse"):
+                if launch.kernel is triton_ops.split_kernel:
+                    launch.args[scratch].fill_(torch.nan)
+        for launch in kept:
+            run(launch)
+        expected = batch.run("reference")
+        for layer in out:
+            torch.testing.assert_close(layer[:count], expected, atol=2e-5, rtol=2e-5)
+            assert layer.isfinite().all()  # padding too: it may meet operations that look at all rows
+        for cache, whole in ((key_cache, batch.key_cache), (value_cache, batch.value_cache)):
+            assert torch.equal(cache[: len(whole)].nan_to_num(nan=7.0), whole.nan_to_num(nan=7.0))
+            assert cache[len(whole) :].isnan().all()
+    kernels = {launch.kernel for launch in kept}
+    assert (triton_ops.split_kernel in kernels) == (longest == 512 and options.get("sliding_window") != 20)
 
 
 # -- blocks written and copied ---------------------------------------------------------------------------------------
