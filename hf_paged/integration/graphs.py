@@ -331,9 +331,10 @@ def graphed_steps(model: PackedModel | RowModel, most: int, cuda_graphs: bool | 
             raise ValueError(f"cuda_graphs=True: {obstacle}; leave it out")
         return None
     assert isinstance(model, PackedModel)
-    config = model.model.config.get_text_config(decoder=True)
+    longest = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     capacity = model.memory.groups[0].pool.num_blocks * model.memory.block_size
-    longest = getattr(config, "max_position_embeddings", None) or capacity
+    if longest is None or any(manager.sliding_window is None for manager in model.memory.managers):
+        longest = min(longest or capacity, capacity)  # layers that see everything hold it all
     steps = GraphedSteps(model, most, longest, must=bool(cuda_graphs))
     if cuda_graphs:
         steps.try_one()

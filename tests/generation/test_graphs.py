@@ -285,10 +285,10 @@ def test_the_active_adapter_is_the_one_that_computes() -> None:
         compare()
         model.set_adapter("other")
         compare()
-        with model.disable_adapter():
-            compare()
         layer.scaling["other"] *= -1.0
         compare()
+        with model.disable_adapter():
+            compare()
         model.merge_adapter()
         compare()
         replays = engine.stats().graph_replays
@@ -446,20 +446,22 @@ def test_a_later_engine_takes_over_graphs_whose_memory_is_where_it_was(monkeypat
     prompts = models.prompts(5, 9)
     expected = plain(model, prompts)
     monkeypatch.setattr(KVPool, "release", lambda self: None)
-    first = opened(model)
-    assert generated(first, prompts) == expected
-    pools = [group.pool for group in first._memory.groups]
-    first.close()
+    with opened(model) as first:
+        assert generated(first, prompts) == expected
     with opened(model) as second:  # K/V elsewhere
         assert generated(second, prompts) == expected and TapedGraphs.captures == 2
+
+    def settle(engine: Engine) -> None:
+        """Where the second had its K/V."""
+        for group, other in zip(engine._memory.groups, second._memory.groups):
+            group.pool._layers = other.pool._layers
+
     with opened(model) as third:
-        for group, pool in zip(third._memory.groups, [g.pool for g in second._memory.groups]):
-            group.pool._layers = pool._layers
+        settle(third)
         assert generated(third, prompts) == expected
         assert (TapedGraphs.captures, third.stats().graph_replays) == (2, 9)
         with opened(model) as fourth:  # beside the third: what that uses is its own
-            for group, pool in zip(fourth._memory.groups, pools):
-                group.pool._layers = pool._layers
+            settle(fourth)
             assert generated(fourth, prompts) == expected and TapedGraphs.captures == 3
     assert model in graphs._parked
     hf_paged.release_memory(model)
@@ -512,6 +514,13 @@ def test_what_does_not_wait_is_not_refused() -> None:
         actual = (x.to(torch.float64)[index] @ torch.ones(6, 2).double(), torch.where(x > 0, x, 0), y)
     for one, other in zip(actual, expected):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("family, longest", [("llama", 96), ("gemma3", 96), ("mistral", models.MAX_POSITIONS)])
+def test_tables_are_as_long_as_a_sequence_can_be(family: str, longest: int) -> None:
+    """What no layer sees any more takes no block, so that windows alone do not bound a sequence."""
+    with opened(models.shared(family), num_blocks=24) as engine:
+        assert engine._graphs._longest == longest
 
 
 def test_padding_reads_a_slot_that_the_step_owns() -> None:
