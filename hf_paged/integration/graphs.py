@@ -51,8 +51,20 @@ class CudaGraphs:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 compute()
 
-        self._aside(record)
+        try:
+            self._aside(record)
+        except BaseException:
+            self._end_broken_capture()
+            raise
         return graph.replay
+
+    def _end_broken_capture(self) -> None:
+        """What CUDA itself has refused has ended for CUDA, but not for torch's allocator."""
+        try:
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        except RuntimeError:
+            return  # it has: the error was Python's
+        torch._C._cuda_releasePool(self._device.index, self._pool)
 
     def _aside(self, work: Callable[[], None]) -> None:
         """Do it on the stream of captures, which follows the current one and is followed by it."""
@@ -70,8 +82,7 @@ class CudaGraphs:
 class NoHostValues(TorchDispatchMode):
     """Refuses what no graph can do: operations whose value or shape the host must know, copies between host and device.
 
-    Raises RuntimeError before they are done, which leaves the capture whole. CUDA's own error would break it, and leave
-    torch's allocator in the middle of it.
+    Raises RuntimeError before they are done, which leaves the capture whole; an error of CUDA's would break it.
     """
 
     _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -90,7 +101,7 @@ class NoHostValues(TorchDispatchMode):
     def _is_refused(self, func: Any, args: Any, kwargs: Any) -> bool:
         name = func.overloadpacket
         if name is torch.ops.aten._to_copy:
-            return torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type
+            return bool(torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type)
         if name is torch.ops.aten.copy_:
             return bool(args[0].device.type != args[1].device.type)
         if name in self._PUTS and args[2].numel() == 1 and args[2].device.type == "cpu":

@@ -36,9 +36,9 @@ class ModelWatch:
         # What must stay the object it is, as dictionary and key; the lengths tell of what is added.
         places = [(d, key) for d in self._filled for key in d] + [(a, name) for a in attributes for name in _OVERRIDES]
         self._dicts, self._keys = [d for d, _ in places], [key for _, key in places]
-        self._objects = list(map(dict.get, self._dicts, self._keys))
+        self._objects: list[Any] = list(map(dict.get, self._dicts, self._keys))
         # A tensor that wraps others, as quantised weights do, has no address: its identity has to do.
-        self._tensors = [x for x in self._objects if type(x) in (torch.Tensor, nn.Parameter)]
+        self._tensors: list[Any] = [x for x in self._objects if type(x) in (torch.Tensor, nn.Parameter)]
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         self._adapters = [a for a in attributes if "merged_adapters" in a]  # PEFT's layers
         self._configs = list({id(config): config for a in attributes if (config := a.get("config"))}.values())
