@@ -93,6 +93,7 @@ class Runner:
         return _joined(plan, results, failed)
 
     def _run_packed(self, model: PackedModel, plan: Plan) -> StepResult:
+        """A plan of like adapters."""
         counts = [count for _, count in plan]
         tokens = np.empty(sum(counts), dtype=np.int64)
         seqs, rows, end = [], [], 0
@@ -110,7 +111,8 @@ class Runner:
         # Every token's logits are wanted in a pure decode step: no index, no copy of the hidden states.
         is_decode = len(rows) == len(tokens)
         if is_decode and self._graphs is not None:
-            replayed = self._graphs.forward(tokens, step)
+            adapters = plan[0][0].group.adapters if self._adapters.seen else None
+            replayed = self._graphs.forward(tokens, step, adapters)
             if replayed is not None:
                 return StepResult(seqs, replayed)
         ids, positions = (to_device(x, self._device) for x in (tokens, step.positions))

@@ -200,6 +200,10 @@ def forget_graphs(model: torch.nn.Module | None = None) -> None:
 # -- decode steps --------------------------------------------------------------------------------------------------
 
 
+MOST_VARIANTS = 8
+"""Each takes memory for its graphs and time for capturing them; the steps of further ones are computed eagerly."""
+
+
 def padded_size(count: int, most: int) -> int:
     """The batch size whose graph computes `count` sequences: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., at most `most`."""
     power = 1 << max(count - 1, 0).bit_length()
@@ -221,22 +225,28 @@ class GraphedSteps:
         self._most = most
         self._longest = longest
         self._must = must
-        self._captured: _Captured | None = None
+        self._captured: dict[object, _Captured] = {}  # by variant
         self._is_off = False
         self._told: set[str] = set()
         self.replays = 0
 
-    def forward(self, tokens: np.ndarray, step: StepArrays) -> torch.Tensor | None:
-        """tokens int64 [num_seqs], one new token of each sequence -> logits [num_seqs, vocab], until the next call.
+    def forward(self, tokens: np.ndarray, step: StepArrays, variant: object = None) -> torch.Tensor | None:
+        """tokens int64 [num_seqs], one new token of each sequence -> logits [num_seqs, vocab], until the next call for
+        this variant. None: compute this step without a graph.
 
-        None: compute this step without a graph.
+        variant: which of several things, known to the caller, the model computes in turn (with which adapters, say).
+        Each has graphs of its own, up to MOST_VARIANTS of them.
         """
         if self._is_off:
             return None
-        captured = self._captured or self._take()
+        captured = self._captured.get(variant)
+        if captured is None and len(self._captured) == MOST_VARIANTS:
+            self._decline(f"there are graphs for {MOST_VARIANTS} sets of adapters already")
+            return None
+        captured = captured or self._take()
         if captured.watch.changed():
             captured = self._new()
-        self._captured = captured
+        self._captured[variant] = captured
         obstacle = captured.watch.obstacle or _obstacle_of_modes(self._packed.model.device.type)
         if step.max_seq_len > captured.inputs.longest:
             obstacle = f"a sequence is longer than the {captured.inputs.longest} tokens that there are tables for"
@@ -260,7 +270,8 @@ class GraphedSteps:
 
     def close(self) -> None:
         """Leave the graphs to the next engine on the model."""
-        captured, self._captured, self._is_off = self._captured, None, True
+        captured = max(self._captured.values(), key=lambda captured: len(captured.replays), default=None)
+        self._captured, self._is_off = {}, True
         if captured is not None and captured.replays:
             with _lock:
                 _parked[self._packed.model] = captured
@@ -302,7 +313,7 @@ class GraphedSteps:
                 captured.replays[size] = replay
                 return True
             reason = f"{name} replaces tensors of its own at every step"
-        self._captured, self._is_off = None, True
+        self._captured, self._is_off = {}, True
         self._decline(reason)
         return False
 

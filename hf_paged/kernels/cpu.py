@@ -456,8 +456,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 def _prepare_gather(
     cache: torch.Tensor, slots: torch.Tensor, packed: bool, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows to take, where to (rows as they lie in `_words` of the cache), and the same as [num_seqs, num_kv_heads, span,
-    dim]."""
+    """Rows to take, where to (as in `_words` of the cache), and that as [num_seqs, num_kv_heads, span, dim]."""
     words = _words(cache).dtype
     heads, dim = cache.shape[2:]
     buffers: dict[Any, torch.Tensor] = _local.__dict__.setdefault("buffers", {})

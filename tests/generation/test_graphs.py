@@ -53,6 +53,11 @@ def tensors_of(engine: Engine) -> list[torch.Tensor]:
     return [tensor for group in engine._memory.groups for layer in group.pool._layers.values() for tensor in layer]
 
 
+def captured_of(engine: Engine) -> Any:
+    (captured,) = engine._graphs._captured.values()
+    return captured
+
+
 def generated(engine: Engine, prompts: list[torch.Tensor], **options: Any) -> list[list[int]]:
     outputs = engine.generate(prompts, config("greedy", **{"eos_token_id": NEVER, **options}))
     assert [output.error for output in outputs] == [None] * len(prompts)
@@ -119,7 +124,7 @@ def test_arrivals_and_aborts_over_all_sizes() -> None:
                 assert engine.abort("13") and engine.abort("17")
             outputs.update({o.request_id: o for o in engine.step()})
             engine.check_integrity()
-        sizes = sorted(engine._graphs._captured.replays)
+        sizes = sorted(captured_of(engine).replays)
         assert_idle(engine)
     assert sizes == [1, 2, 4, 8, 16, 20]
     for index, expected in enumerate(plain(model, prompts, max_new_tokens=40)):
@@ -294,6 +299,37 @@ def test_the_active_adapter_is_the_one_that_computes() -> None:
         replays = engine.stats().graph_replays
     assert len({str(tokens) for tokens in seen}) == 4  # a merged adapter says what it said before
     assert replays == 5 * 9 and TapedGraphs.captures == 5
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_every_adapter_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj", "down_proj"], lora_alpha=64, init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), options)
+    model.add_adapter("other", options)
+    model.eval()
+    prompts = models.prompts(5, 9, 7)
+    expected = []
+    for name, prompt in zip(["default", "other"], prompts, strict=False):
+        model.set_adapter(name)
+        expected += plain(model, [prompt])
+    with model.disable_adapter():
+        expected += plain(model, [prompts[2]])
+    chosen = ["default", "other", "__base__"]
+    made = config("greedy", eos_token_id=NEVER)
+
+    def run(engine: Engine) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in engine.generate(prompts, made, adapter=chosen)]
+
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+        # All three in every step: what one replay gives must outlive the next one.
+        assert run(engine) == run(engine) == expected
+        assert TapedGraphs.captures == 3 and engine.stats().graph_replays == 2 * 9 * 3
+    monkeypatch.setattr(graphs, "MOST_VARIANTS", 2)
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+        with pytest.warns(RuntimeWarning, match="without CUDA graphs: there are graphs for 2 sets of adapters"):
+            assert run(engine) == expected
+        assert engine.stats().graph_replays == 9 * 2
 
 
 class Watching(TorchDispatchMode):
@@ -472,7 +508,7 @@ def test_graphs_that_wait_do_not_keep_their_model() -> None:
     model = models.build("llama")
     with opened(model) as engine:
         generated(engine, models.prompts(5))
-        engine._graphs._captured.replays = {1: lambda: None}  # a tape has its model's tensors, a CUDA graph has not
+        captured_of(engine).replays = {1: lambda: None}  # a tape has its model's tensors, a CUDA graph has not
     gone = weakref.ref(model)
     assert len(graphs._parked) == 1
     del model, engine
