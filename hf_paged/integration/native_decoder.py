@@ -23,7 +23,7 @@ from hf_paged.integration.native_layers import norm_of
 from hf_paged.integration.native_walk import Walk
 from hf_paged.integration.prepack import PackedLayer, PackedWeights
 from hf_paged.kernels import cpu_layers
-from hf_paged.kernels.cpu_stack import Stack, StackAttention, layer_sizes
+from hf_paged.kernels.cpu_stack import Attention, Stack, StackLayer, layer_sizes
 
 TRIAL_TOKENS = 8
 """A shorter step decides nothing: of one token, at position 0, the rotated heads are the heads themselves."""
@@ -156,7 +156,8 @@ class Layer:
         self.sizes: tuple[int, ...] = ()
         self.layer_idx: int = self._attention.layer_idx
         self.next: Layer | None = None  # which took this one's result, as it was, in the last step
-        self.mask: Any = None  # what it got then
+        self.mask: Any = None  # what it was given then
+        self._attends: Attention | None = None  # with that mask
 
     def is_ready(self) -> bool:
         """False when the kernels are not for this layer, or not any more: parts were replaced, or somebody watches."""
@@ -247,24 +248,23 @@ class Layer:
     def can_follow(self, first: Layer) -> bool:
         """Whether one native call can compute both."""
         alike = self.sizes == first.sizes and self._options.get("s_aux") is None
-        return alike and self._verdict is True and "forward" in self.attributes
+        return alike and self._attends is not None and "forward" in self.attributes
 
-    def attention_in(self, cache: PackedCache) -> StackAttention:
-        """What `_compute` would do between the two parts."""
-        group, options = cache.group_of(self.layer_idx), self._options
-        pattern = pattern_of_call(self._attention, self.mask, options["sliding_window"])
-        scale = self._before.head_dim**-0.5 if options["scaling"] is None else options["scaling"]
-        return StackAttention(
-            *cache.memory.groups[group].pool[self.layer_idx], cache.step[group], scale, options["softcap"],
-            pattern.sliding_window, pattern.chunk_size,
-        )  # fmt: skip
+    def watch_mask(self, mask: Any) -> None:
+        """Take note of how the layer is asked to attend, for calls of `stack`."""
+        if self._verdict is True and (self._attends is None or mask is not self.mask):
+            options = self._options
+            pattern = pattern_of_call(self._attention, mask, options["sliding_window"])
+            scale = self._before.head_dim**-0.5 if options["scaling"] is None else options["scaling"]
+            self._attends = Attention(scale, options["softcap"], pattern.sliding_window, pattern.chunk_size)
+            self.mask = mask
 
     def stack(self, line: list[Layer]) -> Stack:
         """Of this layer and those that follow; kept for the next step."""
-        parts = [(layer._before, layer._after) for layer in line]
-        flat = [part for pair in parts for part in pair]
-        if self._stack is None or len(flat) != len(self._stack[0]) or not all(map(is_, flat, self._stack[0])):
-            self._stack = flat, Stack(parts)
+        parts = [part for layer in line for part in (layer._before, layer._attends, layer._after)]
+        if self._stack is None or len(parts) != len(self._stack[0]) or not all(map(is_, parts, self._stack[0])):
+            triples = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+            self._stack = parts, Stack([StackLayer(*triple) for triple in triples])
         return self._stack[1]
 
     def _try(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:

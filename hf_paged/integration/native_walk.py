@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,14 +23,6 @@ MOST_AHEAD = 256
 """Tokens of a step up to which layers are computed ahead: all results are kept, and calls matter less."""
 
 
-class _Ahead(NamedTuple):
-    """Of a layer that was computed ahead: the one before it, whose result it takes, and its own result."""
-
-    previous: Layer
-    expected: torch.Tensor
-    result: torch.Tensor
-
-
 @dataclass(slots=True)
 class Walk:
     """The model's way from layer to layer in the packed step in progress."""
@@ -39,7 +31,8 @@ class Walk:
     result: Any = None  # of the last one
     version: int = 0  # of that result, or of all that was computed ahead: it is one tensor
     angles: tuple[torch.Tensor, ...] = ()  # that the last one was given
-    ahead: dict[Layer, _Ahead] = field(default_factory=dict)
+    # Of layers computed ahead: the one before, its result, the own result.
+    ahead: dict[Layer, tuple[Layer, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cache: PackedCache) -> Walk:
@@ -55,15 +48,16 @@ class Walk:
         ahead = self.ahead.get(layer)
         if ahead is None:
             return None
-        if self._passes_on(ahead.expected, hidden_states, kwargs) and layer.mask is kwargs.get("attention_mask"):
-            return ahead.result
+        previous, expected, result = ahead
+        if self._passes_on(expected, hidden_states, kwargs) and layer.mask is kwargs.get("attention_mask"):
+            return result
         self.ahead.clear()
-        self.last, self.result = ahead.previous, ahead.expected
+        self.last, self.result = previous, expected
         return None
 
     def enter(self, layer: Layer, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Before a layer is computed: remember what it follows."""
-        layer.mask = kwargs.get("attention_mask")
+        layer.watch_mask(kwargs.get("attention_mask"))
         if self.last is not None:
             follows = self._passes_on(self.result, hidden_states, kwargs) and layer.layer_idx > self.last.layer_idx
             self.last.next = layer if follows else None
@@ -86,14 +80,15 @@ class Walk:
 
     def run(self, line: list[Layer], cache: PackedCache, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute the first of these layers and the others ahead."""
-        attentions = [layer.attention_in(cache) for layer in line]
-        results = line[0].stack(line).run(hidden_states, *self.angles, attentions)
-        for layer, attention in zip(line, attentions, strict=True):
-            pool = cache.memory.groups[cache.group_of(layer.layer_idx)].pool
-            cache.handles.append(LayerHandle(layer.layer_idx, pool, attention.metadata, (None, None), reads=1))
+        groups = [cache.group_of(layer.layer_idx) for layer in line]
+        pools = [group.pool for group in cache.memory.groups]
+        caches = [pools[group][layer.layer_idx] for group, layer in zip(groups, line, strict=True)]
+        step = [cache.step[group] for group in groups]
+        results = line[0].stack(line).run(hidden_states, *self.angles, caches, step)
+        # One for all: their K/V has been written and read.
+        cache.handles.append(LayerHandle(line[0].layer_idx, pools[groups[0]], step[0], (None, None), reads=1))
         outputs = results.unbind()
-        for previous, layer, expected, result in zip(line, line[1:], outputs, outputs[1:], strict=False):
-            self.ahead[layer] = _Ahead(previous, expected, result)
+        self.ahead = dict(zip(line[1:], zip(line, outputs, outputs[1:])))
         self.last, self.result, self.version = line[-1], outputs[-1], results._version
         return outputs[0]
 
@@ -102,4 +97,4 @@ class Walk:
         if hidden_states is not result or not (result.is_inference() or result._version == self.version):
             return False
         angles = kwargs.get("position_embeddings", ())
-        return len(angles) == len(self.angles) and all(map(is_, angles, self.angles))
+        return angles is self.angles or (len(angles) == len(self.angles) and all(map(is_, angles, self.angles)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,46 +19,58 @@ from hf_paged.kernels.cpu_native import CALL_KEY, CALL_VALUE, CALL_WORKSPACE
 from hf_paged.kernels.metadata import AttentionMetadata
 
 
-class StackAttention(NamedTuple):
-    """A layer's attention in one step; as for `ops.paged_attention`."""
+class Attention(NamedTuple):
+    """How a layer attends, as for `ops.paged_attention`."""
 
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    metadata: AttentionMetadata
     scale: float
     softcap: float | None
     sliding_window: int | None
     chunk_size: int | None
 
 
+class StackLayer(NamedTuple):
+    """A decoder layer: what comes before its attention, how it attends, what comes after."""
+
+    before: LayerIn
+    attention: Attention
+    after: LayerOut
+
+
 class Stack:
     """Decoder layers of the same sizes (`layer_sizes`), each of which takes what the one before it gives."""
 
-    def __init__(self, layers: Sequence[tuple[LayerIn, LayerOut]]) -> None:
-        """layers: what comes before attention, and what comes after it."""
-        assert len({layer_sizes(*layer) for layer in layers}) == 1, "layers of different sizes"
-        befores, afters = zip(*layers, strict=True)
-        before, after = self._first = layers[0]
-        self._alive = list(layers)  # their tensors, of which only addresses are kept below
+    def __init__(self, layers: Sequence[StackLayer]) -> None:
+        assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
+        self._layers = list(layers)  # keeps their tensors, of which only addresses are used below
+        before, _, after = layers[0]
         self._ins = _words(len(layers), LayerInCall)
         self._ins[:, 2:4] = before.query.depth, before.head_dim
-        self._ins[:, 4:16] = [layer.words for layer in befores]
-        self._in_eps = np.array([tuple(layer.eps) for layer in befores])
+        self._ins[:, 4:16] = [layer.before.words for layer in layers]
+        self._in_eps = np.array([tuple(layer.before.eps) for layer in layers])
         self._outs = _words(len(layers), LayerOutCall)
         self._outs[:, 3:5] = after.output.depth, after.output.columns
-        self._outs[:, 5:18] = [layer.words for layer in afters]
-        self._out_eps = np.array([layer.norm.eps for layer in afters])
+        self._outs[:, 5:18] = [layer.after.words for layer in layers]
+        self._out_eps = np.array([layer.after.norm.eps for layer in layers])
+        self._scales = np.array([(layer.attention.scale, layer.attention.softcap or 0.0) for layer in layers])
+        self._windows = [layer.attention[2:] for layer in layers]
 
     def run(
-        self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attentions: Sequence[StackAttention]
+        self,
+        rows: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        step: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         """rows bf16 [1, tokens, depth], cos and sin bf16 [1, tokens, head_dim], all contiguous -> what each layer
         gives, bf16 [layers, 1, tokens, depth]. The tokens, one of each sequence, are written into the blocks.
+
+        caches: key_cache and value_cache of each layer; step: its metadata.
         """
         library = native_build.library()
         assert library is not None
-        before, after = self._first
-        count, tokens, dim = len(self._ins), rows.shape[1], before.head_dim
+        before, _, after = self._layers[0]
+        count, tokens, dim = len(self._layers), rows.shape[1], before.head_dim
         query = rows.new_empty((tokens, before.query.columns // dim, dim))
         key = rows.new_empty((tokens, before.key.columns // dim, dim))
         value, attended = torch.empty_like(key), torch.empty_like(query)
@@ -70,22 +82,20 @@ class Stack:
             library.hfp_layer_in_workspace(tokens, before.query.depth),
             library.hfp_layer_out_workspace(tokens, after.output.depth, after.output.columns, after.gate.columns),
         )
-        alike: dict[tuple[int, int | None, int | None], list[int]] = {}
-        for index, attention in enumerate(attentions):
-            alike.setdefault((id(attention.metadata), *attention[5:]), []).append(index)
-        for members in alike.values():
-            key_cache, value_cache, metadata, _, _, window, chunk = attentions[members[0]]
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for index, kind in enumerate(zip(map(id, step), self._windows, strict=True)):
+            alike.setdefault(kind, []).append(index)
+        for (_, (window, chunk)), members in alike.items():
             call, _, needed = cpu_native.attention_call(
-                query, key_cache, value_cache, metadata, attended, key=key, value=value, sliding_window=window,
+                query, *caches[members[0]], step[members[0]], attended, key=key, value=value, sliding_window=window,
                 chunk_size=chunk,
             )  # fmt: skip
             calls[members] = call
             num_bytes = max(num_bytes, needed)
         workspace, threads = cpu_native.workspace(num_bytes), torch.get_num_threads()
-        calls[:, CALL_KEY] = [attention.key_cache.data_ptr() for attention in attentions]
-        calls[:, CALL_VALUE] = [attention.value_cache.data_ptr() for attention in attentions]
+        calls[:, CALL_KEY] = [key_cache.data_ptr() for key_cache, _ in caches]
+        calls[:, CALL_VALUE] = [value_cache.data_ptr() for _, value_cache in caches]
         calls[:, CALL_WORKSPACE] = workspace
-        scales = np.array([(attention.scale, attention.softcap or 0.0) for attention in attentions])
 
         ends = results.data_ptr() + np.arange(count) * rows.nbytes
         starts = np.concatenate(([rows.data_ptr()], ends[:-1]))
@@ -97,7 +107,7 @@ class Stack:
         outs[:, 0], outs[:, 1], outs[:, 2] = attended.data_ptr(), starts, tokens
         outs[:, 18], outs[:, 19:] = ends, (workspace, threads)
         library.hfp_decode_layers(
-            ins.ctypes.data, self._in_eps.ctypes.data, calls.ctypes.data, scales.ctypes.data, outs.ctypes.data,
+            ins.ctypes.data, self._in_eps.ctypes.data, calls.ctypes.data, self._scales.ctypes.data, outs.ctypes.data,
             self._out_eps.ctypes.data, count,
         )  # fmt: skip
         return results

@@ -647,10 +647,13 @@ def test_soak() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_long_soak() -> None:
+    """In fp64: of 10^5 requests some find two tokens whose fp32 logits are so close (2e-6) that the order of a sum, which
+    depends on how many tokens a step has, decides between them."""
     import psutil
 
     sizes = []
+    model = models.build("llama").double()
     for seed in range(20):
-        soak(5000, seed, models.shared("llama"))
+        soak(5000, seed, model)
         sizes.append(psutil.Process().memory_info().rss)
     assert max(sizes[10:]) < sizes[1] + 2**25, "memory grows from round to round"

@@ -93,9 +93,9 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     run = cpu_stack.Stack.run
 
-    def spy(stack: Any, rows: Any, cos: Any, sin: Any, attentions: Any) -> Any:
-        seen.append(len(attentions))
-        return run(stack, rows, cos, sin, attentions)
+    def spy(stack: Any, rows: Any, cos: Any, sin: Any, caches: Any, step: Any) -> Any:
+        seen.append(len(caches))
+        return run(stack, rows, cos, sin, caches, step)
 
     monkeypatch.setattr(cpu_stack.Stack, "run", spy)
     return seen
