@@ -647,8 +647,9 @@ def test_soak() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_long_soak() -> None:
-    """In fp64: of 10^5 requests some find two tokens whose fp32 logits are so close (2e-6) that the order of a sum, which
-    depends on how many tokens a step has, decides between them."""
+    """In fp64: of 10^5 requests one finds two tokens whose fp32 logits are so close (2e-6) that the order of a sum, which
+    depends on the number of tokens in a step, decides between them.
+    """
     import psutil
 
     sizes = []
