@@ -647,8 +647,8 @@ def test_soak() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_long_soak() -> None:
-    """In fp64: of 10^5 requests one finds two tokens whose fp32 logits are so close (2e-6) that the order of a sum, which
-    depends on the number of tokens in a step, decides between them.
+    """In fp64: of 10^5 requests one finds two tokens whose fp32 logits are so close (2e-6) that the order of a sum
+    decides between them, and that depends on the number of tokens in a step.
     """
     import psutil
 
