@@ -224,8 +224,6 @@ class Layer:
         return type(self._layer).forward(self._layer, *args, **kwargs)
 
     def _fits(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        if not isinstance(kwargs.get("past_key_values"), PackedCache):
-            return False
         angles = kwargs.get("position_embeddings")
         if not isinstance(angles, tuple) or len(angles) != 2:
             return False
@@ -245,10 +243,9 @@ class Layer:
         attended, _ = attention_forward(attention, query, key, value, mask, **self._options)
         return cpu_layers.layer_out(self._after, attended.flatten(2), hidden_states)
 
-    def can_follow(self, first: Layer) -> bool:
+    def can_join(self, first: Layer) -> bool:
         """Whether one native call can compute both."""
-        alike = self.sizes == first.sizes and self._options.get("s_aux") is None
-        return alike and self._attends is not None and "forward" in self.attributes
+        return self.sizes == first.sizes and self._attends is not None and "forward" in self.attributes
 
     def watch_mask(self, mask: Any) -> None:
         """Take note of how the layer is asked to attend, for calls of `stack`."""
@@ -277,6 +274,7 @@ class Layer:
             self._verdict = False
             if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self.layer_idx:
                 self._options = handles[-1].options
-                self._verdict = torch.equal(self._compute(rows, kwargs), expected)
+                if self._options["s_aux"] is None:  # a parameter of the layer: it would not be one of known parts
+                    self._verdict = torch.equal(self._compute(rows, kwargs), expected)
         # Last, so that what is in the blocks then is the K/V of the step's own rows, computed in the layer's own way.
         return self._plain(hidden_states, **kwargs)

@@ -74,8 +74,10 @@ class Walk:
         line = [first]
         if cache.step[0].num_tokens > MOST_AHEAD or any(metadata.max_query_len > 1 for metadata in cache.step):
             return line
-        while (layer := line[-1].next) is not None and layer.can_follow(first):
+        layer = first.next
+        while layer is not None and layer.can_join(first):
             line.append(layer)
+            layer = layer.next
         return line
 
     def run(self, line: list[Layer], cache: PackedCache, hidden_states: torch.Tensor) -> torch.Tensor:
