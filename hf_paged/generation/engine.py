@@ -121,17 +121,19 @@ class Engine:
         priority: int = 0,
         logits_processor: Any = None,
         stopping_criteria: Any = None,
+        streamer: Any = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> str:
         """Queue a request; returns its id. Lower `priority` runs first; equal ones in order of arrival.
 
         prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate`
-        (None = the model's); its attribute `seed` gives the request random numbers of its own. adapter: name of the
-        PEFT adapter that computes the request, whatever is active on the model or in its neighbours; "__base__" = no
-        adapter; None = what is active now, to the request's end. cache_salt: requests share cached prefixes only with
-        others of the same salt, and of the same adapter. Raises ValueError at once on a request that can never run,
-        QueueFull when `max_waiting` wait already.
+        (None = the model's); its attribute `seed` gives the request random numbers of its own. streamer: one of
+        transformers', fed as by `generate`, by whoever does the steps. adapter: name of the PEFT adapter that computes
+        the request, whatever is active on the model or in its neighbours; "__base__" = no adapter; None = what is
+        active now, to the request's end. cache_salt: requests share cached prefixes only with others of the same salt,
+        and of the same adapter. Raises ValueError at once on a request that can never run, QueueFull when `max_waiting`
+        wait already.
 
         If the adapter is deleted, or merged into the weights, the requests that need it switched end with an error;
         if its weights are changed in place, they go on with the new ones.
@@ -168,6 +170,12 @@ class Engine:
             )
             self._scheduler.add(request.group)
             self._requests[request_id] = request
+            if streamer is not None:
+                try:
+                    request.stream_to(streamer)
+                except BaseException:
+                    self._drop([request])
+                    raise
             self._prompt_tokens += request.prompt_length
             return request_id
 
@@ -217,6 +225,7 @@ class Engine:
         self._ended.append(request)
 
     def _close(self, request: Request) -> None:
+        request.end_stream()
         request.metrics = replace(
             request.metrics,
             finish_time=time.monotonic(),
@@ -321,8 +330,12 @@ class Engine:
         for request in changed:
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
+            if request.streamer is not None:
+                request.tell_streamer()
             if request.group.is_finished:
                 self._close(request)
+            elif request.error is not None:
+                self._end(request, FinishReason.ERROR, request.error)
         return changed
 
     def _in_fp32(self, logits: torch.Tensor) -> torch.Tensor:

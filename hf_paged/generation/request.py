@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isnan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -63,6 +63,7 @@ class Request:
     beam, as transformers' processors and criteria want to see them; kept only if somebody looks at it.
     """
 
+    has_beams = False
     is_plain_greedy = False  # one sequence, argmax of the raw logits: the engine decides all such in one operation
 
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
@@ -95,6 +96,7 @@ class Request:
         self.length = self.prompt_length
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
+        self.streamer: Any = None
 
     @property
     def num_unfinished(self) -> int:
@@ -111,6 +113,37 @@ class Request:
     def stop_all(self, reason: FinishReason) -> None:
         """The request was aborted or has failed: what is unfinished ends here."""
         raise NotImplementedError
+
+    def stream_to(self, streamer: Any) -> None:
+        """Hand the prompt to a streamer of transformers, and from now on each token. Raises ValueError where `generate`
+        does: a streamer follows one sequence."""
+        if self.num_rows > 1 or self.has_beams:
+            raise ValueError(
+                f"streamer={type(streamer).__name__} follows one sequence, but the request has several; drop it, or "
+                "ask for num_beams=1 and num_return_sequences=1"
+            )
+        streamer.put(torch.tensor([self.prompt_token_ids]))
+        self.streamer = streamer
+
+    def tell_streamer(self) -> None:
+        """The last token, as int64 [1]; an error is the request's."""
+        try:
+            self.streamer.put(torch.tensor([self.completions()[0].token_ids[-1]]))
+        except Exception as error:
+            self._streamer_failed(error)
+
+    def end_stream(self) -> None:
+        """No token will come any more, whatever the reason."""
+        streamer, self.streamer = self.streamer, None
+        try:
+            if streamer is not None:
+                streamer.end()
+        except Exception as error:
+            self._streamer_failed(error)
+
+    def _streamer_failed(self, error: Exception) -> None:
+        self.streamer = None
+        self.error = self.error or f"the streamer failed: {type(error).__name__}: {error}"
 
     def output(self) -> RequestOutput:
         """The request as it stands now."""
@@ -259,6 +292,8 @@ class SampleRequest(Request):
 
 class BeamRequest(Request):
     """Beam search and beam sampling."""
+
+    has_beams = True
 
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
         super().__init__(group, prepared, generator)

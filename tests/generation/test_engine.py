@@ -553,6 +553,68 @@ def test_async_streams_share_the_steps() -> None:
     assert_as_solo(model, outputs, wanted)
 
 
+class Streamer:
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.got: list[list[int]] = []
+        self.ended = 0
+        self.fails_at = fails_at
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu" and self.ended == 0
+        if len(self.got) == self.fails_at:
+            raise OSError("nobody listens")
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("name", ["greedy", "greedy with eos", "sample", "processors"])
+def test_a_streamer_gets_what_generate_would_give_it(name: str) -> None:
+    model = models.shared("llama")
+    made = config(name, max_new_tokens=12)
+    (prompt,) = models.prompts(9)
+    expected, got = Streamer(), Streamer()
+    if hasattr(made, "seed"):
+        torch.manual_seed(made.seed)
+    model.generate(
+        prompt[None], attention_mask=torch.ones_like(prompt[None]), generation_config=made, streamer=expected
+    )
+    with Engine(model) as engine:
+        for other, options in requests(4, seed=3):
+            engine.add_request(other, options)
+        engine.add_request(prompt, made, streamer=got)
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert got.got == expected.got and got.ended == expected.ended == 1
+
+
+def test_streamers_that_fail_are_aborted_or_cannot_be() -> None:
+    model = models.shared("llama")
+    made = config("greedy", eos_token_id=models.VOCAB)
+    first, second = models.prompts(9, 5)
+    with Engine(model) as engine:
+        failing, aborted, fine = Streamer(fails_at=3), Streamer(), Streamer()
+        keys = [engine.add_request(first, made, streamer=s) for s in (failing, aborted, fine)]
+        outputs = {}
+        for step in range(20):
+            if step == 4:
+                engine.abort(keys[1])
+            outputs |= {o.request_id: o for o in engine.step()}
+        reasons = [outputs[key].outputs[0].finish_reason for key in keys]
+        assert reasons == ["error", "abort", "length"]
+        assert outputs[keys[0]].error == "the streamer failed: OSError: nobody listens"
+        assert (failing.ended, aborted.ended, fine.ended) == (0, 1, 1)
+        assert [len(s.got) for s in (failing, aborted, fine)] == [3, 5, 11]
+        for name in ("beams", "four samples"):
+            with pytest.raises(ValueError, match="Streamer follows one sequence"):
+                engine.add_request(second, config(name), streamer=Streamer())
+        with pytest.raises(OSError, match="nobody listens"):
+            engine.add_request(second, made, streamer=Streamer(fails_at=0))
+        assert not engine.has_unfinished_requests()
+        assert_idle(engine)
+
+
 def test_threads() -> None:
     model = models.shared("llama")
     wanted = requests(12, seed=7)
