@@ -216,8 +216,7 @@ def paged_attention(
         if writes is None:
             writes = metadata.scratch["torch writes"] = _without_padding(metadata.slot_mapping)
         _write(key, value, key_cache, value_cache, *writes)
-    kv = _KeysValues.of(key_cache, value_cache, key, value)
-    num_tokens, num_heads, _ = query.shape
+    num_tokens, num_heads, head_dim = query.shape
     v_head_dim = value_cache.shape[3]
     block_size = key_cache.shape[1]
     whole_prompts = softcap is None and alibi_slopes is None  # else the scores of a long prompt would fill the memory
@@ -226,18 +225,23 @@ def paged_attention(
     if buckets is None:
         buckets = _plan(metadata, block_size, sliding_window, chunk_size, whole_prompts)
         metadata.scratch[plan_key] = buckets
+    whole = buckets[0] if len(buckets) == 1 and out is None and not return_lse else None
+    if whole is not None and (whole.rows is not None or whole.q_pos.numel() != num_tokens):
+        whole = None
+    is_plain = whole_prompts and sinks is None and head_dim == v_head_dim and query.device.type == "cpu"
+    if whole is not None and is_plain and whole.q_pos.shape[1] == 1:
+        return _decode_plain(whole, query, key_cache, value_cache, scale, metadata.scratch)
+    kv = _KeysValues.of(key_cache, value_cache, key, value)
+    if whole is not None and is_plain and whole.causal:
+        return _prompt_plain(whole, query, kv, scale, metadata.scratch)
     options = _Options(scale, softcap, sinks, alibi_slopes, needs_lse=return_lse or sinks is not None)
     row_bytes = key_cache.shape[2] * (key_cache.shape[3] + v_head_dim) * key_cache.element_size()
+    if whole is not None:
+        num_seqs, span = whole.slots.shape
+        if num_seqs == 1 or num_seqs * span * row_bytes <= _WORKSPACE_BYTES:  # the bucket is the result: no copy
+            o, _ = _attend_bucket(whole, query, kv, options, metadata.scratch)
+            return o.reshape(num_tokens, num_heads, v_head_dim).to(query.dtype)
     if out is None:
-        whole = buckets[0] if len(buckets) == 1 and not return_lse else None
-        if whole is not None and whole.rows is None and whole.q_pos.numel() == num_tokens:
-            num_seqs, span = whole.slots.shape
-            is_common = whole.causal or whole.q_pos.shape[1] == 1
-            if is_common and options.is_plain and query.shape[2] == v_head_dim and query.device.type == "cpu":
-                return _attend_plain(whole, query, kv, scale, metadata.scratch)
-            if num_seqs == 1 or num_seqs * span * row_bytes <= _WORKSPACE_BYTES:  # the bucket is the result: no copy
-                o, _ = _attend_bucket(whole, query, kv, options, metadata.scratch)
-                return o.reshape(num_tokens, num_heads, v_head_dim).to(query.dtype)
         out = query.new_empty(num_tokens, num_heads, v_head_dim)
     lse = None
     if return_lse:
@@ -310,24 +314,32 @@ def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
     )
 
 
-def _attend_plain(
+def _prompt_plain(
     bucket: _Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
 ) -> torch.Tensor:
-    """What `_attend_bucket` does in the two most common steps, whole prompts and one new token a sequence, with nothing
-    around the operations themselves: next to a model's weights everything else is cold in the caches."""
-    if bucket.causal:
-        q = bucket.rows_of(query).transpose(1, 2)
-        k, v = _keys_values(bucket, False, kv, scratch)
-        o = _sdpa(q, k, v, None, 0.0, True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return o.transpose(1, 2).flatten(0, 1)
-    num_kv_heads = kv.key_cache.shape[2]
-    q = query.unflatten(1, (num_kv_heads, -1))
-    flat_keys, flat_values = _words(kv.key_cache).flatten(0, 1), _words(kv.value_cache).flatten(0, 1)
-    shapes = flat_keys.dtype, flat_keys.shape[1:], flat_values.dtype, flat_values.shape[1:]
-    key = ("torch decode", id(bucket), *shapes, query.dtype, q.shape[2])
+    """What `_attend_bucket` does for whole prompts, with nothing around the operations themselves: next to a model's
+    weights everything else is cold in the caches."""
+    q = bucket.rows_of(query).transpose(1, 2)
+    k, v = _keys_values(bucket, False, kv, scratch)
+    o = _sdpa(q, k, v, None, 0.0, True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return o.transpose(1, 2).flatten(0, 1)
+
+
+def _decode_plain(
+    bucket: _Bucket,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    scratch: dict[Any, Any],
+) -> torch.Tensor:
+    """The same for one new token a sequence."""
+    q = query.unflatten(1, (key_cache.shape[2], -1))
+    key = ("torch decode", id(bucket), key_cache.shape[2:], key_cache.dtype, query.dtype, q.shape[2])
     parts = scratch.get(key)
     if parts is None:
-        parts = scratch[key] = _decode_parts(bucket, q, kv, scratch)
+        parts = scratch[key] = _decode_parts(bucket, q, _KeysValues(key_cache, value_cache), scratch)
+    flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     out = torch.empty_like(q) if len(parts) > 1 else None
     for rows, index, keys, values, k, v, bias in parts:
         torch.index_select(flat_keys, 0, index, out=keys)
@@ -436,28 +448,19 @@ def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
 def _gather(cache: torch.Tensor, bucket: _Bucket, packed: bool, name: str, scratch: dict[Any, Any]) -> torch.Tensor:
     """The bucket's slots of a cache [num_blocks, block_size, num_kv_heads, dim], in a workspace that all calls of this
     thread share -> [num_seqs, num_kv_heads, span, dim]."""
-    words = _words(cache)
-    key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype, words.dtype)
+    key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype)
     prepared = scratch.get(key)
     if prepared is None:
         prepared = scratch[key] = _prepare_gather(cache, bucket.slots, packed, name)
     index, target, gathered = prepared
-    torch.index_select(words.view(-1, *target.shape[1:]), 0, index, out=target)
+    torch.index_select(cache.view(-1, *target.shape[1:]), 0, index, out=target)
     return gathered
-
-
-def _words(x: torch.Tensor) -> torch.Tensor:
-    """The same memory in elements of 8 bytes, which torch copies faster than narrower ones, if it can be seen so."""
-    size = x.element_size()
-    fits = x.is_contiguous() and x.shape[-1] * size % 8 == 0 and x.storage_offset() * size % 8 == 0
-    return x.view(torch.int64) if fits else x
 
 
 def _prepare_gather(
     cache: torch.Tensor, slots: torch.Tensor, packed: bool, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows to take, where to (as in `_words` of the cache), and that as [num_seqs, num_kv_heads, span, dim]."""
-    words = _words(cache).dtype
+    """Rows to take, where to (rows as they lie in the cache), and the same as [num_seqs, num_kv_heads, span, dim]."""
     heads, dim = cache.shape[2:]
     buffers: dict[Any, torch.Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get((name, cache.dtype, cache.device))
@@ -466,11 +469,11 @@ def _prepare_gather(
         buffer = buffers[(name, cache.dtype, cache.device)] = cache.new_empty(needed)
     if packed:
         target = buffer[:needed].view(-1, heads, dim)
-        return slots.flatten(), target.view(words), target.unflatten(0, slots.shape).transpose(1, 2)
+        return slots.flatten(), target, target.unflatten(0, slots.shape).transpose(1, 2)
     # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
     index = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
     target = buffer[:needed].view(-1, dim)
-    return index.flatten(), target.view(words), target.unflatten(0, index.shape)
+    return index.flatten(), target, target.unflatten(0, index.shape)
 
 
 def _bias(
