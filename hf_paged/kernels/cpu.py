@@ -362,7 +362,7 @@ def _decode_parts(
     num_kv_heads, group = q.shape[1:3]
     row_bytes = num_kv_heads * (kv.key_cache.shape[3] + kv.value_cache.shape[3]) * kv.key_cache.element_size()
     threads = torch.get_num_threads()
-    count = max(1, _NEAR_BYTES * threads // (span * row_bytes))
+    count = max(1, _NEAR_BYTES // (span * row_bytes)) * threads
     if num_seqs * span * row_bytes <= _WHOLE_BYTES * threads:
         count = num_seqs
     parts = []
