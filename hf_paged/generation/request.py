@@ -63,7 +63,6 @@ class Request:
     beam, as transformers' processors and criteria want to see them; kept only if somebody looks at it.
     """
 
-    has_beams = False
     is_plain_greedy = False  # one sequence, argmax of the raw logits: the engine decides all such in one operation
 
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
@@ -117,7 +116,7 @@ class Request:
     def stream_to(self, streamer: Any) -> None:
         """Hand the prompt to a streamer of transformers, and from now on each token. Raises ValueError where `generate`
         does: a streamer follows one sequence."""
-        if self.num_rows > 1 or self.has_beams:
+        if self.num_rows > 1:
             raise ValueError(
                 f"streamer={type(streamer).__name__} follows one sequence, but the request has several; drop it, or "
                 "ask for num_beams=1 and num_return_sequences=1"
@@ -292,8 +291,6 @@ class SampleRequest(Request):
 
 class BeamRequest(Request):
     """Beam search and beam sampling."""
-
-    has_beams = True
 
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
         super().__init__(group, prepared, generator)

@@ -606,7 +606,7 @@ def test_streamers_that_fail_are_aborted_or_cannot_be() -> None:
         assert outputs[keys[0]].error == "the streamer failed: OSError: nobody listens"
         assert (failing.ended, aborted.ended, fine.ended) == (0, 1, 1)
         assert [len(s.got) for s in (failing, aborted, fine)] == [3, 5, 11]
-        for name in ("beams", "four samples"):
+        for name in ("beams", "beams, early", "four samples"):
             with pytest.raises(ValueError, match="Streamer follows one sequence"):
                 engine.add_request(second, config(name), streamer=Streamer())
         with pytest.raises(OSError, match="nobody listens"):
