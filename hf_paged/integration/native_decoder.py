@@ -65,10 +65,10 @@ class NativeDecoder:
     def enter(self) -> None:
         """Until `leave`, native kernels compute the layers in packed steps of this thread. After the weights' `enter`,
         which renews what these use."""
-        seen = self._look()
-        if any(self._hooks) or seen != self._seen:
+        seen = None if any(self._hooks) else self._look()
+        if seen is None or seen != self._seen:
             self._ready = [layer for layer in self._layers if layer.is_ready()]
-            self._seen = None if any(self._hooks) else seen
+            self._seen = seen
         for layer in self._ready:
             layer.attributes["forward"] = layer.forward
 

@@ -288,10 +288,6 @@ class _Options:
     alibi_slopes: torch.Tensor | None
     needs_lse: bool
 
-    @property
-    def is_plain(self) -> bool:
-        return not self.needs_lse and self.softcap is None and self.alibi_slopes is None
-
 
 def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
     """Sequences low..high of a bucket."""
@@ -338,7 +334,7 @@ def _decode_plain(
     key = ("torch decode", id(bucket), key_cache.shape[2:], key_cache.dtype, query.dtype, q.shape[2])
     parts = scratch.get(key)
     if parts is None:
-        parts = scratch[key] = _decode_parts(bucket, q, _KeysValues(key_cache, value_cache), scratch)
+        parts = scratch[key] = _decode_parts(bucket, q, key_cache, value_cache, scratch)
     flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     out = torch.empty_like(q) if len(parts) > 1 else None
     for rows, index, keys, values, k, v, bias in parts:
@@ -352,7 +348,11 @@ def _decode_plain(
 
 
 def _decode_parts(
-    bucket: _Bucket, q: torch.Tensor, kv: _KeysValues, scratch: dict[Any, Any]
+    bucket: _Bucket,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scratch: dict[Any, Any],
 ) -> list[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Cuts a bucket into sequences whose gathered K/V stays in the caches of the cores that have just copied it.
 
@@ -360,7 +360,7 @@ def _decode_parts(
     """
     num_seqs, span = bucket.slots.shape
     num_kv_heads, group = q.shape[1:3]
-    row_bytes = num_kv_heads * (kv.key_cache.shape[3] + kv.value_cache.shape[3]) * kv.key_cache.element_size()
+    row_bytes = num_kv_heads * (key_cache.shape[3] + value_cache.shape[3]) * key_cache.element_size()
     threads = torch.get_num_threads()
     count = max(1, _NEAR_BYTES // (span * row_bytes)) * threads
     if num_seqs * span * row_bytes <= _WHOLE_BYTES * threads:
@@ -372,8 +372,8 @@ def _decode_parts(
         bias = None
         if part.hidden is not None:
             bias = _bias(part, True, q.dtype, group, num_kv_heads, None, scratch)
-        index, keys, k = _prepare_gather(kv.key_cache, part.slots, True, "key")
-        _, values, v = _prepare_gather(kv.value_cache, part.slots, True, "value")
+        index, keys, k = _prepare_gather(key_cache, part.slots, True, "key")
+        _, values, v = _prepare_gather(value_cache, part.slots, True, "value")
         parts.append((slice(low, low + part.slots.shape[0]), index, keys, values, k, v, bias))
     return parts
 

@@ -2,7 +2,7 @@
 
 import dis
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -67,8 +67,14 @@ def interrupted(function: Callable[[], Any], at: int | None) -> int:
     return interrupter.seen
 
 
-def interrupted_generate(model: Any, ids: torch.Tensor, at: int | None) -> int:
-    return interrupted(lambda: model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged"), at)
+def interrupted_everywhere(function: Callable[[], Any], more_than: int) -> Iterator[int]:
+    """Interrupts it at each of its places, of which there are `more_than` that, and lets the caller look after each."""
+    total = interrupted(function, None)
+    assert total > more_than
+    for at in range(1, total + 1):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(function, at)
+        yield at
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
@@ -77,17 +83,17 @@ def test_packed_forward() -> None:
     ids = torch.arange(5)[None]
     expected = model.generate(ids, max_new_tokens=2, do_sample=False)
     implementation = model.config._attn_implementation_internal
-    interrupted_generate(model, ids, None)  # examines the model
-    total = interrupted_generate(model, ids, None)
-    assert total > 30
-    for at in range(1, total + 1):
-        with pytest.raises(KeyboardInterrupt):
-            interrupted_generate(model, ids, at)
+
+    def generate() -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
+
+    generate()  # examines the model
+    for at in interrupted_everywhere(generate, 30):
         assert model.config._attn_implementation_internal == implementation, at
         assert not attention.in_packed_step(), at
         assert not attention._routes, at
     assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
-    assert model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged").equal(expected)
+    assert generate().equal(expected)
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
@@ -111,11 +117,7 @@ def test_stand_ins_of_an_engine() -> None:
             return engine.generate([prompt], options)[0].outputs[0].token_ids
 
         expected = generate()
-        total = interrupted(generate, None)
-        assert total > 60
-        for at in range(1, total + 1):
-            with pytest.raises(KeyboardInterrupt):
-                interrupted(generate, at)
+        for at in interrupted_everywhere(generate, 60):
             assert not any("forward" in vars(module) for module in model.modules()), at
             assert namespace["apply_rotary_pos_emb"] is rotation, at
         assert generate() == expected
@@ -144,11 +146,7 @@ def test_adapters_of_requests() -> None:
             return [output.outputs[0].token_ids for output in outputs]
 
         expected = generate()
-        total = interrupted(generate, None)
-        assert total > 60
-        for at in range(1, total + 1):
-            with pytest.raises(KeyboardInterrupt):
-                interrupted(generate, at)
+        for at in interrupted_everywhere(generate, 60):
             assert state() == before, at
             assert not adapters.lock_of(model)._is_owned(), at
             engine.check_integrity()
