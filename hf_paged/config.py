@@ -90,7 +90,8 @@ class SchedulerConfig:
     without being preempted at once. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
     blocks of common prefixes; models with sliding windows or recurrent states do without, for their blocks alone do not
     hold a prefix. `max_num_batched_tokens`: None = 512 on a CPU, whose caches then hold the activations of a step, else
-    8192.
+    8192. `async_scheduling`: prepare a step while the device computes the one before, whose tokens the host then learns
+    a step later; the same tokens (None = on a CUDA device; elsewhere it gains nothing).
     """
 
     max_num_seqs: int = 256
@@ -99,6 +100,7 @@ class SchedulerConfig:
     prefix_caching: bool = True
     watermark: float = 0.01
     max_waiting: int | None = None
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1)
@@ -112,6 +114,8 @@ class SchedulerConfig:
             raise ValueError(f"watermark={self.watermark!r}: a share of the blocks, 0 <= watermark < 1")
         if self.max_waiting is not None:
             _check_int("max_waiting", self.max_waiting, 1)
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ValueError(f"async_scheduling={self.async_scheduling!r}: use True, False or None")
 
     @property
     def token_budget(self) -> int:
@@ -119,7 +123,10 @@ class SchedulerConfig:
         return _TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def for_device(self, kind: str) -> SchedulerConfig:
-        """The same with `max_num_batched_tokens` chosen for "cpu" or another kind of device."""
-        if self.max_num_batched_tokens is not None:
-            return self
-        return replace(self, max_num_batched_tokens=_CPU_TOKEN_BUDGET if kind == "cpu" else _TOKEN_BUDGET)
+        """The same with what is None and depends on the device chosen for "cpu", "cuda" or another kind."""
+        budget = _CPU_TOKEN_BUDGET if kind == "cpu" else _TOKEN_BUDGET
+        return replace(
+            self,
+            max_num_batched_tokens=self.max_num_batched_tokens or budget,
+            async_scheduling=kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
+        )

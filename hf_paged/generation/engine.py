@@ -1,7 +1,6 @@
 """Engine: continuous batching of requests over one model (SOSP'23 sections 4 and 5).
 
-A step is: schedule, run, sample, update. Who runs is the scheduler's, what the device does the runner's, which token
-comes next the request's; here they meet, and here a failure is confined to the requests concerned.
+The door: requests come in, outputs go out, from any thread. What happens in a step is the stepper's.
 """
 
 from __future__ import annotations
@@ -12,38 +11,26 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from math import isnan
-from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
-from hf_paged.cache.kv_pool import to_device
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.outputs import EngineStats, RequestOutput
 from hf_paged.generation.prepare import as_prompt, prepare_request
-from hf_paged.generation.request import (
-    NOT_FINITE,
-    BeamRequest,
-    Fork,
-    Reorder,
-    Request,
-    SampleRequest,
-    new_request,
-)
+from hf_paged.generation.request import Request, new_request
 from hf_paged.generation.runner import Runner
-from hf_paged.generation.sampling import greedy, to_host
 from hf_paged.generation.scheduler import Scheduler
-from hf_paged.generation.sequence import FinishReason, Sequence
+from hf_paged.generation.sequence import FinishReason
 from hf_paged.generation.sizing import open_memory
+from hf_paged.generation.stepper import Stepper
 from hf_paged.integration.adapters import AdapterChoice, Adapters
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.graphs import graphed_steps
@@ -94,6 +81,13 @@ class Engine:
         self._graphs = graphed_steps(opened.model, self.scheduler_config.max_num_seqs, cuda_graphs)
         self._runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters, self._graphs)
         self._requests: dict[str, Request] = {}
+        self._stepper = Stepper(
+            self._scheduler,
+            self._runner,
+            self._requests,
+            self._fail,
+            is_async=bool(self.scheduler_config.async_scheduling) and self._is_packed,
+        )
         self._ended: list[Request] = []  # from outside their own decoding, since the last step
         # What has changed, in the order of change: for the stream that follows a request, or else for `step`, whoever
         # does the steps meanwhile.
@@ -102,13 +96,10 @@ class Engine:
         self._is_stepping = False
         self._weights_stamp: int | None = None  # of the weights that the cached prefixes were computed with
         self._later: deque[Callable[[], None]] = deque()  # what must not happen in the middle of a step
-        self._logits: torch.Tensor | None = None  # workspace, fp32 [most rows so far, vocab]
         self._lock = threading.RLock()
         self._ids = itertools.count()
         self._closed = False
-        self._steps = 0
         self._prompt_tokens = 0
-        self._generated_tokens = 0
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -224,6 +215,9 @@ class Engine:
         self._close(request)
         self._ended.append(request)
 
+    def _fail(self, request: Request, error: str) -> None:
+        self._end(request, FinishReason.ERROR, error)
+
     def _close(self, request: Request) -> None:
         request.end_stream()
         request.metrics = replace(
@@ -252,82 +246,32 @@ class Engine:
         self._check_not_stepping()
         self._settle()
         changed: dict[Request, None] = {}
-        if self._scheduler.has_unfinished():
-            self._is_stepping = True
+        self._is_stepping = True
+        try:
+            if self._scheduler.has_unfinished():
+                self._iterate(changed)
+        finally:  # what got tokens before it was broken off has them
             try:
-                changed = dict.fromkeys(self._iterate())
+                self._after_tokens(changed)
             finally:
                 self._is_stepping = False
-        changed.update(dict.fromkeys(self._ended))
-        self._ended.clear()
-        for request in changed:
-            self._inboxes.get(request, self._undelivered)[request] = None
+                changed.update(dict.fromkeys(self._ended))
+                self._ended.clear()
+                for request in changed:
+                    self._inboxes.get(request, self._undelivered)[request] = None
         return changed
 
-    def _iterate(self) -> list[Request]:
+    def _iterate(self, changed: dict[Request, None]) -> None:
         # Cheaper by a twentieth of a step on a CPU; a model with an attention of its own may keep tensors for later.
         with torch.no_grad(), torch.inference_mode(self._is_packed):
-            return self._compute()
+            self._stepper.step(changed)
 
-    def _compute(self) -> list[Request]:
-        output = self._scheduler.schedule()
-        self._steps += 1
-        for group in output.failed:
-            self._end(self._requests[group.request_id], FinishReason.ERROR, group.error)
-        try:
-            result = self._runner.run(output)
-        except BaseException as error:
-            self._scheduler.rollback(output)
-            interrupted = not isinstance(error, Exception)
-            if not interrupted or not self._runner.can_repeat:
-                # Nobody can tell whose tokens the forward stumbled over: all of the step fail, with the cause.
-                seqs = [seq for seq, _ in output.scheduled]
-                self._fail(seqs, f"the forward failed: {type(error).__name__}: {error}")
-            if interrupted:
-                raise
-            return []
-        for seqs, error in result.failed:
-            self._fail(seqs, f"the forward failed: {type(error).__name__}: {error}")
-        self._scheduler.update(output)
-        if result.logits is None:
-            return []
-        try:
-            return self._sample(result.seqs, result.logits)
-        except BaseException as error:
-            # Who has got a token and who has not is unknown, and without one a request would wait for ever.
-            self._fail(result.seqs, f"the step was broken off: {type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
-                raise
-            return []
-
-    def _fail(self, seqs: list[Sequence], cause: str) -> None:
-        """The requests of these sequences end with an error."""
-        for request_id in dict.fromkeys(seq.group.request_id for seq in seqs):
-            request = self._requests.get(request_id)
-            if request is not None:
-                self._end(request, FinishReason.ERROR, cause)
-
-    def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Request]:
-        """logits [num_seqs, vocab] of the sequences that continue now, neighbours of one request in a run."""
-        changed: list[Request] = []
-        plain: list[tuple[Request, Sequence, int]] = []
-        others: list[tuple[Request, list[Sequence], int]] = []
-        start = 0
-        for group, members in itertools.groupby(seqs, key=attrgetter("group")):
-            own = list(members)
-            request = self._requests[group.request_id]
-            if request.is_plain_greedy:
-                plain.append((request, own[0], start))
-            else:
-                others.append((request, own, start))
-            start += len(own)
-        if others:
-            wide = self._in_fp32(logits)
-            changed += [r for r, own, start in others if self._advance(r, own, wide[start : start + len(own)])]
-        if plain:
-            changed += self._advance_plain(plain, logits)
+    def _after_tokens(self, requests: Iterable[Request]) -> None:
+        """These got tokens in a step."""
         now = time.monotonic()
-        for request in changed:
+        for request in requests:
+            if request.metrics.finish_time is not None:
+                continue  # ended with an error, after that
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
             if request.streamer is not None:
@@ -335,69 +279,7 @@ class Engine:
             if request.group.is_finished:
                 self._close(request)
             elif request.error is not None:
-                self._end(request, FinishReason.ERROR, request.error)
-        return changed
-
-    def _in_fp32(self, logits: torch.Tensor) -> torch.Tensor:
-        """A copy that is this step's to change, in memory that is reused: fresh pages cost more than the copying."""
-        rows, vocab = logits.shape
-        buffer = self._logits
-        if buffer is None or buffer.shape[0] < rows or buffer.shape[1] != vocab:
-            buffer = self._logits = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-        return buffer[:rows].copy_(logits)
-
-    def _advance(self, request: Request, seqs: list[Sequence], logits: torch.Tensor) -> bool:
-        num_tokens = request.num_unfinished
-        try:
-            decision = request.advance(seqs, logits)
-        except Exception as error:  # NaN, or a processor or criterion of the caller's: the others go on
-            self._end(request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
-            return False
-        self._apply(request, decision)
-        self._generated_tokens += num_tokens
-        return True
-
-    def _advance_plain(self, plain: list[tuple[Request, Sequence, int]], logits: torch.Tensor) -> list[Request]:
-        """Plain greedy requests, with their row of the logits: all in one operation."""
-        if len(plain) < len(logits):
-            logits = logits[to_device(np.array([row for _, _, row in plain]), logits.device)]
-        tokens, logprobs = to_host(*greedy(logits, self._in_fp32))
-        changed = []
-        for (request, seq, _), token, logprob in zip(plain, tokens, logprobs):
-            assert isinstance(request, SampleRequest)
-            if isnan(logprob):
-                self._end(request, FinishReason.ERROR, NOT_FINITE)
-                continue
-            if request.accept_greedy(token, logprob) is None:
-                seq.token_ids.append(token)
-            else:
-                self._scheduler.finish(seq, FinishReason.STOP)
-            self._generated_tokens += 1
-            changed.append(request)
-        return changed
-
-    def _apply(self, request: Request, decision: list[Fork] | Reorder) -> None:
-        scheduler = self._scheduler
-        if isinstance(decision, Reorder):
-            assert isinstance(request, BeamRequest)
-            if decision.tokens:
-                scheduler.reorder(request.group, decision.parents, decision.tokens)
-            else:
-                scheduler.finish_group(request.group, FinishReason.STOP)
-            return
-        assert isinstance(request, SampleRequest)
-        for seq, tokens in decision:
-            if len(tokens) == 1:
-                seq.token_ids.append(tokens[0])
-                family = [seq]
-            elif tokens:
-                family = scheduler.fork(seq, tokens)
-            else:
-                scheduler.finish(seq, FinishReason.STOP)
-                family = []
-            request.forked(seq, family)
-        # Samples that agree share a sequence, which may fork into as many.
-        request.group.width = request.num_unfinished
+                self._fail(request, request.error)
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -417,10 +299,10 @@ class Engine:
         stream = self._open_stream(prompts, generation_config, adapter, finals_only=True)
         finished: dict[str, RequestOutput] = {}
         with closing(stream), self._progress(len(stream.requests), progress) as bar:
-            started, before = time.monotonic(), self._generated_tokens
+            started, before = time.monotonic(), self._stepper.generated_tokens
             for output in stream:
                 finished[output.request_id] = output
-                rate = (self._generated_tokens - before) / max(time.monotonic() - started, 1e-9)
+                rate = (self._stepper.generated_tokens - before) / max(time.monotonic() - started, 1e-9)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update()
         return [finished[request.request_id] for request in stream.requests]
@@ -579,8 +461,8 @@ class Engine:
                 prefix_cache_query_tokens=cache.query_tokens if cache is not None else 0,
                 prefix_cache_hit_tokens=cache.hit_tokens if cache is not None else 0,
                 prompt_tokens=self._prompt_tokens,
-                generated_tokens=self._generated_tokens,
-                steps=self._steps,
+                generated_tokens=self._stepper.generated_tokens,
+                steps=self._stepper.steps,
                 graph_replays=0 if self._graphs is None else self._graphs.replays,
             )
 

@@ -18,10 +18,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_paged.generation.beam import BeamSearch, Candidate
 from hf_paged.generation.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling import choose, largest, logprobs_of, to_host
+from hf_paged.generation.sampling import choose, largest, logprobs_of, recipe_of, to_host
 from hf_paged.generation.sequence import FinishReason, Sequence, SequenceGroup
 
 NOT_FINITE = "the model's logits are NaN"
+NOTHING_LEFT = "after the logits processors no token has a probability"
 
 
 class Fork(NamedTuple):
@@ -63,8 +64,6 @@ class Request:
     beam, as transformers' processors and criteria want to see them; kept only if somebody looks at it.
     """
 
-    is_plain_greedy = False  # one sequence, argmax of the raw logits: the engine decides all such in one operation
-
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
         config = prepared.generation_config
         self.group = group
@@ -92,7 +91,7 @@ class Request:
         self.history: torch.Tensor | None = None
         if self.processors or self.criteria:
             self.history = prepared.input_ids.clone()
-        self.length = self.prompt_length
+        self._history_length = self.length = self.prompt_length
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
         self.streamer: Any = None
@@ -113,6 +112,11 @@ class Request:
         """The request was aborted or has failed: what is unfinished ends here."""
         raise NotImplementedError
 
+    @property
+    def last_token(self) -> int:
+        """Of a request with one sequence that has generated something."""
+        return self.completions()[0].token_ids[-1]
+
     def stream_to(self, streamer: Any) -> None:
         """Hand the prompt to a streamer of transformers, and from now on each token. Raises ValueError where `generate`
         does: a streamer follows one sequence."""
@@ -127,7 +131,7 @@ class Request:
     def tell_streamer(self) -> None:
         """The last token, as int64 [1]; an error is the request's."""
         try:
-            self.streamer.put(torch.tensor([self.completions()[0].token_ids[-1]]))
+            self.streamer.put(torch.tensor([self.last_token]))
         except Exception as error:
             self._streamer_failed(error)
 
@@ -158,17 +162,20 @@ class Request:
     def _rows(self) -> torch.Tensor:
         """History so far, int64 [num_rows, length]."""
         assert self.history is not None
-        return self.history[:, : self.length]
+        return self.history[:, : self._history_length]
 
-    def _extend_history(self, tokens: Iterable[int], parents: torch.Tensor | None = None) -> None:
+    def _extend_history(self, tokens: Iterable[int] | torch.Tensor, parents: torch.Tensor | None = None) -> None:
         if self.history is None:
             return
         if parents is not None:
             self.history = self.history.index_select(0, parents)
-        if self.length == self.history.shape[1]:
-            room = max(64, self.length // 2)
+        if self._history_length == self.history.shape[1]:
+            room = max(64, self._history_length // 2)
             self.history = torch.cat([self.history, self.history.new_zeros(self.history.shape[0], room)], dim=1)
-        self.history[:, self.length] = torch.tensor(list(tokens), device=self.device)
+        if not isinstance(tokens, torch.Tensor):
+            tokens = torch.tensor(list(tokens), device=self.device)
+        self.history[:, self._history_length] = tokens
+        self._history_length += 1
 
     def _reason(self, token: int) -> FinishReason | None:
         """Why a sequence ends with this token, as far as the token and the length tell."""
@@ -180,7 +187,9 @@ class Request:
 class SampleRequest(Request):
     """Greedy decoding and multinomial sampling of `num_return_sequences` samples.
 
-    Samples with the same tokens so far share one sequence: they fork at their first differing token.
+    Samples with the same tokens so far share one sequence: they fork at their first differing token. One sample alone
+    (`is_single`) is chosen for together with others, on the device (`choosing.py`): `process` and `extend_history`
+    take part in that; `accept` follows when the host knows the token, maybe a step later.
     """
 
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
@@ -189,20 +198,44 @@ class SampleRequest(Request):
         self.samples = [Sample(index, group.sequences[0]) for index in range(self.num_rows)]
         self._samples_of: dict[int, list[Sample]] = {group.sequences[0].seq_id: list(self.samples)}
         self._pending: dict[int, dict[int, list[Sample]]] = {}
-        self.is_plain_greedy = not (
-            self.num_rows > 1 or self.do_sample or self.history is not None or self.keeps_processed
-        )
+        self.is_single = self.num_rows == 1
+        self.recipe = recipe_of(self.processors, self.do_sample, self.keeps_processed)
+        if self.is_single and not self.recipe.own and not self.criteria:
+            self.history = None
+        self.is_plain_greedy = not (self.processors or self.do_sample or self.keeps_processed)
 
-    def accept_greedy(self, token: int, logprob: float) -> FinishReason | None:
-        """The next token of a plain greedy request; why it ends, if it does."""
+    # -- one sample alone ---------------------------------------------------------------------------------------
+
+    def process(self, scores: torch.Tensor) -> torch.Tensor:
+        """scores fp32 [1, vocab], which may be changed, after the processors that may look at the tokens."""
+        processed: torch.Tensor = self.recipe.own(self._rows(), scores) if self.recipe.own else scores
+        return processed
+
+    def extend_history(self, token: torch.Tensor, stopped: torch.Tensor) -> None:
+        """token int64 [1], on the device; sets stopped [1] if the criteria want to stop after it."""
+        self._extend_history(token)
+        if self.criteria:
+            stopped.copy_(self.criteria(self._rows(), None), non_blocking=True)
+
+    def accept(self, token: int, logprob: float, processed: float, is_stopped: bool) -> FinishReason | None:
+        """What was chosen; returns why it ends the request, if it does."""
         (sample,) = self.samples
         sample.add(logprob)
-        reason = self._reason(token)
+        if self.keeps_processed:
+            sample.processed_logprobs.append(processed)
+        reason = self._reason(token) or (FinishReason.STOP if is_stopped else None)
         self.length += 1
         if reason is not None:
             assert sample.seq is not None
             sample.finish([*sample.seq.output_token_ids, token], reason)
         return reason
+
+    @property
+    def last_token(self) -> int:
+        (sample,) = self.samples
+        return (sample.token_ids if sample.seq is None else sample.seq.token_ids)[-1]
+
+    # -- several ------------------------------------------------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
@@ -213,10 +246,7 @@ class SampleRequest(Request):
         # Finished samples take part in the arithmetic (with the first row's logits): the random numbers they use up in
         # transformers' loop are used up here too.
         rows = [0 if s.seq is None else row_of[s.seq.seq_id] for s in self.samples]
-        if len(rows) == len(seqs) == 1:
-            spread = logits
-        else:
-            spread = logits[torch.tensor(rows, device=logits.device)]
+        spread = logits[torch.tensor(rows, device=logits.device)]
         scores = spread
         if self.processors:
             scores = self.processors(self._rows(), spread.clone())
@@ -225,9 +255,9 @@ class SampleRequest(Request):
         chosen, raw, *processed = to_host(tokens, logprobs_of(spread, tokens), *others)
         if any(map(isnan, raw)):
             raise ArithmeticError(NOT_FINITE)
-        return self.accept(chosen, raw, *processed)
+        return self._fork(chosen, raw, *processed)
 
-    def accept(self, tokens: list[int], logprobs: list[float], processed: list[float] | None = None) -> list[Fork]:
+    def _fork(self, tokens: list[int], logprobs: list[float], processed: list[float] | None = None) -> list[Fork]:
         """One token for each sample, finished ones included (theirs are dropped)."""
         stopped = self._stopped_by_criteria(tokens)
         going_on: dict[int, dict[int, list[Sample]]] = {seq_id: {} for seq_id in self._samples_of}
@@ -267,7 +297,7 @@ class SampleRequest(Request):
         self._extend_history(row_tokens)
         if not self.criteria:
             return None
-        stopped: list[bool] = self.criteria(self.history[:, : self.length + 1], None).tolist()
+        stopped: list[bool] = self.criteria(self._rows(), None).tolist()
         return stopped
 
     def completions(self) -> list[CompletionOutput]:

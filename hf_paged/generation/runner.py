@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.cache.kv_pool import HostPool, to_device
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation.choosing import Choice
 from hf_paged.generation.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.sequence import Sequence
 from hf_paged.integration.adapters import Adapters
@@ -33,6 +34,19 @@ class StepResult:
     seqs: list[Sequence]
     logits: torch.Tensor | None
     failed: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
+
+
+class _LateTokens:
+    """Tokens of a step that only the device knows: `chosen[row]` belongs to `place`, for each pair (place, row)."""
+
+    def __init__(self, chosen: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        self._chosen = chosen
+        self._where = np.array(pairs, dtype=np.int64).T.copy()
+
+    def __call__(self, ids: torch.Tensor) -> None:
+        """Fill them in, in ids int64 [num_tokens], without waiting for the device."""
+        places, rows = to_device(self._where, ids.device)
+        ids.index_copy_(0, places, self._chosen.index_select(0, rows))
 
 
 class Runner:
@@ -62,15 +76,16 @@ class Runner:
         """Whether a step that was interrupted in the forward may be done again: states are not taken back."""
         return isinstance(self._model, PackedModel)
 
-    def run(self, output: SchedulerOutput) -> StepResult:
-        """Swaps, block copies, then the forward of all scheduled tokens."""
+    def run(self, output: SchedulerOutput, choice: Choice | None = None) -> StepResult:
+        """Swaps, block copies, then the forward of all scheduled tokens. `choice` has those that the host does not know
+        yet (never with a RowModel)."""
         self._move_blocks(output)
         compute: Callable[[Plan], StepResult]
         if isinstance(self._model, RowModel):
             self._follow(self._model, output)
             compute = partial(self._run_rows, self._model)
         else:
-            compute = partial(self._run_packed, self._model)
+            compute = partial(self._run_packed, self._model, choice)
         if not output.scheduled:
             return StepResult([], None)
         return self._run_by_adapters(output.scheduled, compute)
@@ -92,30 +107,34 @@ class Runner:
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
 
-    def _run_packed(self, model: PackedModel, plan: Plan) -> StepResult:
+    def _run_packed(self, model: PackedModel, choice: Choice | None, plan: Plan) -> StepResult:
         """A plan of like adapters."""
-        counts = [count for _, count in plan]
-        tokens = np.empty(sum(counts), dtype=np.int64)
-        seqs, rows, end = [], [], 0
+        tokens: list[int] = []
+        seqs, rows = [], []
+        pending: list[tuple[int, int]] = []  # places in `tokens`, rows of the choice
         for seq, count in plan:
             first = seq.num_computed_tokens
-            if count == 1:
-                tokens[end] = seq.token_ids[first]
-            else:
-                tokens[end : end + count] = seq.token_ids[first : first + count]
-            end += count
+            tokens += seq.token_ids[first : first + count]
+            if first + count > len(seq.token_ids):
+                assert choice is not None
+                pending.append((len(tokens), choice.rows[seq]))
+                tokens.append(0)
             if first + count == seq.num_tokens:
                 seqs.append(seq)
-                rows.append(end - 1)
-        step = self._memory.step_arrays([seq.seq_id for seq, _ in plan], counts)
+                rows.append(len(tokens) - 1)
+        late = _LateTokens(choice.tokens, pending) if choice is not None and pending else None
+        step = self._memory.step_arrays([seq.seq_id for seq, _ in plan], [count for _, count in plan])
+        known = np.array(tokens, dtype=np.int64)
         # Every token's logits are wanted in a pure decode step: no index, no copy of the hidden states.
         is_decode = len(rows) == len(tokens)
         if is_decode and self._graphs is not None:
             adapters = plan[0][0].group.adapters if self._adapters.seen else None
-            replayed = self._graphs.forward(tokens, step, adapters)
+            replayed = self._graphs.forward(known, step, adapters, late)
             if replayed is not None:
                 return StepResult(seqs, replayed)
-        ids, positions = (to_device(x, self._device) for x in (tokens, step.positions))
+        ids, positions = (to_device(x, self._device) for x in (known, step.positions))
+        if late is not None:
+            late(ids)
         wanted = None if is_decode else to_device(np.array(rows, dtype=np.int64), self._device)
         logits = model.forward(ids, positions, step.metadata(self._device), wanted)
         return StepResult(seqs, logits if seqs else None)

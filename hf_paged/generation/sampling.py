@@ -2,11 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_paged.kernels import cpu_native, ops
+
+# These look at each row of the scores alone, and never at tokens: rows of several requests are one call.
+_WARPERS = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.LogitNormalization,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a request does with its scores: its `own` processors, which may look at its tokens, then `warpers`.
+
+    Requests with the same `key` have like warpers, and all or none of them processors of their own. One that `is_alone`
+    has processors from elsewhere, of which nothing is known: all of them are its own, and nobody else's scores go with
+    its.
+    """
+
+    own: LogitsProcessorList
+    warpers: tuple[Any, ...]
+    is_alone: bool
+    key: object
+
+
+def recipe_of(processors: LogitsProcessorList, *options: object) -> Recipe:
+    """options: what else must be the same for two requests to be treated alike."""
+    if any(not type(processor).__module__.startswith("transformers.") for processor in processors):
+        return Recipe(processors, (), True, object())
+    first = len(processors)
+    keys: list[object] = []
+    while first > 0 and (key := _key_of(processors[first - 1])) is not None:
+        keys.append(key)
+        first -= 1
+    own = LogitsProcessorList(processors[:first])
+    return Recipe(own, tuple(processors[first:]), False, (*options, bool(own), *keys))
+
+
+def _key_of(processor: Any) -> object:
+    """Equal for warpers that do the same; None for what is not known to be one."""
+    settings = vars(processor)
+    if type(processor) not in _WARPERS or not all(isinstance(x, (int, float)) for x in settings.values()):
+        return None
+    return type(processor), *sorted(settings.items())
 
 
 def greedy(
@@ -37,17 +88,40 @@ def most_likely(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, 
     return values, best * run + index
 
 
+class ToHost:
+    """Tokens int64 [n] and some fp32 [n] of theirs, on their way to the host.
+
+    Nobody waits before `lists`, and then only for what was asked of the device until now, not for what came later.
+    """
+
+    def __init__(self, tokens: torch.Tensor, *values: torch.Tensor) -> None:
+        self._rows = (tokens, *values)
+        self._arrived: torch.cuda.Event | None = None
+        if tokens.device.type == "cpu":
+            return
+        rows = _in_one(tokens, *values)  # transfer
+        if rows.is_cuda:
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._rows = tuple(host.copy_(rows, non_blocking=True))
+            self._arrived = torch.cuda.current_stream(rows.device).record_event()
+        else:
+            self._rows = tuple(rows.cpu())
+
+    def lists(self) -> tuple[list[int], *tuple[list[float], ...]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, *values = (row.tolist() for row in self._rows)
+        return list(map(int, tokens)), *values
+
+
+def _in_one(*rows: torch.Tensor) -> torch.Tensor:
+    """fp64 holds ids up to 2**53 and every fp32 as they are."""
+    return torch.stack([row.double() for row in rows])
+
+
 def to_host(tokens: torch.Tensor, *values: torch.Tensor) -> tuple[list[int], *tuple[list[float], ...]]:
     """Tokens int64 [n] and some fp32 [n] of theirs, as lists."""
-    if tokens.device.type == "cpu":
-        return tokens.tolist(), *(row.tolist() for row in values)
-    return _in_one_transfer(tokens, *values)
-
-
-def _in_one_transfer(tokens: torch.Tensor, *values: torch.Tensor) -> tuple[list[int], *tuple[list[float], ...]]:
-    """The host waits for the device once. fp64 holds ids up to 2**53 and every fp32 as they are."""
-    first, *others = torch.stack([row.double() for row in (tokens, *values)]).tolist()
-    return list(map(int, first)), *others
+    return ToHost(tokens, *values).lists()
 
 
 def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
@@ -58,6 +132,18 @@ def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator 
     if not do_sample:
         return most_likely(scores)[1]
     return torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=generator).squeeze(1)
+
+
+def draw(probs: torch.Tensor, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
+    """One token int64 for each row of probs fp32 [num_rows, vocab] (used up), with the random numbers of its generator.
+
+    The tokens of `torch.multinomial(probs[i : i + 1], 1, generator=generators[i])`, which lets exponential clocks race:
+    all rows at once, and without its look at the probabilities, for which the host waits. NaN gives any token.
+    """
+    clocks = torch.empty_like(probs)
+    for row, generator in zip(clocks.split(1), generators, strict=True):
+        row.exponential_(1, generator=generator)
+    return most_likely(probs.div_(clocks))[1]
 
 
 def largest(

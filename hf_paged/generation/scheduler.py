@@ -222,7 +222,18 @@ class Scheduler:
         self._output = SchedulerOutput.for_managers(len(self.managers))
         return output
 
+    def has_room_for_running(self) -> bool:
+        """Whether the next step has blocks for every running request, so that none of them has to give way."""
+        if any(group.has_branches for group in self._running):
+            return False
+        return self._tables.has_room(self._plan_running(self.config.token_budget)[0])
+
     def _schedule_running(self, budget: int) -> int:
+        # As if one after the other, in a fraction of the time.
+        plan, left = self._plan_running(budget)
+        if self._tables.append(plan, self._output.block_copies):
+            self._output.scheduled.extend(plan)
+            return left
         running, index = self._running, 0
         while index < len(running) and budget > 0:
             used = self._schedule_group(running[index], budget)
@@ -234,6 +245,19 @@ class Scheduler:
             else:
                 self._fail(running[0])
         return budget
+
+    def _plan_running(self, budget: int) -> tuple[Plan, int]:
+        """What all running groups compute next if blocks suffice, and what is left of the budget."""
+        plan: Plan = []
+        for group in self._running:
+            if budget <= 0:
+                break
+            if group.has_branches:
+                self._fork_branches(group)
+            own = group.plan(budget)
+            budget -= sum([num_tokens for _, num_tokens in own])
+            plan += own
+        return plan, budget
 
     def _resume_swapped(self, budget: int) -> int:
         while self._swapped and budget > 0:
@@ -373,7 +397,7 @@ class Scheduler:
     def _register(self, seq: Sequence, cache: PrefixCache) -> None:
         if seq.group.cache_root is None:
             return
-        num_blocks = seq.num_computed_tokens // cache.block_size
+        num_blocks = min(seq.num_computed_tokens, len(seq.token_ids)) // cache.block_size
         cache.extend_digests(seq.block_digests, seq.token_ids, seq.group.cache_root, num_blocks)
         table = self.managers[0].block_table(seq.seq_id)
         for index in range(seq.num_registered_blocks, num_blocks):

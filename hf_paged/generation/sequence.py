@@ -39,6 +39,9 @@ class Sequence:
     Invariant: `num_computed_tokens <= num_tokens`; K/V of the first `num_computed_tokens` tokens is in the cache
     unless the sequence is finished. A sequence whose `parent` is set has no block table yet: it forks from the parent
     as soon as that has computed `branch_at` tokens, which both have in common.
+
+    `num_pending` is 1 while a token that is to be computed has been chosen, but is not on the host yet: it counts, and
+    comes behind `token_ids`.
     """
 
     __slots__ = (
@@ -47,6 +50,7 @@ class Sequence:
         "finish_reason",
         "group",
         "num_computed_tokens",
+        "num_pending",
         "num_prompt_tokens",
         "num_registered_blocks",
         "parent",
@@ -60,6 +64,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = num_prompt_tokens
         self.num_computed_tokens = 0
+        self.num_pending = 0
         self.finish_reason: FinishReason | None = None
         self.parent: Sequence | None = None
         self.branch_at = 0
@@ -69,11 +74,11 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

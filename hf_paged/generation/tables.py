@@ -55,6 +55,18 @@ class Tables:
                 return False
         return True
 
+    def has_room(self, plan: Plan) -> bool:
+        """Whether the plan could be appended, copies of shared blocks included."""
+        num_tokens = sum([count for _, count in plan])
+        for manager in self.managers:
+            available = manager.allocator.num_available
+            # Counting is not needed where even a new and a copied block for everybody would not be too many.
+            if num_tokens // manager.block_size + 2 * len(plan) > available:
+                needed = manager.num_blocks_to_append_all((seq.seq_id, count) for seq, count in plan)
+                if needed > available:
+                    return False
+        return True
+
     def room(self, seq: Sequence) -> int:
         """At most so many tokens could be appended to `seq`, a copy of its last block not counted."""
         return min(
@@ -71,14 +83,8 @@ class Tables:
 
     def append(self, plan: Plan, copies: Copies) -> bool:
         """Make room for the plan, all or nothing; False if there is none."""
-        num_tokens = sum([count for _, count in plan])
-        for manager in self.managers:
-            available = manager.allocator.num_available
-            # Counting is not needed where even a new and a copied block for everybody would not be too many.
-            if num_tokens // manager.block_size + 2 * len(plan) > available:
-                needed = manager.num_blocks_to_append_all((seq.seq_id, count) for seq, count in plan)
-                if needed > available:
-                    return False
+        if not self.has_room(plan):
+            return False
         for manager, manager_copies in zip(self.managers, copies):
             for seq, count in plan:
                 manager_copies += manager.append(seq.seq_id, count)

@@ -230,9 +230,17 @@ class GraphedSteps:
         self._told: set[str] = set()
         self.replays = 0
 
-    def forward(self, tokens: np.ndarray, step: StepArrays, variant: object = None) -> torch.Tensor | None:
+    def forward(
+        self,
+        tokens: np.ndarray,
+        step: StepArrays,
+        variant: object = None,
+        late: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
         """tokens int64 [num_seqs], one new token of each sequence -> logits [num_seqs, vocab], until the next call for
         this variant. None: compute this step without a graph.
+
+        late: fills in, in int64 [num_seqs] on the device, tokens that the host does not know.
 
         variant: which of several things, known to the caller, the model computes in turn (with which adapters, say).
         Each has graphs of its own, up to MOST_VARIANTS of them.
@@ -255,6 +263,8 @@ class GraphedSteps:
             return None
         size = padded_size(len(tokens), self._most)
         captured.inputs.fill(tokens, step, size)
+        if late is not None:
+            late(captured.inputs.of(size)[0])
         if size not in captured.replays and not self._capture(captured, size):
             return None
         captured.replays[size]()

@@ -111,9 +111,9 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     model, run = engine._runner._model, engine._runner.run
     forward = model.forward
 
-    def one_step(output: Any) -> Any:
+    def one_step(*args: Any) -> Any:
         counts.append(0)
-        return run(output)
+        return run(*args)
 
     def one_forward(*args: Any) -> Any:
         counts[-1] += 1
@@ -274,8 +274,8 @@ def test_rows_of_a_step_are_in_the_order_of_the_plan(monkeypatch: pytest.MonkeyP
         run = engine._runner.run
         seen = []
 
-        def noted(output: Any) -> Any:
-            result = run(output)
+        def noted(output: Any, *args: Any) -> Any:
+            result = run(output, *args)
             seen.append((result.seqs, [seq for seq, _ in output.scheduled]))
             return result
 

@@ -48,9 +48,9 @@ def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.M
     with opened() as engine:
         run = engine._runner.run
 
-        def slow(output: Any) -> Any:
+        def slow(*args: Any) -> Any:
             time.sleep(0.1)
-            return run(output)
+            return run(*args)
 
         monkeypatch.setattr(engine._runner, "run", slow)
 
@@ -92,7 +92,7 @@ def test_closing_lets_go_of_pinned_prefixes_and_of_what_was_not_delivered() -> N
 
 
 def test_a_prefix_that_cannot_be_computed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(output: Any) -> Any:
+    def broken(*args: Any) -> Any:
         raise OSError("no device")
 
     with opened() as engine:

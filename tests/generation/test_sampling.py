@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hf_paged.generation.sampling import (
-    _in_one_transfer,
+    Recipe,
+    _in_one,
     choose,
+    draw,
     greedy,
     largest,
     logprobs_of,
     most_likely,
+    recipe_of,
     to_host,
 )
 from hf_paged.kernels import native_build, ops
@@ -84,5 +95,46 @@ def test_one_transfer_changes_no_number() -> None:
     values = torch.tensor([-0.1, torch.inf, -1e-30])
     expected = to_host(tokens, values, values.sqrt())
     assert expected[0] == tokens.tolist() and expected[1] == values.tolist()
-    assert repr(_in_one_transfer(tokens, values, values.sqrt())) == repr(expected)  # NaN included
-    assert _in_one_transfer(tokens) == (tokens.tolist(),)
+    first, *others = _in_one(tokens, values, values.sqrt()).tolist()
+    assert repr((list(map(int, first)), *others)) == repr(expected)  # NaN included
+
+
+@pytest.mark.parametrize("vocab", [7, 96, 49152])
+def test_draw_is_multinomial_with_the_generator_of_each_row(vocab: int) -> None:
+    probs = torch.softmax(torch.randn(5, vocab) * 4, -1)
+    probs[1, : vocab // 2] = 0
+    probs[2] = 0
+    probs[2, vocab - 1] = 1
+    for seed in range(3):
+        mine, theirs = ([torch.Generator().manual_seed(seed + i) for i in range(4)] for _ in range(2))
+        expected = [torch.multinomial(probs[i : i + 1], 1, generator=theirs[i]).item() for i in range(4)]
+        torch.manual_seed(seed)
+        expected.append(torch.multinomial(probs[4:], 1).item())
+        torch.manual_seed(seed)
+        assert draw(probs.clone(), [*mine, None]).tolist() == expected
+        for one, other in zip(mine, theirs):
+            assert one.get_state().equal(other.get_state())
+
+
+def test_recipes_of_requests_that_may_be_treated_alike() -> None:
+    def recipe(*processors: Any, **options: Any) -> Recipe:
+        return recipe_of(LogitsProcessorList(processors), *options.values())
+
+    warm, top = TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)
+    first = recipe(warm, top)
+    assert (list(first.own), first.warpers) == ([], (warm, top))
+    assert first.key == recipe(TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)).key
+    different = [recipe(top, warm), recipe(warm), recipe(TemperatureLogitsWarper(0.8), top), recipe(warm, top, x=1)]
+    assert all(first.key != other.key for other in different)
+    # What looks at tokens is done one by one, and so is a warper before it; what comes behind it is shared.
+    penalty = RepetitionPenaltyLogitsProcessor(1.2)
+    mixed = recipe(warm, penalty, top)
+    assert (list(mixed.own), mixed.warpers) == ([warm, penalty], (top,))
+    assert mixed.key == recipe(penalty, top).key != recipe(top).key
+
+    class Mine(TemperatureLogitsWarper):  # may do anything
+        pass
+
+    alone = recipe(warm, Mine(0.7), top)
+    assert alone.is_alone and len(alone.own) == 3 and alone.warpers == ()
+    assert alone.key != recipe(warm, Mine(0.7), top).key

@@ -1,0 +1,319 @@
+"""Async scheduling: steps that are prepared before the host knows the tokens of the last, and the same results."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import models
+import pytest
+import tape
+import test_adapters
+import test_engine
+import torch
+from test_engine import assert_as_solo, assert_idle, config, requests, solo
+from test_graphs import plain
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.generation import choosing, stepper
+from hf_paged.generation.sampling import ToHost
+
+pytestmark = test_adapters.pytestmark
+
+NEVER = models.VOCAB  # as EOS: no request ends before its last token
+ASYNC = SchedulerConfig(async_scheduling=True)
+
+
+@pytest.fixture(autouse=True)
+def _async(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines schedule asynchronously where nothing else is said, as on a CUDA device."""
+    chosen = SchedulerConfig.for_device
+
+    def for_device(self: SchedulerConfig, kind: str) -> SchedulerConfig:
+        return replace(chosen(self, kind), async_scheduling=self.async_scheduling is not False)
+
+    monkeypatch.setattr(SchedulerConfig, "for_device", for_device)
+
+
+# The tests of the engine that say nothing of how many steps it takes.
+for _name in (
+    "test_mixed_requests_equal_their_solo_runs",
+    "test_a_small_pool_changes_nothing",
+    "test_staggered_arrivals",
+    "test_logprobs_are_those_of_the_model",
+    "test_processors_and_criteria_of_the_caller_see_the_rows_of_a_solo_run",
+    "test_a_stop_string",
+    "test_finish_reasons_and_metrics",
+    "test_preemption_at_every_step",
+    "test_groups_preempted_at_every_step_beside_twelve_others",
+    "test_abort_in_every_state",
+    "test_a_forward_that_raises_fails_the_requests_of_its_step_only",
+    "test_a_processor_that_raises_fails_its_request_only",
+    "test_logits_that_are_nan_fail_their_request_only",
+    "test_a_request_that_outgrows_the_pool_fails_alone",
+    "test_models_that_cannot_run_packed_run_row_by_row",
+    "test_a_cached_prefix_is_not_computed_again",
+    "test_priorities_go_first",
+    "test_streams",
+    "test_async_streams_share_the_steps",
+    "test_a_streamer_gets_what_generate_would_give_it",
+    "test_threads",
+    "test_packed_weights_follow_the_weights",
+    "test_soak",
+):
+    globals()[_name] = getattr(test_engine, _name)
+test_adapters_of_requests = test_adapters.test_every_family
+
+
+def test_with_graphs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tape.install(monkeypatch)
+    model = models.shared(family)
+    wanted = requests(24)
+    with Engine(model, CacheConfig(num_blocks=400, block_size=4)) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert_idle(engine)
+        stats = engine.stats()
+    assert stats.graph_replays == stats.steps - 1
+    assert_as_solo(model, outputs, wanted)
+
+
+class Journal:
+    """What happens in which order: forwards, choices, and when the host reads a choice."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lines: list[str] = []
+        self.step = 0
+        run, lists, choose = engine._runner.run, ToHost.lists, choosing.choose_next
+
+        def noted_run(*args: Any) -> Any:
+            self.step += 1
+            if args[0].scheduled:
+                self.lines.append(f"forward {self.step}")
+            return run(*args)
+
+        def noted_choice(*args: Any) -> Any:
+            choice, failed = choose(*args)
+            if choice is not None:
+                choice._numbers.name = self.step
+                self.lines.append(f"choice {self.step}")
+            return choice, failed
+
+        def noted_lists(self_: Any) -> Any:
+            self.lines.append(f"read {self_.name}")
+            return lists(self_)
+
+        monkeypatch.setattr(engine._runner, "run", noted_run)
+        monkeypatch.setattr(stepper, "choose_next", noted_choice)
+        monkeypatch.setattr(ToHost, "lists", noted_lists)
+
+
+def test_a_step_is_sent_off_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = models.prompts(5, 9)
+    with Engine(models.shared("llama"), None, ASYNC) as engine:
+        journal = Journal(engine, monkeypatch)
+        monkeypatch.setattr(ToHost, "name", "", raising=False)
+        outputs = []
+        for prompt in prompts:
+            engine.add_request(prompt, config("greedy", max_new_tokens=3, eos_token_id=NEVER))
+        while engine.has_unfinished_requests():
+            outputs.append([len(output.outputs[0].token_ids) for output in engine.step()])
+        assert engine.stats().steps == 3
+    assert outputs == [[], [1, 1], [2, 2], [3, 3]]
+    # The choice of a step is launched when the host knows who has not ended with the last token.
+    assert journal.lines == [
+        "forward 1", "choice 1", "forward 2", "read 1", "choice 2", "forward 3", "read 2", "choice 3", "read 3",
+    ]  # fmt: skip
+
+
+def test_a_row_that_was_computed_for_nothing_changes_nothing() -> None:
+    """Its request ended with the token before: no number is drawn for it, and no block is left or known as a prefix."""
+    model = models.shared("llama")
+    (prompt,) = models.prompts(13)
+    made = config("sample", temperature=5.0, max_new_tokens=40, eos_token_id=list(range(3, 30)))
+    del made.seed
+    torch.manual_seed(1)
+    expected = model.generate(prompt[None], generation_config=made)[0, 13:].tolist()
+    state = torch.get_rng_state()
+    assert len(expected) < 40
+    with Engine(model, CacheConfig(block_size=2)) as engine:
+        torch.manual_seed(1)
+        (output,) = engine.generate([prompt], made)
+        assert torch.get_rng_state().equal(state)
+        assert output.outputs[0].token_ids == expected
+        assert_idle(engine)
+        for length in range(1, len(expected) + 1):  # what is cached is right
+            longer = torch.cat([prompt, torch.tensor(expected[:length])])
+            outputs = engine.generate([longer], config("greedy", eos_token_id=NEVER))
+            assert_as_solo(model, outputs, [(longer, config("greedy", eos_token_id=NEVER))])
+        assert engine.stats().prefix_cache_hit_tokens > 13
+
+
+def test_nobody_gives_way_for_a_token_that_may_not_come() -> None:
+    """In a pool that holds a request to its end and no block more, an EOS is not followed by an append."""
+    model = models.shared("llama")
+    (prompt,) = models.prompts(6)
+    (line,) = plain(model, [prompt], max_new_tokens=6)
+    assert line[5] not in line[:5]
+    made = config("greedy", max_new_tokens=20, eos_token_id=line[5])
+    with Engine(model, CacheConfig(num_blocks=11, block_size=1)) as engine:
+        (output,) = engine.generate([prompt], made)
+        assert (output.error, output.outputs[0].token_ids) == (None, line)
+        assert engine.stats().preemptions_recompute == engine.stats().preemptions_swap == 0
+
+
+def test_beams_decide_before_the_next_step_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.shared("llama")
+    first, second = models.prompts(5, 9)
+    beams, greedy = config("beams", eos_token_id=NEVER), config("greedy", eos_token_id=NEVER)
+    with Engine(model) as engine:
+        ids = [engine.add_request(first, beams), engine.add_request(second, greedy)]
+        finished, lengths = {}, []
+        while engine.has_unfinished_requests():
+            outputs = {output.request_id: output for output in engine.step()}
+            lengths.append(len(outputs[ids[1]].outputs[0].token_ids) if ids[1] in outputs else 0)
+            finished |= {key: output for key, output in outputs.items() if output.finished}
+            assert (ids[0] in finished) == (len(lengths) >= 10)
+    assert lengths == list(range(11))
+    assert_as_solo(model, [finished[key] for key in ids], [(first, beams), (second, greedy)])
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_the_token_before_a_forward_that_fails_is_not_lost(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.shared("llama")
+    (prompt,) = models.prompts(7)
+    (line,) = plain(model, [prompt], max_new_tokens=10)
+    with Engine(model) as engine:
+        run, calls = engine._runner.run, itertools.count()
+
+        def broken(*args: Any) -> Any:
+            if next(calls) == at:
+                raise OSError("no device")
+            return run(*args)
+
+        monkeypatch.setattr(engine._runner, "run", broken)
+        (output,) = engine.generate([prompt], config("greedy", eos_token_id=NEVER))
+        assert output.error == "the forward failed: OSError: no device"
+        assert output.outputs[0].token_ids == line[:at]
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_after_an_interrupt_it_goes_on(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.shared("llama")
+    wanted = [(prompt, config("greedy", eos_token_id=NEVER)) for prompt in models.prompts(7, 12)]
+    with Engine(model) as engine:
+        run, calls, finished = engine._runner.run, itertools.count(), {}
+
+        def interrupted(*args: Any) -> Any:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return run(*args)
+
+        monkeypatch.setattr(engine._runner, "run", interrupted)
+        ids = [engine.add_request(*each) for each in wanted]
+        while engine.has_unfinished_requests():
+            try:
+                finished |= {output.request_id: output for output in engine.step()}
+            except KeyboardInterrupt:
+                continue
+        assert_idle(engine)
+    assert_as_solo(model, [finished[key] for key in ids], wanted)
+
+
+def test_an_interrupt_while_tokens_are_read_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = models.prompts(5, 9)
+    with Engine(models.shared("llama")) as engine:
+        ids = [engine.add_request(prompt, config("greedy", eos_token_id=NEVER)) for prompt in prompts]
+        for _ in range(3):
+            engine.step()
+
+        def interrupted(self: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ToHost, "lists", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        outputs = {output.request_id: output for output in engine.step()}
+        assert [outputs[key].error for key in ids] == ["the step was broken off: KeyboardInterrupt: "] * 2
+        assert [len(outputs[key].outputs[0].token_ids) for key in ids] == [2, 2]
+        assert_idle(engine)
+
+
+def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And get what they get alone, each with its own numbers, whatever its neighbours do."""
+    model = models.shared("llama")
+    shapes: list[dict[str, Any]] = [
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3},
+        {"min_p": 0.05, "top_k": 0},
+        {"typical_p": 0.9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01},
+        {"top_k": 0},
+        {"do_sample": False, "no_repeat_ngram_size": 2},
+        {"output_scores": True, "return_dict_in_generate": True, "temperature": 0.8},
+    ]
+    wanted = []
+    for index, (prompt, shape) in enumerate(zip(models.prompts(*range(3, 31)), itertools.cycle(shapes))):
+        options = {"do_sample": True, "seed": index, "eos_token_id": NEVER, **shape}
+        wanted.append((prompt, config("greedy", **options)))
+    groups: list[int] = []
+    alike = choosing._choose_alike
+
+    def noted(group: list[Any], *args: Any) -> Any:
+        groups.append(len(group))
+        return alike(group, *args)
+
+    monkeypatch.setattr(choosing, "_choose_alike", noted)
+    for scheduling in (True, False):
+        groups.clear()
+        with Engine(model, None, SchedulerConfig(async_scheduling=scheduling, max_num_batched_tokens=1024)) as engine:
+            outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert groups == [4] * 70
+        assert_as_solo(model, outputs, wanted)
+        assert all(len(o.outputs[0].processed_logprobs or ()) == 10 for o in outputs[6::7])
+
+
+def test_one_of_many_that_fails() -> None:
+    """A processor or criterion that raises or leaves nothing to choose from, beside requests that are treated alike."""
+    model = models.shared("llama")
+    prompts = models.prompts(5, 6, 7, 8, 9, 10)
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("no more")
+
+    def nothing(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+    def wrong(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, :0]
+
+    made = config("sample", eos_token_id=NEVER)
+    extras: list[dict[str, Any]] = [
+        {},
+        {"logits_processor": [raising]},
+        {"logits_processor": [nothing]},
+        {"logits_processor": [wrong]},
+        {"stopping_criteria": [raising]},
+        {},
+    ]
+    with Engine(model) as engine:
+        ids = [engine.add_request(prompt, made, **extra) for prompt, extra in zip(prompts, extras)]
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step()}
+        assert_idle(engine)
+    errors = [outputs[key].error for key in ids]
+    assert errors[0] is errors[5] is None
+    assert errors[1] == errors[4] == "OSError: no more"
+    assert errors[2] == "after the logits processors no token has a probability"
+    assert errors[3] is not None and "Error" in errors[3]
+    for index in (0, 5):
+        assert [outputs[ids[index]].outputs[0].token_ids] == solo(model, prompts[index], made)[0]
+
+
+def test_the_setting() -> None:
+    for wrong in (1, "yes"):
+        with pytest.raises(ValueError, match=f"async_scheduling={wrong!r}"):
+            hf_paged.SchedulerConfig(async_scheduling=wrong)  # type: ignore[arg-type]
