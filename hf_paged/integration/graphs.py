@@ -151,6 +151,11 @@ class _Inputs:
             padded.numpy()[count:] = slots[0] // self._block_size if count else 0
             target[:size, : table.shape[1]].copy_(padded, non_blocking=True)
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [at least `most`]."""
+        return self._numbers[0]
+
     def of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[AttentionMetadata]]:
         """Tokens and positions int64 [size], and metadata, one record a group, with nothing derived from it yet."""
         tokens, positions, lengths, *slots = self._numbers
@@ -240,7 +245,7 @@ class GraphedSteps:
         """tokens int64 [num_seqs], one new token of each sequence -> logits [num_seqs, vocab], until the next call for
         this variant. None: compute this step without a graph.
 
-        late: fills in, in int64 [num_seqs] on the device, tokens that the host does not know.
+        late: fills in, in the device's tokens int64 [at least num_seqs], those that the host does not know.
 
         variant: which of several things, known to the caller, the model computes in turn (with which adapters, say).
         Each has graphs of its own, up to MOST_VARIANTS of them.
@@ -264,7 +269,7 @@ class GraphedSteps:
         size = padded_size(len(tokens), self._most)
         captured.inputs.fill(tokens, step, size)
         if late is not None:
-            late(captured.inputs.of(size)[0])
+            late(captured.inputs.tokens)
         if size not in captured.replays and not self._capture(captured, size):
             return None
         captured.replays[size]()

@@ -169,7 +169,11 @@ class FakeEngine:
     def step(self, *, fail: bool = False) -> SchedulerOutput:
         """`fail`: the forward of this step raises after it has written some of its K/V."""
         scheduler = self.scheduler
+        running = [group for group in scheduler.groups if group.status is SeqStatus.RUNNING]
+        has_room = scheduler.has_room_for_running()
         output = scheduler.schedule()
+        if has_room:
+            assert all(group.status is SeqStatus.RUNNING for group in running), "it was said that none gives way"
         self.num_steps += 1
         self._check_decisions(output)
         self._move(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import models
@@ -63,14 +62,16 @@ def compiled() -> int:
 def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, checked = GraphedSteps.forward, []
 
-    def strict(self: GraphedSteps, tokens: np.ndarray, step: StepArrays, variant: object) -> torch.Tensor | None:
+    def strict(
+        self: GraphedSteps, tokens: np.ndarray, step: StepArrays, variant: object, late: Any
+    ) -> torch.Tensor | None:
         captured = self._captured.get(variant)
         if captured is None or padded_size(len(tokens), self._most) not in captured.replays:
-            return forward(self, tokens, step, variant)
+            return forward(self, tokens, step, variant, late)
         before = compiled()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            logits = forward(self, tokens, step, variant)
+            logits = forward(self, tokens, step, variant, late)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert compiled() == before
@@ -84,21 +85,35 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
         assert engine.stats().graph_replays == len(checked) + 1
 
 
-def test_a_greedy_step_waits_once() -> None:
-    with opened(models.build("llama").cuda()) as engine:
+@pytest.mark.parametrize("scheduling", [True, False])
+@pytest.mark.parametrize("name", ["greedy", "sample"])
+def test_a_step_waits_for_nothing_but_its_tokens(name: str, scheduling: bool) -> None:
+    """And for these at an event of their own, which the debug mode does not mind."""
+    scheduler = hf_paged.SchedulerConfig(async_scheduling=scheduling)
+    options = {"temperature": 0.8, "top_p": 0.9, "top_k": 20} if name == "sample" else {}
+    with opened(models.build("llama").cuda(), scheduler_config=scheduler) as engine:
         for prompt in models.prompts(5, 30, 90):
-            engine.add_request(prompt, config("greedy", max_new_tokens=40, eos_token_id=NEVER))
+            engine.add_request(prompt, config(name, max_new_tokens=40, eos_token_id=NEVER, **options))
         for _ in range(5):
             engine.step()
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                for _ in range(10):
-                    engine.step()
+            for _ in range(10):
+                engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len([w for w in warned if "synchronizing CUDA operation" in str(w.message)]) == 10
+
+
+def test_async_scheduling_changes_no_token(family: str) -> None:
+    model = models.build(family).cuda()
+    prompts, configs = models.prompts(*range(3, 3 + 2 * len(OPTIONS), 2)), [config(name) for name in OPTIONS]
+    results = []
+    for scheduling in (True, False):
+        scheduler = hf_paged.SchedulerConfig(async_scheduling=scheduling)
+        with opened(model, scheduler_config=scheduler) as engine:
+            outputs = engine.generate(prompts, configs)
+        results.append([(output.error, [c.token_ids for c in output.outputs]) for output in outputs])
+    assert results[0] == results[1]
 
 
 class Waiting(nn.Module):
