@@ -212,29 +212,20 @@ class Scheduler:
         Running groups first, in order; then groups that were swapped out; then new ones, unless somebody had to
         give way. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences.
         """
-        output = self._output
-        num_preempted = len(output.preempted)
-        budget = self._schedule_running(self.config.token_budget)
-        if len(output.preempted) == num_preempted:
-            budget = self._resume_swapped(budget)
-            if not self._swapped:
-                self._admit(budget)
-        self._output = SchedulerOutput.for_managers(len(self.managers))
-        return output
+        return self.schedule_in_peace() or self._schedule_one_by_one()
 
-    def has_room_for_running(self) -> bool:
-        """Whether the next step has blocks for every running request, so that none of them has to give way."""
-        if any(group.has_branches for group in self._running):
-            return False
-        return self._tables.has_room(self._plan_running(self.config.token_budget)[0])
+    def schedule_in_peace(self) -> SchedulerOutput | None:
+        """`schedule`, if all running groups get what they need; else None: somebody may have to give way."""
+        plan, budget = self._plan_running(self.config.token_budget)
+        if not self._tables.append(plan, self._output.block_copies):
+            return None
+        self._output.scheduled.extend(plan)
+        return self._schedule_others(budget)
 
-    def _schedule_running(self, budget: int) -> int:
-        # As if one after the other, in a fraction of the time.
-        plan, left = self._plan_running(budget)
-        if self._tables.append(plan, self._output.block_copies):
-            self._output.scheduled.extend(plan)
-            return left
-        running, index = self._running, 0
+    def _schedule_one_by_one(self) -> SchedulerOutput:
+        """As far as the blocks go; they are taken from the last to arrive."""
+        output, running = self._output, self._running
+        num_preempted, budget, index = len(output.preempted), self.config.token_budget, 0
         while index < len(running) and budget > 0:
             used = self._schedule_group(running[index], budget)
             if used is not None:
@@ -244,7 +235,16 @@ class Scheduler:
                 self._preempt(running[-1], self._cheaper_way(running[-1]))
             else:
                 self._fail(running[0])
-        return budget
+        return self._schedule_others(budget if len(output.preempted) == num_preempted else 0)
+
+    def _schedule_others(self, budget: int) -> SchedulerOutput:
+        """Running groups have had their turn."""
+        if budget > 0:
+            budget = self._resume_swapped(budget)
+            if not self._swapped:
+                self._admit(budget)
+        output, self._output = self._output, SchedulerOutput.for_managers(len(self.managers))
+        return output
 
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
         """What all running groups compute next if blocks suffice, and what is left of the budget."""
@@ -377,7 +377,7 @@ class Scheduler:
     def update(self, output: SchedulerOutput, tokens: Iterable[tuple[Sequence, int]] = ()) -> None:
         """The step is computed; `tokens` are the sampled ones, (sequence, token) (not those of a fork or reorder).
 
-        What was aborted meanwhile is skipped.
+        What it computed is known by now (no `num_pending`). What was aborted meanwhile is skipped.
         """
         block_size = self.managers[0].block_size
         cache, sliding = self.prefix_cache, self._sliding
@@ -397,7 +397,7 @@ class Scheduler:
     def _register(self, seq: Sequence, cache: PrefixCache) -> None:
         if seq.group.cache_root is None:
             return
-        num_blocks = min(seq.num_computed_tokens, len(seq.token_ids)) // cache.block_size
+        num_blocks = seq.num_computed_tokens // cache.block_size
         cache.extend_digests(seq.block_digests, seq.token_ids, seq.group.cache_root, num_blocks)
         table = self.managers[0].block_table(seq.seq_id)
         for index in range(seq.num_registered_blocks, num_blocks):

@@ -58,9 +58,10 @@ class Stepper:
 
     def step(self, changed: dict[Request, None]) -> None:
         """One iteration over the batch. Requests that got tokens are added to `changed`, also if it is broken off."""
-        if self._choice is not None and not self._scheduler.has_room_for_running():
+        output = self._scheduler.schedule_in_peace()
+        if output is None:
             self._accept(changed)
-        output = self._scheduler.schedule()
+            output = self._scheduler.schedule()
         self.steps += bool(output.scheduled)
         for group in output.failed:
             self._fail(self._requests[group.request_id], group.error or "")

@@ -108,7 +108,8 @@ def check(model: Any) -> SupportReport:
         if base is not None:
             model = base()
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"check() takes a transformers model, not {type(model).__name__}")
+        hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
+        raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
     stamp = (model.dtype, model.device, model.config._attn_implementation_internal, drops_cache(model))
     known = _reports.get(model)
     if known is None or known[0] != stamp:
