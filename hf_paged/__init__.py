@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_paged.generation.door import CallRecord, record_calls, release_memory
     from hf_paged.generation.engine import Engine
     from hf_paged.generation.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from hf_paged.integration.prepack import prepack
     from hf_paged.integration.support import SupportReport, check
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _LAZY = {
     "RequestOutput": "hf_paged.generation.outputs",
     "SupportReport": "hf_paged.integration.support",
     "check": "hf_paged.integration.support",
+    "prepack": "hf_paged.integration.prepack",
     "record_calls": "hf_paged.generation.door",
     "release_memory": "hf_paged.generation.door",
 }
@@ -52,6 +54,7 @@ __all__ = [
     "UnsupportedModelError",
     "check",
     "install",
+    "prepack",
     "record_calls",
     "release_memory",
     "uninstall",

@@ -98,9 +98,8 @@ def choose_next(picks: list[Pick], logits: torch.Tensor, to_fp32: ToFp32) -> tup
 
 def _choose_alike(group: list[Pick], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
     """For requests of one recipe. Those that failed get some token too."""
-    rows = [row for _, _, row in group]
-    if rows != list(range(len(logits))):
-        logits = logits[to_device(np.array(rows), logits.device)]
+    if len(group) < len(logits):
+        logits = logits[to_device(np.array([row for _, _, row in group]), logits.device)]
     request = group[0].request
     if request.is_plain_greedy:
         tokens, logprobs = greedy(logits, to_fp32)
@@ -112,7 +111,7 @@ def _choose_alike(group: list[Pick], logits: torch.Tensor, to_fp32: ToFp32, fail
     elif recipe.own:
         scores = torch.cat([_processed(pick.request, raw[i : i + 1].clone(), failed) for i, pick in enumerate(group)])
     else:
-        scores = raw.clone() if recipe.warpers else raw
+        scores = raw  # which warpers leave alone
     for warper in recipe.warpers:
         scores = warper(_NO_IDS, scores)
     nothing = raw.new_zeros(len(group))

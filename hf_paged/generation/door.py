@@ -25,8 +25,10 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
 from hf_paged.generation.sizing import draws_dropout, window_groups
 from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
+from hf_paged.integration.adapters import unwrapped
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.graphs import forget_graphs
+from hf_paged.integration.prepack import forget_weights, weights_for_calls
 from hf_paged.integration.support import SupportReport, refuse_unsupported
 
 PAGED = "paged"
@@ -114,8 +116,11 @@ def _give_back(model: nn.Module, key: _MemoryKey, memory: PagedMemory) -> None:
 
 
 def release_memory(model: nn.Module | None = None) -> None:
-    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls, CUDA graphs."""
+    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls, CUDA graphs,
+    packed weights (what `prepack` has asked for too)."""
+    model = unwrapped(model)
     forget_graphs(model)
+    forget_weights(model)
     with _idle_lock:
         if model is None:
             _idle.clear()
@@ -369,7 +374,7 @@ def _layout_obstacle(report: SupportReport, max_length: int, mask: torch.Tensor 
 def _open_decoder(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> PackedDecoder:
     assert call.memory is not None
     call.decoder = PackedDecoder(
-        PackedModel(call.model, call.memory),
+        PackedModel(call.model, call.memory, weights_for_calls(call.model)),
         expand=call.expand,
         keep_finished=call.returned,
         prefill_chunk_size=config.prefill_chunk_size,

@@ -13,7 +13,7 @@ from hf_paged.cache.kv_pool import HostPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.adapters import lock_of
+from hf_paged.integration.adapters import lock_of, unwrapped
 from hf_paged.integration.forward import PackedModel
 from hf_paged.integration.native_decoder import TRIAL_TOKENS
 from hf_paged.integration.prepack import packed_weights
@@ -98,14 +98,12 @@ def _open(
 
 def _generating_model(model: Any) -> Any:
     """The transformers model that a PEFT wrapper generates through."""
-    base = getattr(model, "get_base_model", None)
-    if base is None:
-        return model
-    if getattr(model.active_peft_config, "is_prompt_learning", False):
+    base = unwrapped(model)
+    if base is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
         raise UnsupportedModelError(
             "prompt-learning adapters change the inputs of generate; merge or unload the adapter"
         )
-    return base()
+    return base
 
 
 def draws_dropout(model: Any) -> bool:

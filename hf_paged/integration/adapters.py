@@ -32,6 +32,12 @@ def lock_of(model: torch.nn.Module) -> threading.RLock:
     return _locks.setdefault(model, threading.RLock())
 
 
+def unwrapped(model: Any) -> Any:
+    """The transformers model that a PEFT wrapper computes and generates through; any other model as it is."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
+
+
 class AdapterChoice:
     """The adapters that compute a request, layer by layer; a layer that is not in `names` computes without.
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.integration.adapters import unwrapped
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels import cpu_layers
 
@@ -36,7 +37,12 @@ def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
     """
     if prepack is False:
         return None
-    layers = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__]
+    known = _packed.get(model)
+    layers = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear and ("forward" not in module.__dict__ or (known and known.is_in_place_of(module)))
+    ]
     obstacle = _obstacle(layers)
     if obstacle is not None:
         if prepack:
@@ -44,10 +50,38 @@ def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
         return None
     if prepack is None and not _pays(layers):
         return None
-    known = _packed.get(model)
     if known is None or not known.is_of(layers):
         known = _packed[model] = PackedWeights(layers)
     return known
+
+
+_for_calls: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def prepack(model: Any) -> None:
+    """Let paged `generate` calls on a model, too, compute with packed copies of its linear weights (CPU, bf16 or fp32).
+
+    They take as much memory as the weights, until `release_memory(model)`. At a few rows a call is two to three times
+    faster; sums may come in another order, as with `Engine(prepack=True)`. Raises ValueError where it cannot be done.
+    """
+    model = unwrapped(model)
+    packed_weights(model, True)
+    _for_calls.add(model)
+
+
+def weights_for_calls(model: Any) -> PackedWeights | None:
+    """What `prepack` has asked for."""
+    return packed_weights(model, True) if model in _for_calls else None
+
+
+def forget_weights(model: nn.Module | None = None) -> None:
+    """Free the packed copies that no engine uses (of one model, or of all)."""
+    if model is None:
+        _packed.clear()
+        _for_calls.clear()
+    else:
+        _packed.pop(model, None)
+        _for_calls.discard(model)
 
 
 def _obstacle(layers: list[nn.Linear]) -> str | None:
@@ -102,6 +136,11 @@ class PackedWeights:
     def of(self, layer: nn.Module) -> PackedLayer | None:
         """The packed copy of a layer, if it has one."""
         return self._of.get(layer)
+
+    def is_in_place_of(self, layer: nn.Module) -> bool:
+        """Whether it stands in for the layer right now, in a step of another thread."""
+        packed = self._of.get(layer)
+        return packed is not None and layer.__dict__.get("forward") is packed.forward
 
     def enter(self) -> None:
         """Until `leave`, the layers compute with the packed copies in packed steps of this thread, else as always."""

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.adapters import unwrapped
 from hf_paged.integration.forward import PackedModel
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -102,11 +103,7 @@ def check(model: Any) -> SupportReport:
     """
     from transformers import PreTrainedModel
 
-    # A PEFT wrapper generates through the model it wraps.
-    if not isinstance(model, PreTrainedModel):
-        base = getattr(model, "get_base_model", None)
-        if base is not None:
-            model = base()
+    model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
         raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")

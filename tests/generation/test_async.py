@@ -18,6 +18,7 @@ from test_graphs import plain
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation import choosing, stepper
+from hf_paged.generation.request import SampleRequest
 from hf_paged.generation.sampling import ToHost
 
 pytestmark = test_adapters.pytestmark
@@ -180,6 +181,24 @@ def test_beams_decide_before_the_next_step_and_others_do_not(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("at", range(1, 5))
+def test_an_abort_between_two_steps_leaves_the_others_alone(at: int) -> None:
+    model = models.shared("llama")
+    wanted = [(prompt, config("greedy", eos_token_id=NEVER)) for prompt in models.prompts(7, 12, 9)]
+    with Engine(model) as engine:
+        ids, finished = [engine.add_request(*each) for each in wanted], {}
+        for step in itertools.count():
+            if step == at:
+                engine.abort(ids[1])
+            finished |= {output.request_id: output for output in engine.step()}
+            if not engine.has_unfinished_requests():
+                break
+        assert_idle(engine)
+    line = plain(model, [wanted[1][0]], max_new_tokens=10)[0]
+    assert finished[ids[1]].outputs[0].token_ids == line[: at - 1]
+    assert_as_solo(model, [finished[ids[0]], finished[ids[2]]], [wanted[0], wanted[2]])
+
+
+@pytest.mark.parametrize("at", range(1, 5))
 def test_the_token_before_a_forward_that_fails_is_not_lost(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(7)
@@ -240,6 +259,27 @@ def test_an_interrupt_while_tokens_are_read_leaves_nobody_waiting(monkeypatch: p
         assert [outputs[key].error for key in ids] == ["the step was broken off: KeyboardInterrupt: "] * 2
         assert [len(outputs[key].outputs[0].token_ids) for key in ids] == [2, 2]
         assert_idle(engine)
+
+
+def test_who_has_ended_in_a_step_that_is_broken_off_has_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = models.prompts(5, 9)
+    accept = SampleRequest.accept
+
+    def broken(self: SampleRequest, *args: Any) -> Any:
+        if self.request_id == "second" and self.length == 9 + 1:
+            raise OSError("no memory")
+        return accept(self, *args)
+
+    monkeypatch.setattr(SampleRequest, "accept", broken)
+    with Engine(models.shared("llama")) as engine:
+        engine.add_request(first, config("greedy", max_new_tokens=2), request_id="first")
+        engine.add_request(second, config("greedy", max_new_tokens=5), request_id="second")
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step()}
+        assert_idle(engine)
+    assert_as_solo(models.shared("llama"), [outputs["first"]], [(first, config("greedy", max_new_tokens=2))])
+    assert outputs["second"].error == "the step was broken off: OSError: no memory"
 
 
 def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
