@@ -2,6 +2,7 @@
 
     python benchmarks/generate.py                     # the shipped checkpoint
     python benchmarks/generate.py CHECKPOINT --rounds 9 --threads 2 --json out.json
+    python benchmarks/generate.py --random 135m --prepack     # random weights, bf16, packed for the CPU
 
 Also measures what the very first paged call costs more than the first plain call, each in a fresh process.
 """
@@ -57,8 +58,15 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint).to(args.device).eval()
-    return tokenizer, model
+    if args.random:
+        return tokenizer, random_model(args.random, args.device)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(args.checkpoint).to(args.device).eval()
+
+
+def random_model(shape: str, device: str) -> Any:
+    from throughput import build_model
+
+    return build_model(argparse.Namespace(model=shape, dtype="bfloat16", device=device, seed=0))
 
 
 def timed(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> tuple[float, Any]:
@@ -144,6 +152,8 @@ def print_first_call(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default=str(SHIPPED))
+    parser.add_argument("--random", metavar="SHAPE", help="a bf16 model of a shape of throughput.py, random weights")
+    parser.add_argument("--prepack", action="store_true", help="hf_paged.prepack(model) first")
     parser.add_argument("--case", action="append", choices=list(CASES), help="only this case (may be repeated)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -159,8 +169,13 @@ def main(argv: list[str] | None = None) -> None:
     import transformers
 
     tokenizer, model = load(args)
+    if args.prepack:
+        import hf_paged
+
+        hf_paged.prepack(model)
     report: dict[str, Any] = {
-        "checkpoint": Path(args.checkpoint).name,
+        "checkpoint": f"random {args.random}, bfloat16" if args.random else Path(args.checkpoint).name,
+        "prepack": args.prepack,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {args.threads} threads, {args.device}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -179,8 +194,9 @@ def main(argv: list[str] | None = None) -> None:
             f"{memory:<22}{result['same_tokens']}",
             flush=True,
         )
-    report["first_call"] = first_call(args)
-    for clock, first in report["first_call"].items():
+    if not (args.random or args.prepack):
+        report["first_call"] = first_call(args)
+    for clock, first in report.get("first_call", {}).items():
         print(
             f"first call, {clock} time: plain {first['plain_s']:.2f} s, paged {first['paged_s']:.2f} s, "
             f"{first['added_s']:+.2f} s"
