@@ -466,7 +466,8 @@ def _prepare_gather(
     buffer = buffers.get((name, cache.dtype, cache.device))
     needed = slots.numel() * heads * dim
     if buffer is None or buffer.numel() < needed:
-        buffer = buffers[(name, cache.dtype, cache.device)] = cache.new_empty(needed)
+        with torch.inference_mode(False):  # outside it, nobody else could use what was made in it
+            buffer = buffers[(name, cache.dtype, cache.device)] = cache.new_empty(needed)
     if packed:
         target = buffer[:needed].view(-1, heads, dim)
         return slots.flatten(), target, target.unflatten(0, slots.shape).transpose(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from hf_paged import CacheConfig, Engine
+from hf_paged.kernels import cpu, ops
 
 
 def config(**options: Any) -> GenerationConfig:
@@ -204,3 +206,19 @@ def test_what_the_models_own_generation_config_says() -> None:
         model.generation_config.output_attentions = True
         with pytest.raises(ValueError, match="output_attentions=True"):
             engine.generate([prompt])
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_an_engine_leaves_nothing_that_a_call_after_it_cannot_use(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces are kept for a thread; steps of an engine run in inference mode, calls and its start do not."""
+    monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
+    monkeypatch.setattr(cpu, "_local", threading.local())
+    model, prompts = models.build("llama"), models.prompts(30, 9, 17)
+    expected = [model.generate(p[None], generation_config=config())[0].tolist() for p in prompts]
+    for _ in range(2):
+        with Engine(model, CacheConfig(num_blocks=64, block_size=4)) as engine:
+            outputs = engine.generate(prompts, config())
+        assert [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs] == expected
+        for prompt, tokens in zip(prompts, expected):
+            paged = model.generate(prompt[None], generation_config=config(), cache_implementation="paged")
+            assert paged[0].tolist() == tokens
