@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged.cache.kv_pool import HostPool, to_device
+from hf_paged.cache.kv_pool import to_device
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.swap import HostPool
 from hf_paged.generation.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.sequence import Sequence
 from hf_paged.integration.adapters import Adapters
@@ -142,10 +143,9 @@ class Runner:
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         for index, group in enumerate(self._memory.groups):
-            if moves := output.swap_out[index]:
-                group.pool.read_blocks([m.src for m in moves], self._host_pools[index], [m.dst for m in moves])
-            if moves := output.swap_in[index]:
-                group.pool.write_blocks([m.dst for m in moves], self._host_pools[index], [m.src for m in moves])
+            if self._host_pools:
+                self._host_pools[index].swap_out(output.swap_out[index])
+                self._host_pools[index].swap_in(output.swap_in[index])
             group.pool.copy_blocks(output.block_copies[index])
 
 

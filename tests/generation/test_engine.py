@@ -10,11 +10,13 @@ from typing import Any
 
 import models
 import pytest
+import streams
 import torch
 from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.cache import swap
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
@@ -106,6 +108,16 @@ def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
         assert_idle(engine)
         assert engine.stats().cow_copies > 0
     assert_as_solo(model, outputs, wanted)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_swaps_beside_the_steps_change_nothing(family: str, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a step computes while blocks are still on their way out, and the next, until somebody needs them."""
+    device = streams.Device(is_eager=True, chance=chance)
+    streams.install(monkeypatch, device)
+    monkeypatch.setattr(swap, "STAGING_BYTES", 5000)  # a block or two a round
+    test_a_small_pool_changes_nothing(family, "swap")
+    assert device.waits > 20
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
