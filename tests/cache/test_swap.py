@@ -143,14 +143,16 @@ def test_less_staging_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twin.is_right()
 
 
+@pytest.mark.parametrize("count", [1, 3, 10])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_out_and_in_of_the_same_host_blocks_in_one_step(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_and_in_of_the_same_host_blocks_in_one_step(
+    schedule: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     twin, device = staged(monkeypatch)
     for shift in range(4):
-        ids = [(block, (block + shift) % 10) for block in range(10)]
-        back = [(host, block + 12) for block, host in ids]
-        twin.step(ids, back, written=[*range(10)])
-        twin.step(back[:0], [(host, block) for block, host in ids], [(12, 11)], [12, 13])
+        out = [(block, (block + shift) % count) for block in range(count)]
+        twin.step(out, [(host, block + 12) for block, host in out], written=[*range(count)])
+        twin.step(swap_in=[(host, block) for block, host in out], copies=[(12, 11)], written=[12])
     device.synchronize(schedule)
     assert twin.is_right()
 
