@@ -42,7 +42,7 @@ from hf_paged.generation.request import (
 from hf_paged.generation.runner import Runner
 from hf_paged.generation.sampling import greedy, to_host
 from hf_paged.generation.scheduler import Scheduler
-from hf_paged.generation.sequence import FinishReason, Sequence
+from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence
 from hf_paged.generation.sizing import open_memory
 from hf_paged.integration.adapters import AdapterChoice, Adapters
 from hf_paged.integration.forward import PackedModel
@@ -274,12 +274,20 @@ class Engine:
         self._steps += 1
         for group in output.failed:
             self._end(self._requests[group.request_id], FinishReason.ERROR, group.error)
+        is_prepared = False
         try:
+            self._runner.prepare(output)
+            is_prepared = True
             result = self._runner.run(output)
         except BaseException as error:
             self._scheduler.rollback(output)
             interrupted = not isinstance(error, Exception)
-            if not interrupted or not self._runner.can_repeat:
+            if not is_prepared:
+                # Nobody can tell which blocks hold what they should, on the device or the host: all that have any fail.
+                holders = [r.group for r in self._requests.values() if r.group.status is not SeqStatus.WAITING]
+                seqs = [seq for group in holders for seq in group.live]
+                self._fail(seqs, f"moving blocks failed: {type(error).__name__}: {error}")
+            elif not interrupted or not self._runner.can_repeat:
                 # Nobody can tell whose tokens the forward stumbled over: all of the step fail, with the cause.
                 seqs = [seq for seq, _ in output.scheduled]
                 self._fail(seqs, f"the forward failed: {type(error).__name__}: {error}")
