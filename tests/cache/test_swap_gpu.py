@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_swap import BLOCKS, HOST_BLOCKS, Twin, busy_steps, filled_pool
+from test_swap import HOST_BLOCKS, Twin, busy_steps, filled_pool
 
 from hf_paged.cache import swap
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
@@ -22,16 +22,20 @@ WIDTH = 500  # transfers of megabytes, long enough to be overtaken
 ALL = [(block, block) for block in range(HOST_BLOCKS)]
 
 
+def warm_twin(patch: pytest.MonkeyPatch, blocks: int) -> Twin:
+    """Blocks on the GPU, swapped in rounds of so many; both buffers have been used in both directions."""
+    pool = filled_pool("cuda", WIDTH)
+    patch.setattr(swap, "STAGING_BYTES", 2 * blocks * bytes_per_host_block(pool))
+    twin = Twin(pool=pool)
+    for moves in ({"swap_out": ALL}, {"swap_out": ALL}, {"swap_in": ALL}, {"swap_in": ALL}):
+        twin.step(**moves)
+    torch.cuda.synchronize()
+    return twin
+
+
 @pytest.fixture(params=[1, 3, HOST_BLOCKS])
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twin:
-    """Blocks on the GPU, swapped in rounds of 1, 3 or all of them; everything is allocated."""
-    pool = filled_pool("cuda", WIDTH)
-    monkeypatch.setattr(swap, "STAGING_BYTES", 2 * request.param * bytes_per_host_block(pool))
-    twin = Twin(pool=pool)
-    for _ in range(2):  # with both buffers
-        twin.step(ALL)
-        twin.step(swap_in=ALL)
-    return twin
+    return warm_twin(monkeypatch, request.param)
 
 
 @contextmanager
@@ -56,7 +60,6 @@ def test_host_memory_is_pinned(twin: Twin) -> None:
 
 def test_the_host_waits_for_nothing(twin: Twin) -> None:
     """A device that is busy for a second: both calls come back while it still is."""
-    torch.cuda.synchronize()
     with nothing_waits():
         torch.cuda._sleep(2_000_000_000)
         busy = torch.cuda.Event()
@@ -69,14 +72,8 @@ def test_the_host_waits_for_nothing(twin: Twin) -> None:
 
 def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are written, and the current stream is done, while the transfer is held up."""
-    pool = filled_pool("cuda", WIDTH)
-    monkeypatch.setattr(swap, "STAGING_BYTES", 2 * BLOCKS * bytes_per_host_block(pool))
-    twin = Twin(pool=pool)
-    for _ in range(2):
-        twin.step(ALL)
-        twin.step(swap_in=ALL)
+    twin = warm_twin(monkeypatch, HOST_BLOCKS)
     (store,) = twin.host._stores.values()
-    torch.cuda.synchronize()
     with torch.cuda.stream(store._streams.side):
         torch.cuda._sleep(2_000_000_000)
         held_up = torch.cuda.Event()
@@ -93,7 +90,6 @@ def test_freed_while_a_transfer_is_under_way(twin: Twin, direction: str) -> None
     """The next owner of its pinned memory gets it when the transfer is over."""
     (store,) = twin.host._stores.values()
     size = store.host.nbytes
-    torch.cuda.synchronize()
     with torch.cuda.stream(store._streams.side):
         torch.cuda._sleep(1_000_000_000)
     twin.step(**{direction: ALL})

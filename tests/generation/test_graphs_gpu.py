@@ -13,7 +13,7 @@ from test_engine import OPTIONS, config
 from torch import nn
 
 import hf_paged
-from hf_paged import CacheConfig, Engine
+from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.memory import StepArrays
 from hf_paged.integration.graphs import GraphedSteps, padded_size
 
@@ -99,6 +99,18 @@ def test_a_greedy_step_waits_once() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert len([w for w in warned if "synchronizing CUDA operation" in str(w.message)]) == 10
+
+
+def test_swaps_between_replays() -> None:
+    """Blocks are on their way to the host while graphs are replayed, and come back between them."""
+    model = models.build("llama").cuda()
+    results = []
+    for num_blocks in (400, 24):
+        scheduler = SchedulerConfig(preemption="swap", prefix_caching=False)
+        with Engine(model, CacheConfig(num_blocks=num_blocks, block_size=16), scheduler) as engine:
+            results.append(texts(engine, (40, 60, 80, 95), max_new_tokens=60))
+            assert (engine.stats().preemptions_swap > 0) is (num_blocks == 24) and engine.stats().graph_replays > 0
+    assert results[0] == results[1]
 
 
 class Waiting(nn.Module):
