@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from hf_paged.cache.kv_pool import KVPool
+from hf_paged.cache.swap import HostPool
 from hf_paged.kernels import cpu_native, native_build, ops
 from hf_paged.kernels.metadata import AttentionMetadata
 
@@ -396,6 +398,38 @@ def memory_rows(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str,
     return rows
 
 
+def swap_rows(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str, Any]]:
+    """Blocks swapped out and in again, against plain copies of as many bytes to the host and back; by the clock."""
+    layers, blocks, heads, dim, moved = 16, 512, 8, 128, 256
+    pool = KVPool(blocks, BLOCK_SIZE)
+    like = torch.empty(1, heads, dim, dtype=dtype, device=device)
+    for layer in range(layers):
+        for tensor in pool.layer_for(layer, like, like):
+            tensor.normal_()
+    host_pool, ids = HostPool(pool, moved), torch.randperm(blocks)[:moved].tolist()
+    plain = torch.empty(moved * pool.bytes_per_block, dtype=torch.uint8, device=device)
+    host = torch.empty(plain.shape, dtype=torch.uint8, pin_memory=device == "cuda")
+
+    def swap() -> None:
+        host_pool.swap_out(list(zip(ids, range(moved))))
+        host_pool.swap_in(list(zip(range(moved), ids)))
+
+    def copy() -> None:
+        host.copy_(plain, non_blocking=True)
+        plain.copy_(host, non_blocking=True)
+
+    def to_the_end(call: Call) -> Call:
+        return (lambda: (call(), torch.cuda.synchronize())) if device == "cuda" else call
+
+    timed = time_cpu({"hf_paged": to_the_end(swap), "copies of as many bytes": to_the_end(copy)}, repeats)
+    case = {"case": f"swap out and in, {moved} blocks x {layers} layers", "heads": f"{heads} d{dim}"}
+    case["dtype"] = str(dtype).removeprefix("torch.")
+    return [
+        case | {"kernel": name, "us": round(seconds * 1e6, 1), "GB/s": round(2 * plain.nbytes / seconds / 1e9, 1)}
+        for name, seconds in timed.items()
+    ]
+
+
 def environment(device: str) -> dict[str, Any]:
     versions = {}
     for name in ("torch", "triton", "flashinfer-python", "flash-attn", "vllm"):
@@ -449,6 +483,8 @@ def main() -> None:
             ]
             if not args.only or "write" in args.only or "copy" in args.only:
                 cases.append(lambda d=dtype: memory_rows(d, device, args.repeats))
+            if not args.only or "swap" in args.only:
+                cases.append(lambda d=dtype: swap_rows(d, device, args.repeats))
             for case in cases:
                 for row in case():
                     if threads:

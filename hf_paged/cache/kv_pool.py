@@ -6,7 +6,7 @@ so that K and V may differ in head size and layers in everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,55 +94,17 @@ class KVPool:
         """Forget all tensors; the next write would allocate them anew."""
         self._layers.clear()
 
+    def by_device(self) -> dict[torch.device, list[torch.Tensor]]:
+        """Every layer's tensors, K before V, in the order of the layers' first writes."""
+        tensors: dict[torch.device, list[torch.Tensor]] = {}
+        for layer in self._layers.values():
+            for tensor in layer:
+                tensors.setdefault(tensor.device, []).append(tensor)
+        return tensors
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Do all copy-on-writes of a step, for all layers, in one launch. `copies`: (src, dst) block ids."""
-        if not copies or not self._layers:
-            return
-        tensors = [t for layer in self._layers.values() for t in layer]
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_device.setdefault(tensor.device, []).append(tensor)
-        pairs = np.array(copies, dtype=np.int64)
-        for device, group in by_device.items():
-            ops.copy_blocks(group, to_device(pairs, device))
-
-    def read_blocks(self, block_ids: Iterable[int], host: HostPool, host_ids: Iterable[int]) -> None:
-        """Swap out: copy blocks of every layer to `host` blocks (SOSP'23 section 4.5)."""
-        self._swap(list(block_ids), host, list(host_ids), to_host=True)
-
-    def write_blocks(self, block_ids: Iterable[int], host: HostPool, host_ids: Iterable[int]) -> None:
-        """Swap in: copy `host` blocks back into blocks of every layer."""
-        self._swap(list(block_ids), host, list(host_ids), to_host=False)
-
-    def _swap(self, block_ids: list[int], host: HostPool, host_ids: list[int], *, to_host: bool) -> None:
-        if not block_ids:
-            return
-        source_ids, target_ids = (block_ids, host_ids) if to_host else (host_ids, block_ids)
-        for layer_idx, layer in self._layers.items():
-            for device_tensor, host_tensor in zip(layer, host.layer_for(layer_idx, layer)):
-                source, target = (device_tensor, host_tensor) if to_host else (host_tensor, device_tensor)
-                index = torch.tensor(source_ids, device=source.device)
-                # One gather and one scatter a layer: a transfer per block would be bound by its fixed cost.
-                moved = source.index_select(0, index).to(target.device)
-                target.index_copy_(0, torch.tensor(target_ids, device=target.device), moved)
-
-
-class HostPool:
-    """Host memory that preempted sequences are swapped to; same blocks, allocated on the first swap."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._layers: dict[int, LayerKV] = {}
-
-    def layer_for(self, layer_idx: int, like: LayerKV) -> LayerKV:
-        layer = self._layers.get(layer_idx)
-        if layer is None:
-            pin = like.key.is_cuda
-            layer = self._layers[layer_idx] = LayerKV(
-                *(torch.empty(self.num_blocks, *t.shape[1:], dtype=t.dtype, device="cpu", pin_memory=pin) for t in like)
-            )
-        return layer
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for layer in self._layers.values() for t in layer)
+        if copies:
+            pairs = np.array(copies, dtype=np.int64)
+            for device, tensors in self.by_device().items():
+                ops.copy_blocks(tensors, to_device(pairs, device))

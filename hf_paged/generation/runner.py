@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged.cache.kv_pool import HostPool, to_device
+from hf_paged.cache.kv_pool import to_device
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.swap import HostPool
 from hf_paged.generation.choosing import Choice
 from hf_paged.generation.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.sequence import Sequence
@@ -76,13 +77,24 @@ class Runner:
         """Whether a step that was interrupted in the forward may be done again: states are not taken back."""
         return isinstance(self._model, PackedModel)
 
-    def run(self, output: SchedulerOutput, choice: Choice | None = None) -> StepResult:
-        """Swaps, block copies, then the forward of all scheduled tokens. `choice` has those that the host does not know
-        yet (never with a RowModel)."""
-        self._move_blocks(output)
-        compute: Callable[[Plan], StepResult]
+    def prepare(self, output: SchedulerOutput) -> None:
+        """What comes before the forward: swaps and block copies, and forks and ends of sequences that have states.
+
+        If this raises, blocks that were to be moved may hold anything.
+        """
         if isinstance(self._model, RowModel):
             self._follow(self._model, output)
+        for index, group in enumerate(self._memory.groups):
+            if self._host_pools:
+                self._host_pools[index].swap_out(output.swap_out[index])
+                self._host_pools[index].swap_in(output.swap_in[index])
+            group.pool.copy_blocks(output.block_copies[index])
+
+    def run(self, output: SchedulerOutput, choice: Choice | None = None) -> StepResult:
+        """The forward of all scheduled tokens; `choice` has those that the host does not know yet (never with a
+        RowModel)."""
+        compute: Callable[[Plan], StepResult]
+        if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model)
         else:
             compute = partial(self._run_packed, self._model, choice)
@@ -158,14 +170,6 @@ class Runner:
                 seqs.append(seq)
                 rows.append(logits)
         return StepResult(seqs, torch.stack(rows) if rows else None)
-
-    def _move_blocks(self, output: SchedulerOutput) -> None:
-        for index, group in enumerate(self._memory.groups):
-            if moves := output.swap_out[index]:
-                group.pool.read_blocks([m.src for m in moves], self._host_pools[index], [m.dst for m in moves])
-            if moves := output.swap_in[index]:
-                group.pool.write_blocks([m.dst for m in moves], self._host_pools[index], [m.src for m in moves])
-            group.pool.copy_blocks(output.block_copies[index])
 
 
 def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:

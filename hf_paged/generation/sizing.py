@@ -9,8 +9,8 @@ import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.kv_pool import HostPool
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.adapters import lock_of, unwrapped
@@ -78,7 +78,7 @@ def _open(
         group.manager.allocator.grow(num_blocks)
     host_blocks = num_blocks
     if cache_config.swap_bytes is not None:
-        host_blocks = cache_config.swap_bytes // bytes_per_block
+        host_blocks = cache_config.swap_bytes // sum(bytes_per_host_block(group.pool) for group in memory.groups)
     if scheduler_config.preemption == "recompute":
         host_blocks = 0
     if not host_blocks:
@@ -92,7 +92,7 @@ def _open(
         BlockManager(BlockAllocator(host_blocks), cache_config.block_size, sliding_window=manager.sliding_window)
         for manager in memory.managers
     ]
-    pools = [HostPool(host_blocks) for _ in memory.groups]
+    pools = [HostPool(group.pool, host_blocks) for group in memory.groups]
     return OpenedMemory(bound, memory, host_managers, pools, report.native_length, shares_prefixes)
 
 

@@ -23,7 +23,7 @@ from hf_paged.generation.request import (
 )
 from hf_paged.generation.runner import Runner, StepResult
 from hf_paged.generation.scheduler import Scheduler, SchedulerOutput
-from hf_paged.generation.sequence import FinishReason, Sequence
+from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence
 
 
 class Stepper:
@@ -79,16 +79,25 @@ class Stepper:
             self._accept(changed)
 
     def _run(self, output: SchedulerOutput, changed: dict[Request, None]) -> StepResult:
+        is_prepared = False
         try:
+            self._runner.prepare(output)
+            is_prepared = True
             return self._runner.run(output, self._choice)
         except BaseException as error:
             self._scheduler.rollback(output)
             interrupted = not isinstance(error, Exception)
-            if interrupted and self._runner.can_repeat:
+            if is_prepared and interrupted and self._runner.can_repeat:
                 raise
             self._accept(changed)
-            # Nobody can tell whose tokens the forward stumbled over: all of the step fail, with the cause.
-            self._fail_all((seq for seq, _ in output.scheduled), f"the forward failed: {type(error).__name__}: {error}")
+            cause = f"{type(error).__name__}: {error}"
+            if is_prepared:
+                # Nobody can tell whose tokens the forward stumbled over: all of the step fail.
+                self._fail_all((seq for seq, _ in output.scheduled), f"the forward failed: {cause}")
+            else:
+                # Nor which blocks hold what they should, on the device or the host: all that have any fail.
+                holders = [r.group for r in self._requests.values() if r.group.status is not SeqStatus.WAITING]
+                self._fail_all((seq for group in holders for seq in group.live), f"moving blocks failed: {cause}")
             if interrupted:
                 raise
             return StepResult([], None)

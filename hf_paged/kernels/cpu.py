@@ -62,11 +62,11 @@ def _write(
     value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
 
-def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
     """See `ops.copy_blocks`."""
     sources, targets = copies[:, 0].contiguous(), copies[:, 1].contiguous()
-    for cache in caches:
-        cache.index_copy_(0, targets, cache.index_select(0, sources))
+    for source, target in zip(caches, into):
+        target.index_copy_(0, targets, source.index_select(0, sources))
 
 
 # -- the plan of a step: which sequences are attended to together -------------------------------------------------

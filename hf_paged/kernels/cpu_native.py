@@ -7,6 +7,7 @@ only. Knows tensors; `native_build` knows compilers.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 
 import numpy as np
@@ -292,14 +293,16 @@ def _write_strides(key: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
     return k[0] * k_size, k[1] * k_size, key.shape[2] * k_size, v[0] * v_size, v[1] * v_size, value.shape[2] * v_size
 
 
-def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
     """See `ops.copy_blocks`."""
-    if not all(cache.is_contiguous() for cache in caches):
-        cpu.copy_blocks(caches, copies)
+    if not all(tensor.is_contiguous() or tensor[0].is_contiguous() for tensor in (*caches, *into)):
+        cpu.copy_blocks(caches, copies, into)
         return
     table: list[int] = []
-    for cache in caches:
-        table += (cache.data_ptr(), cache.stride(0) * cache.element_size())
+    for source, target in zip(caches, into):
+        size = source.element_size()
+        table += (source.data_ptr(), source.stride(0) * size, target.data_ptr(), target.stride(0) * size)
+        table.append(math.prod(source.shape[1:]) * size)
     _library().hfp_copy_blocks(
         (ctypes.c_int64 * len(table))(*table),
         len(caches),

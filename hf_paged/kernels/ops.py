@@ -116,16 +116,37 @@ def _check_new_kv(
         raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} entries for {key.shape[0]} tokens")
 
 
-def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, *, impl: str | None = None) -> None:
-    """Copy whole blocks inside every cache tensor: all copies of a step, all layers, one launch.
+def copy_blocks(
+    caches: list[torch.Tensor],
+    copies: torch.Tensor,
+    *,
+    into: list[torch.Tensor] | None = None,
+    impl: str | None = None,
+) -> None:
+    """Copy whole blocks of every cache tensor: all copies of a step, all layers, one launch.
 
-    caches: tensors [num_blocks, ...] of any shapes and dtypes on one device, changed in place. copies int64 [n, 2]:
-    (src, dst) pairs; no block is both a source and a destination, no destination appears twice.
+    caches: tensors [num_blocks, ...] of any shapes and dtypes on one device. copies int64 [n, 2]: (src, dst) pairs; no
+    destination appears twice. `into`: the tensors that are changed, one for each cache, with blocks of its shape and
+    dtype, however many, in other memory of the device. None: the caches themselves, where no block may be both a source
+    and a destination. Raises ValueError on shapes and dtypes that do not fit.
     """
     if copies.ndim != 2 or copies.shape[1] != 2:
         raise ValueError(f"copies has shape {tuple(copies.shape)}; [n, 2] pairs of (src, dst) are needed")
+    if into is not None:
+        _check_same_blocks(caches, into)
     if caches and copies.shape[0]:
-        _module(impl, caches[0]).copy_blocks(caches, copies)
+        _module(impl, caches[0]).copy_blocks(caches, copies, caches if into is None else into)
+
+
+def _check_same_blocks(caches: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+    if len(into) != len(caches):
+        raise ValueError(f"into has {len(into)} tensors for {len(caches)} caches")
+    for cache, target in zip(caches, into):
+        if cache.shape[1:] != target.shape[1:] or cache.dtype != target.dtype:
+            raise ValueError(
+                f"blocks of {tuple(cache.shape)}, {cache.dtype}, do not fit those of {tuple(target.shape)}, "
+                f"{target.dtype}"
+            )
 
 
 def paged_attention(
@@ -266,7 +287,7 @@ def _paged_attention_fake(query, key_cache, value_cache, *args):  # type: ignore
 
 
 def _copy_blocks_op(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
-    _module(None, caches[0] if caches else copies).copy_blocks(caches, copies)
+    _module(None, caches[0] if caches else copies).copy_blocks(caches, copies, caches)
 
 
 for _key in ("CPU", "CUDA"):

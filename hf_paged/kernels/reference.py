@@ -25,11 +25,11 @@ def write_kv(
             value_cache[slot // block_size, slot % block_size] = value[token].to(value_cache.dtype)
 
 
-def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
     """Fused block copy. See `ops.copy_blocks`."""
     for src, dst in copies.tolist():
-        for cache in caches:
-            cache[dst] = cache[src]
+        for source, target in zip(caches, into):
+            target[dst] = source[src]
 
 
 def paged_attention(

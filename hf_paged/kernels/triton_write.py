@@ -102,14 +102,15 @@ def copy_blocks_kernel(
 ):  # fmt: skip
     """Program (i, j, k): words [k * WORDS, ...) of copy i in cache j.
 
-    caches int64 [num_caches, 3]: address, words from one block to the next, words of a block. copies int64 [n, 2].
+    caches int64 [num_caches, 5]: address and words from one block to the next of the source, the same of the target,
+    words of a block. copies int64 [n, 2].
     """
-    row = caches + tl.program_id(1) * 3
-    base = tl.load(row).to(tl.pointer_type(WORD))
-    stride, size = tl.load(row + 1), tl.load(row + 2)
+    row = caches + tl.program_id(1) * 5
     src, dst = tl.load(copies + tl.program_id(0) * 2), tl.load(copies + tl.program_id(0) * 2 + 1)
+    source = tl.load(row).to(tl.pointer_type(WORD)) + src * tl.load(row + 1)
+    target = tl.load(row + 2).to(tl.pointer_type(WORD)) + dst * tl.load(row + 3)
+    size = tl.load(row + 4)
     words = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
-    source, target = base + src * stride, base + dst * stride
     if ALIGNED:  # then WORD is int64, and two of them move at once
         source, target, size = tl.multiple_of(source, 16), tl.multiple_of(target, 16), tl.multiple_of(size, 2)
     tl.store(target + words, tl.load(source + words, mask=words < size), mask=words < size)
@@ -120,37 +121,47 @@ _COPY_WORDS = 1024
 
 
 @functools.lru_cache(maxsize=64)
-def _cache_table(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+def _cache_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
     # Copies of a pool's tensors come every step; the table of their addresses is sent to the device once.
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def copy_blocks_launch(caches: list[torch.Tensor], copies: torch.Tensor) -> Launch:
-    """See `ops.copy_blocks`. Raises ValueError where a block of a cache is not one contiguous run of memory."""
-    spans = []  # bytes: address, from one block to the next, of a block
+def _spans(caches: list[torch.Tensor], device: torch.device) -> list[tuple[int, int, int]]:
+    """Bytes: address, from one block to the next, of a block."""
+    spans = []
     for cache in caches:
-        if cache.device != caches[0].device or not cache[0].is_contiguous():
+        if cache.device != device or not cache[0].is_contiguous():
             raise ValueError(
                 f"a cache of shape {tuple(cache.shape)}, strides {cache.stride()} on {cache.device}: all must lie on "
                 "one device, each block contiguous"
             )
         size = cache.element_size()
         spans.append((cache.data_ptr(), cache.stride(0) * size, cache[0].numel() * size))
+    return spans
+
+
+def copy_blocks_launch(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> Launch:
+    """See `ops.copy_blocks`. Raises ValueError where a block of a tensor is not one contiguous run of memory."""
+    device = caches[0].device
+    sources = _spans(caches, device)
+    targets = sources if into is caches else _spans(into, device)
+    spans = [(*source[:2], *target) for source, target in zip(sources, targets)]
     width = next(w for w in _WORDS if all(n % w == 0 for span in spans for n in span))
-    rows = tuple((address, stride // width, size // width) for address, stride, size in spans)
+    # Addresses stay in bytes.
+    rows = tuple((s, s_step // width, t, t_step // width, size // width) for s, s_step, t, t_step, size in spans)
     args = {
-        "caches": _cache_table(rows, caches[0].device),
+        "caches": _cache_table(rows, device),
         "copies": copies,
         "WORD": _WORDS[width],
         "ALIGNED": all(n % 16 == 0 for span in spans for n in span),
         "WORDS": _COPY_WORDS,
     }
-    longest = max(size for _, _, size in rows)
+    longest = max(row[-1] for row in rows)
     grid = (copies.shape[0], len(caches), triton.cdiv(longest, _COPY_WORDS))
     return Launch(copy_blocks_kernel, grid, args, {"num_warps": 4})
 
 
-def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
     """See `ops.copy_blocks`."""
     if caches and copies.shape[0] and caches[0].shape[0]:
-        copy_blocks_launch(caches, copies.contiguous()).run()
+        copy_blocks_launch(caches, copies.contiguous(), into).run()

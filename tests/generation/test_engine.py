@@ -10,11 +10,13 @@ from typing import Any
 
 import models
 import pytest
+import streams
 import torch
 from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.cache import swap
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
@@ -106,6 +108,17 @@ def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
         assert_idle(engine)
         assert engine.stats().cow_copies > 0
     assert_as_solo(model, outputs, wanted)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_swaps_beside_the_steps_change_nothing(family: str, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a step computes while blocks are still on their way out, and the next, until somebody needs them."""
+    device = streams.Device(is_eager=True, chance=chance)
+    streams.install(monkeypatch, device)
+    monkeypatch.setattr(swap, "STAGING_BYTES", 5000)  # a block or two a round
+    test_a_small_pool_changes_nothing(family, "swap")
+    test_groups_preempted_at_every_step_beside_twelve_others(family, "beams")
+    assert device.waits > 20
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
@@ -303,6 +316,44 @@ def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: 
         assert engine.stats().preemptions_swap + engine.stats().preemptions_recompute >= 2
     assert_as_solo(model, [finished["it"]], [(prompt, options)])
     assert_as_solo(model, [finished[str(i)] for i in range(12)], others)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("move", ["swap_out", "swap_in"])
+def test_a_swap_that_fails_is_an_error_of_all_that_have_blocks(
+    move: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that went out too, whose K/V is nowhere; one that waits is computed."""
+    model = models.shared("llama")
+    prompts = models.prompts(30, 25, 28, 20)
+    options = config("greedy", max_new_tokens=20, eos_token_id=models.VOCAB)
+    done = getattr(swap.HostPool, move)
+    failed = []
+
+    def fails_once(self: swap.HostPool, copies: list[tuple[int, int]]) -> None:
+        if copies and not failed:
+            failed.append(copies)
+            raise error
+        done(self, copies)
+
+    scheduler = SchedulerConfig(max_num_seqs=3, preemption="swap", prefix_caching=False)
+    with Engine(model, CacheConfig(num_blocks=28, block_size=4), scheduler) as engine:
+        monkeypatch.setattr(swap.HostPool, move, fails_once)
+        keys = [engine.add_request(prompt, options) for prompt in prompts]
+        outputs = {}
+        while engine.has_unfinished_requests():
+            try:
+                outputs.update({o.request_id: o for o in engine.step()})
+            except KeyboardInterrupt:
+                engine.check_integrity()
+        assert_idle(engine)
+    assert failed
+    errors = [outputs[key].error for key in keys]
+    assert sum(e is not None for e in errors) >= 2
+    assert all(e is None or e.startswith(f"moving blocks failed: {error.__name__}") for e in errors)
+    right = [(outputs[key], (prompt, options)) for key, prompt in zip(keys, prompts) if outputs[key].error is None]
+    assert right
+    assert_as_solo(model, [output for output, _ in right], [wanted for _, wanted in right])
 
 
 @pytest.mark.parametrize("name", ["greedy", "four samples", "beams"])

@@ -12,7 +12,7 @@ from test_engine import OPTIONS, config
 from torch import nn
 
 import hf_paged
-from hf_paged import CacheConfig, Engine
+from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.memory import StepArrays
 from hf_paged.integration.graphs import GraphedSteps, padded_size
 
@@ -113,6 +113,18 @@ def test_async_scheduling_changes_no_token(family: str) -> None:
         with opened(model, scheduler_config=scheduler) as engine:
             outputs = engine.generate(prompts, configs)
         results.append([(output.error, [c.token_ids for c in output.outputs]) for output in outputs])
+    assert results[0] == results[1]
+
+
+def test_swaps_between_replays() -> None:
+    """Blocks are on their way to the host while graphs are replayed, and come back between them."""
+    model = models.build("llama").cuda()
+    results = []
+    for num_blocks in (400, 24):
+        scheduler = SchedulerConfig(preemption="swap", prefix_caching=False)
+        with Engine(model, CacheConfig(num_blocks=num_blocks, block_size=16), scheduler) as engine:
+            results.append(texts(engine, (40, 60, 80, 95), max_new_tokens=60))
+            assert (engine.stats().preemptions_swap > 0) is (num_blocks == 24) and engine.stats().graph_replays > 0
     assert results[0] == results[1]
 
 

@@ -164,7 +164,7 @@ def variants(chip: str) -> dict[str, Launch]:
     rows, cache = (torch.empty(n, 8, 128, dtype=torch.bfloat16) for n in (1024, 16))
     cache = cache.unflatten(0, (1, 16))
     found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
-    found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64))
+    found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64), [cache, cache])
     if chip == "sm90":
         found["decode d80"] = _attention(chip, 1, 80)[-2]
         found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[-2]

@@ -168,6 +168,31 @@ def test_copy_blocks(impl: str) -> None:
         assert torch.equal(actual, wanted)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_copy_blocks_into_other_tensors(impl: str, whole: bool) -> None:
+    """Into tensors that lie block by block beside one another, and back into others. `whole`: blocks are runs."""
+    shapes, dtypes = [(16, 2, 8), (4,), (16, 1, 40)], [torch.float32, torch.bfloat16, torch.uint8]
+    caches = [torch.randint(0, 99, (32, *s)).to(d) for s, d in zip(shapes, dtypes)]
+    if not whole:
+        caches[0] = caches[0].transpose(1, 2).contiguous().transpose(1, 2)
+    sizes = [cache[0].nbytes for cache in caches]
+    beside = torch.zeros(9, sum(sizes), dtype=torch.uint8)
+    parts = [
+        part.view(cache.dtype).unflatten(1, cache.shape[1:]) for part, cache in zip(beside.split(sizes, 1), caches)
+    ]
+    there, back = torch.randperm(32)[:6], torch.randperm(32)[:6]
+    ops.copy_blocks(caches, torch.stack([there, torch.arange(2, 8)], 1), into=parts, impl=impl)
+    for part, cache in zip(parts, caches):
+        assert torch.equal(part[2:8], cache[there])
+        assert not part[:2].any() and not part[8:].any()
+    others = [torch.zeros_like(cache) for cache in caches]
+    ops.copy_blocks(parts, torch.stack([torch.arange(2, 8), back], 1), into=others, impl=impl)
+    for other, cache in zip(others, caches):
+        expected = torch.zeros_like(cache)
+        expected[back] = cache[there]
+        assert torch.equal(other, expected)
+
+
 def test_offsets_beyond_two_to_the_31(impl: str) -> None:
     """Block ids whose element offsets do not fit 32 bits. The memory is reserved, and touched in three blocks only."""
     blocks = (1 << 31) // (16 * 64) + 4

@@ -89,3 +89,9 @@ def test_bad_calls_are_refused() -> None:
         ops.write_kv(k, k, batch.key_cache, batch.value_cache, torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match=r"\[n, 2\]"):
         ops.copy_blocks([batch.key_cache], torch.zeros(3, dtype=torch.long))
+    copies = torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match="into has 0 tensors for 1 caches"):
+        ops.copy_blocks([batch.key_cache], copies, into=[])
+    for other in (batch.key_cache[:, 1:], batch.key_cache.half()):
+        with pytest.raises(ValueError, match="do not fit those of"):
+            ops.copy_blocks([batch.key_cache], copies, into=[other])

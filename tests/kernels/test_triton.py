@@ -315,16 +315,39 @@ def test_copy_blocks(dtypes: tuple[torch.dtype, ...]) -> None:
     for group in (caches, caches[1:2]):
         expected = [cache.clone() for cache in group]
         copies = torch.tensor([[0, 3], [1, 5], [1, 4]], device=DEVICE)
-        reference.copy_blocks(expected, copies)
+        reference.copy_blocks(expected, copies, expected)
         ops.copy_blocks(group, copies, impl="triton")
         for actual, wanted in zip(group, expected):
             assert torch.equal(actual, wanted)
 
 
+@pytest.mark.parametrize("gap", [0, 3, 16])
+def test_copy_blocks_into_other_tensors(gap: int) -> None:
+    """Into tensors that lie block by block beside one another, `gap` bytes apart, and back into others."""
+    caches = [torch.randint(-99, 99, (7, 16, 2, n), device=DEVICE).to(torch.int8) for n in (64, 5, 48)]
+    beside = torch.zeros(5, 16 * 2 * 117 + 3 * gap, dtype=torch.int8, device=DEVICE)
+    parts, start = [], 0
+    for cache in caches:
+        parts.append(beside[:, start : start + cache[0].numel()].unflatten(1, cache.shape[1:]))
+        start += cache[0].numel() + gap
+    expected = [torch.zeros_like(part) for part in parts]
+    out, back = torch.tensor([[6, 0], [1, 3], [2, 1]], device=DEVICE), torch.tensor([[0, 5], [1, 4]], device=DEVICE)
+    reference.copy_blocks(caches, out, expected)
+    ops.copy_blocks(caches, out, into=parts, impl="triton")
+    others = [torch.zeros_like(cache) for cache in caches]
+    ops.copy_blocks(parts, back, into=others, impl="triton")
+    for part, wanted, other, cache in zip(parts, expected, others, caches):
+        assert torch.equal(part, wanted)
+        assert torch.equal(other[5], cache[6]) and torch.equal(other[4], cache[2]) and not other[:4].any()
+    assert int((beside != 0).sum()) == sum(int((part != 0).sum()) for part in parts)
+
+
 def test_copy_blocks_needs_contiguous_blocks() -> None:
     cache = torch.zeros(4, 8, 2, 16, device=DEVICE).transpose(1, 2)
-    with pytest.raises(ValueError, match="each block contiguous"):
-        ops.copy_blocks([cache], torch.tensor([[0, 1]], device=DEVICE), impl="triton")
+    copies = torch.tensor([[0, 1]], device=DEVICE)
+    for caches, into in (([cache], None), ([cache.contiguous()], [cache])):
+        with pytest.raises(ValueError, match="each block contiguous"):
+            ops.copy_blocks(caches, copies, into=into, impl="triton")
 
 
 def test_offsets_past_two_to_the_31() -> None:

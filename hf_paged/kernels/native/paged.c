@@ -767,15 +767,17 @@ int hfp_openmp(void) {
 
 /* -- block copy ----------------------------------------------------------------------------------------------------- */
 
-/* caches: num_caches pairs of (address, bytes of a block). copies: num_copies pairs of (src, dst). */
+/* caches: num_caches times (address and bytes from one block to the next of the source, the same of the target, bytes of
+   a block). copies: num_copies pairs of (src, dst). */
 void hfp_copy_blocks(const int64_t *caches, int64_t num_caches, const int64_t *copies, int64_t num_copies,
                      int64_t threads) {
     (void)threads;
 #pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1 && num_caches * num_copies > 8)
     for (int64_t c = 0; c < num_caches; c++)
         for (int64_t i = 0; i < num_copies; i++) {
-            char *base = (char *)(intptr_t)caches[2 * c];
-            int64_t bytes = caches[2 * c + 1];
-            memcpy(base + copies[2 * i + 1] * bytes, base + copies[2 * i] * bytes, (size_t)bytes);
+            const int64_t *cache = caches + 5 * c;
+            const char *source = (const char *)(intptr_t)cache[0] + copies[2 * i] * cache[1];
+            char *target = (char *)(intptr_t)cache[2] + copies[2 * i + 1] * cache[3];
+            memcpy(target, source, (size_t)cache[4]);
         }
 }

@@ -1,0 +1,239 @@
+"""HostPool: host memory that blocks are swapped to and from, each in one run with all its layers (SOSP'23 section 4.5).
+
+Blocks of a CUDA device go through staging buffers of the same layout. One launch moves blocks of all layers between the
+K/V tensors and a buffer; a stream beside the current one moves the buffer, while the model computes. Knows block ids
+and tensors; never sequences.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from hf_paged.cache.kv_pool import KVPool, to_device
+from hf_paged.kernels import ops
+
+ALIGNMENT = 64
+"""Bytes: where the K or V of a layer begins within a block."""
+
+STAGING_BYTES = 64 << 20
+"""Of both buffers of a device together. Half of it takes a millisecond on PCIe, much longer than starting a round."""
+
+
+class HostPool:
+    """Room on the host for `num_blocks` blocks of `pool`, allocated at the first swap.
+
+    A block is K and V of all layers one after the other; those on one device are one tensor uint8 [num_blocks, bytes].
+    For a CUDA device that is pinned memory, of which torch takes the next power of two.
+
+    Swaps are done in the order of the calls, and in that of the other work on the current stream: blocks that were
+    swapped out may be overwritten, blocks that were swapped in may be read. The host waits for none of it, except in
+    the first swaps, when memory is allocated. Raises ValueError if the pool has got more layers since then.
+    """
+
+    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._pool = pool
+        self._stores: dict[torch.device, _Store | _StagedStore] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory in use so far."""
+        return sum(store.host.nbytes for store in self._stores.values())
+
+    def swap_out(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of every layer to the host. `copies`: (block, host block), no host block twice."""
+        if copies:
+            hosts, blocks = np.array(sorted((host, block) for block, host in copies), dtype=np.int64).T
+            for tensors, store in self._parts():
+                store.swap_out(tensors, blocks, hosts)
+
+    def swap_in(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of every layer back. `copies`: (host block, block), no block twice."""
+        if copies:
+            hosts, blocks = np.array(sorted(copies), dtype=np.int64).T
+            for tensors, store in self._parts():
+                store.swap_in(tensors, blocks, hosts)
+
+    def _parts(self) -> Iterator[tuple[list[torch.Tensor], _Store | _StagedStore]]:
+        for device, tensors in self._pool.by_device().items():
+            if device not in self._stores:
+                kind = _StagedStore if device.type == CudaStreams.device_type else _Store
+                self._stores[device] = kind(tensors, self.num_blocks)
+            yield tensors, self._stores[device]
+
+
+# -- layout --------------------------------------------------------------------------------------------------------
+
+
+def bytes_per_host_block(pool: KVPool) -> int:
+    """Of all layers that have written so far."""
+    return sum(_block_bytes(tensors) for tensors in pool.by_device().values())
+
+
+def _block_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(map(_aligned_bytes, tensors))
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor[0].nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _views(memory: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """memory uint8 [n, bytes of a block] as the tensors [num_blocks, ...] see it: [n, ...] each, of their dtypes."""
+    views, start = [], 0
+    for tensor in tensors:
+        part = memory[:, start : start + tensor[0].nbytes]
+        views.append(part.view(tensor.dtype).view(len(memory), *tensor.shape[1:]))
+        start += _aligned_bytes(tensor)
+    return views
+
+
+def _pairs(sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    return np.stack([sources, targets], axis=1)
+
+
+# -- K/V in host memory ----------------------------------------------------------------------------------------------
+
+
+class _Store:
+    """Host blocks of K/V tensors that lie in host memory too. `blocks` and `hosts` int64 [n], `hosts` ascending."""
+
+    def __init__(self, tensors: list[torch.Tensor], num_blocks: int) -> None:
+        if tensors[0].device.type != "cpu":
+            raise ValueError(f"blocks on {tensors[0].device} cannot be swapped; use preemption='recompute'")
+        self.host = torch.empty(num_blocks, _block_bytes(tensors), dtype=torch.uint8, device="cpu")
+        self._views = _views(self.host, tensors)
+
+    def swap_out(self, tensors: list[torch.Tensor], blocks: np.ndarray, hosts: np.ndarray) -> None:
+        ops.copy_blocks(tensors, torch.from_numpy(_pairs(blocks, hosts)), into=self._views)
+
+    def swap_in(self, tensors: list[torch.Tensor], blocks: np.ndarray, hosts: np.ndarray) -> None:
+        ops.copy_blocks(self._views, torch.from_numpy(_pairs(hosts, blocks)), into=tensors)
+
+
+# -- K/V on a device -------------------------------------------------------------------------------------------------
+
+
+class CudaStreams:
+    """The current stream of a CUDA device, one for transfers beside it, and memory that both may use.
+
+    All of it may be freed at any time: torch hands out neither memory again while either stream may still use it.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.side = torch.cuda.Stream(device)
+
+    @property
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        """Enqueue on `stream` what `work` enqueues on the current one."""
+        with torch.cuda.stream(stream):
+            work()
+
+    def staging(self, *shape: int) -> torch.Tensor:
+        """uint8 on the device, to be used after what is on the current stream now."""
+        memory = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        memory.record_stream(self.side)
+        return memory
+
+    def host(self, *shape: int) -> torch.Tensor:
+        """uint8 in pinned memory, to be used in non-blocking copies: torch remembers the streams of these."""
+        return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Staging: uint8 [n, bytes of a block], the same as the K/V tensors see it, and the end of its last use."""
+
+    memory: torch.Tensor
+    views: list[torch.Tensor]
+    idle: torch.cuda.Event
+
+
+class _StagedStore:
+    """Host blocks of K/V tensors on a device. `blocks` and `hosts` int64 [n], `hosts` ascending.
+
+    Invariants: only the side stream touches host blocks, so that what goes out comes back; only the current stream
+    touches K/V. A buffer is filled on one of them and drained on the other.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], num_blocks: int) -> None:
+        self._device = tensors[0].device
+        self._streams = CudaStreams(self._device)
+        self._block_bytes = _block_bytes(tensors)
+        self._capacity = max(1, min(num_blocks, STAGING_BYTES // 2 // self._block_bytes))
+        self._buffers: deque[_Buffer] = deque()
+        self.host = self._streams.host(num_blocks, self._block_bytes)
+
+    def swap_out(self, tensors: list[torch.Tensor], blocks: np.ndarray, hosts: np.ndarray) -> None:
+        current, side = self._streams.current, self._streams.side
+        copies = to_device(_pairs(blocks, self._rows(hosts)), self._device)
+        for buffer, part in self._rounds(tensors, len(hosts)):
+            gather = partial(ops.copy_blocks, tensors, copies[part], into=buffer.views)
+            self._relay(buffer, current, gather, side, partial(self._send, buffer, hosts[part]))
+
+    def swap_in(self, tensors: list[torch.Tensor], blocks: np.ndarray, hosts: np.ndarray) -> None:
+        current, side = self._streams.current, self._streams.side
+        copies = to_device(_pairs(self._rows(hosts), blocks), self._device)
+        for buffer, part in self._rounds(tensors, len(hosts)):
+            scatter = partial(ops.copy_blocks, buffer.views, copies[part], into=tensors)
+            self._relay(buffer, side, partial(self._fetch, buffer, hosts[part]), current, scatter)
+
+    def _rows(self, hosts: np.ndarray) -> np.ndarray:
+        """The row of its buffer that each block takes."""
+        return np.arange(len(hosts)) % self._capacity
+
+    def _rounds(self, tensors: list[torch.Tensor], count: int) -> Iterator[tuple[_Buffer, slice]]:
+        """Buffers in turn, each with the part of `count` blocks that it takes."""
+        # Taken away meanwhile: what a swap that was broken off has left is not used again.
+        buffers, self._buffers = self._buffers or self._new_buffers(tensors), deque()
+        for start in range(0, count, self._capacity):
+            yield buffers[0], slice(start, start + self._capacity)
+            buffers.rotate()
+        self._buffers = buffers
+
+    def _new_buffers(self, tensors: list[torch.Tensor]) -> deque[_Buffer]:
+        memories = [self._streams.staging(self._capacity, self._block_bytes) for _ in range(2)]
+        return deque(_Buffer(m, _views(m, tensors), self._streams.current.record_event()) for m in memories)
+
+    def _relay(
+        self,
+        buffer: _Buffer,
+        first: torch.cuda.Stream,
+        fill: Callable[[], None],
+        second: torch.cuda.Stream,
+        drain: Callable[[], None],
+    ) -> None:
+        """Fill the buffer on one stream, then drain it on the other."""
+        first.wait_event(buffer.idle)
+        self._streams.run(first, fill)
+        second.wait_event(first.record_event())
+        self._streams.run(second, drain)
+        buffer.idle = second.record_event()
+
+    def _send(self, buffer: _Buffer, hosts: np.ndarray) -> None:
+        for staged, host in self._runs(buffer, hosts):
+            host.copy_(staged, non_blocking=True)
+
+    def _fetch(self, buffer: _Buffer, hosts: np.ndarray) -> None:
+        for staged, host in self._runs(buffer, hosts):
+            staged.copy_(host, non_blocking=True)
+
+    def _runs(self, buffer: _Buffer, hosts: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffer's rows and the host's, for each run of consecutive ids in `hosts`."""
+        starts = (np.flatnonzero(np.diff(hosts) != 1) + 1).tolist()
+        for start, end in pairwise([0, *starts, len(hosts)]):
+            first = int(hosts[start])
+            yield buffer.memory[start:end], self.host[first : first + end - start]

@@ -1,0 +1,321 @@
+"""HostPool: what was swapped out comes back, bit by bit, whatever runs ahead of what on the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import streams
+import torch
+from streams import Device, FakeStreams
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_paged.cache import swap
+from hf_paged.cache.kv_pool import KVPool
+from hf_paged.cache.swap import ALIGNMENT, HostPool, bytes_per_host_block
+from hf_paged.kernels import ops
+
+BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 24, 20, 4
+SCHEDULES = ("current", "side", *"0123")
+# (K heads, head size, dtype), the same of V, of each layer; some blocks are no multiple of 64 bytes.
+LAYERS = [
+    ((2, 8, torch.float32), (2, 12, torch.float32)),
+    ((1, 20, torch.bfloat16), (1, 3, torch.bfloat16)),
+    ((3, 5, torch.float32), (3, 7, torch.bfloat16)),
+]
+
+
+def filled_pool(device: str = "cpu", width: int = 1) -> KVPool:
+    """Random numbers in all blocks of all layers, whose head sizes are multiplied by `width`."""
+    pool = KVPool(BLOCKS, BLOCK_SIZE)
+    for index, states in enumerate(LAYERS):
+        like = (torch.empty(1, heads, size * width, dtype=dtype, device=device) for heads, size, dtype in states)
+        for tensor in pool.layer_for(index, *like):
+            tensor.normal_()
+    return pool
+
+
+def tensors_of(pool: KVPool) -> list[torch.Tensor]:
+    return [tensor for tensors in pool.by_device().values() for tensor in tensors]
+
+
+class Twin:
+    """A pool and its host blocks, and what both should hold: blocks are moved in both.
+
+    A step swaps out, swaps in, copies, and computes, which writes blocks. `now` does or enqueues what is not the host
+    pool's work.
+    """
+
+    def __init__(
+        self, now: Callable[[Callable[[], object]], object] = lambda work: work(), pool: KVPool | None = None
+    ) -> None:
+        self.pool = pool or filled_pool()
+        self.host = HostPool(self.pool, HOST_BLOCKS)
+        self._now = now
+        self._expected = [tensor.clone() for tensor in tensors_of(self.pool)]
+        self._hosts = [tensor.new_empty(HOST_BLOCKS, *tensor.shape[1:]) for tensor in tensors_of(self.pool)]
+
+    def step(
+        self,
+        swap_out: list[tuple[int, int]] | None = None,
+        swap_in: list[tuple[int, int]] | None = None,
+        copies: list[tuple[int, int]] | None = None,
+        written: list[int] | None = None,
+    ) -> None:
+        swap_out, swap_in, copies, written = swap_out or [], swap_in or [], copies or [], written or []
+        self.host.swap_out(swap_out)
+        self.host.swap_in(swap_in)
+        self._now(lambda: self.pool.copy_blocks(copies))
+        for device, host in zip(self._expected, self._hosts):
+            for blocks, source, target in ((swap_out, device, host), (swap_in, host, device), (copies, device, device)):
+                for src, dst in blocks:
+                    target[dst] = source[src]
+        for tensor, expected in zip(tensors_of(self.pool), self._expected):
+            for block in written:
+                new = torch.randn_like(tensor[block])
+                expected[block] = new
+                self._now(partial(tensor[block].copy_, new))
+
+    def is_right(self) -> bool:
+        pairs = zip(tensors_of(self.pool), self._expected)
+        return all(torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8)) for actual, wanted in pairs)
+
+
+def busy_steps(twin: Twin, seed: int, steps: int = 12) -> None:
+    """As schedulers have them: blocks that went out are written or taken at once; ids in runs, or scattered."""
+    rng = random.Random(seed)
+    outside: dict[int, None] = {}  # host blocks that hold something
+
+    def some(ids: list[int], most: int) -> list[int]:
+        count = rng.randint(0, min(most, len(ids)))
+        start = rng.randint(0, len(ids) - count)
+        return ids[start : start + count] if rng.random() < 0.5 else rng.sample(ids, count)
+
+    for _ in range(steps):
+        out = some(list(range(BLOCKS)), 14)
+        swap_out = list(zip(out, some([h for h in range(HOST_BLOCKS) if h not in outside], 14)))
+        outside.update(dict.fromkeys(host for _, host in swap_out))
+        back = some(list(outside), 14)
+        targets = rng.sample(range(BLOCKS), len(back))
+        for host in back:
+            del outside[host]
+        free = [block for block in range(BLOCKS) if block not in targets]
+        copies = list(zip(rng.sample(free[:5], 2), rng.sample(free[5:], 2)))
+        twin.step(swap_out, list(zip(back, targets)), copies, some(free, 8))
+    twin.step(swap_in=list(zip(outside, rng.sample(range(BLOCKS), len(outside)))))
+
+
+def staged(patch: pytest.MonkeyPatch, blocks: int = 3, **options: Any) -> tuple[Twin, Device]:
+    """Swaps over a device's streams, in rounds of so many blocks."""
+    device = Device(**options)
+    streams.install(patch, device)
+    patch.setattr(swap, "STAGING_BYTES", 2 * blocks * bytes_per_host_block(filled_pool()) + 1)
+    return Twin(device.current.add), device
+
+
+# -- what comes back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_host_memory(seed: int) -> None:
+    twin = Twin()
+    busy_steps(twin, seed)
+    assert twin.is_right()
+
+
+@pytest.mark.parametrize("blocks", [1, 3, HOST_BLOCKS])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_over_a_device(schedule: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(5):
+        twin, device = staged(monkeypatch, blocks)
+        busy_steps(twin, seed)
+        device.synchronize(schedule)
+        assert twin.is_right(), seed
+
+
+def test_less_staging_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin, device = staged(monkeypatch, 0)
+    busy_steps(twin, 0)
+    device.synchronize("side")
+    assert twin.is_right()
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_out_and_in_of_the_same_host_blocks_in_one_step(
+    schedule: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, device = staged(monkeypatch)
+    for shift in range(4):
+        out = [(block, (block + shift) % count) for block in range(count)]
+        twin.step(out, [(host, block + 12) for block, host in out], written=[*range(count)])
+        twin.step(swap_in=[(host, block) for block, host in out], copies=[(12, 11)], written=[12])
+    device.synchronize(schedule)
+    assert twin.is_right()
+
+
+def many_waits(twin: Twin) -> None:
+    """Swaps of several rounds, each direction after itself and after the other."""
+    twin.step([(block, block) for block in range(13)], written=[*range(13)])
+    twin.step([(block, block) for block in range(13, 20)], written=[*range(13, 20)])
+    twin.step(swap_in=[(block, block) for block in range(10)], copies=[(3, 23)], written=[19])
+    twin.step(
+        [(block, block) for block in range(10)], [(block, block) for block in range(10, 20)], written=[*range(10)]
+    )
+    twin.step(swap_in=[(block, block) for block in range(10)])
+
+
+def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each left out in turn gives wrong data when one of the streams is ahead, so these tests would notice."""
+    twin, device = staged(monkeypatch)
+    many_waits(twin)
+    assert device.waits > 20
+    unnoticed = []
+    for left_out in range(device.waits):
+        right = []
+        for schedule in ("current", "side"):
+            twin, device = staged(monkeypatch, left_out=left_out)
+            many_waits(twin)
+            device.synchronize(schedule)
+            right.append(twin.is_right())
+        if all(right):
+            unnoticed.append(left_out)
+    assert not unnoticed
+
+
+# -- how it gets there -----------------------------------------------------------------------------------------------
+
+
+def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds fit into the staging buffers: the step goes on and writes the blocks before anything has left."""
+    twin, device = staged(monkeypatch, blocks=5)
+    twin.step([(block, block) for block in range(10)], written=[*range(10)])
+    (store,) = twin.host._stores.values()
+    before = store.host.clone()
+    while device.current.is_ready:
+        device.current.step()
+    assert not device.current.work and torch.equal(store.host, before)
+    twin.step(swap_in=[(block, block) for block in range(10)])
+    device.synchronize("current")
+    assert twin.is_right()
+
+
+class Copies(TorchDispatchMode):
+    """Counts `copy_`, which the transfers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rounds", "transfers"),
+    [([4, 5, 6, 7], 1, 1), ([7, 5, 6, 4], 1, 1), ([0, 2, 4, 6], 1, 4), ([9, 3, 8, 2], 1, 2), ([*range(12)], 3, 3)],
+)
+def test_one_launch_a_round_and_one_transfer_a_run(
+    hosts: list[int], rounds: int, transfers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, device = staged(monkeypatch, blocks=4)
+    launches = []
+    copy_blocks = ops.copy_blocks
+    monkeypatch.setattr(ops, "copy_blocks", lambda *args, **kw: (launches.append(args), copy_blocks(*args, **kw)))
+    for move in (twin.host.swap_out, twin.host.swap_in):
+        launches.clear()
+        move([(i, host) if move == twin.host.swap_out else (host, i) for i, host in enumerate(hosts)])
+        with Copies() as copies:
+            device.synchronize("side")
+        assert len(launches) == rounds
+        assert copies.count == transfers
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_host_block_is_one_run(is_staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers' K and V, each aligned; memory is allocated at the first swap."""
+    twin, device = staged(monkeypatch) if is_staged else (Twin(), Device())
+    assert twin.host.nbytes == 0
+    twin.step([(7, 3)])
+    device.synchronize("side")
+    assert twin.host.nbytes == HOST_BLOCKS * bytes_per_host_block(twin.pool)
+    (store,) = twin.host._stores.values()
+    assert store.host.is_contiguous()
+    row, start = store.host[3], 0
+    for tensor in tensors_of(twin.pool):
+        assert torch.equal(row[start : start + tensor[0].nbytes], tensor[7].flatten().view(torch.uint8))
+        start += -(-tensor[0].nbytes // ALIGNMENT) * ALIGNMENT
+    assert start == len(row)
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_layers_on_several_devices(is_staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has host blocks, streams and buffers of its own."""
+    by_device = KVPool.by_device
+
+    def split(pool: KVPool) -> dict[torch.device, list[torch.Tensor]]:
+        (tensors,) = by_device(pool).values()
+        return {torch.device("cpu", 0): tensors[:3], torch.device("cpu", 1): tensors[3:]}
+
+    monkeypatch.setattr(KVPool, "by_device", split)
+    twin, device = staged(monkeypatch) if is_staged else (Twin(), Device())
+    busy_steps(twin, 0)
+    device.synchronize("side")
+    assert twin.is_right() and len(twin.host._stores) == 2
+    assert twin.host.nbytes == HOST_BLOCKS * bytes_per_host_block(twin.pool)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+class BreakingStreams(FakeStreams):
+    """Raises when so many pieces of work have been enqueued."""
+
+    left = 0
+
+    def run(self, stream: Any, work: Callable[[], object]) -> None:
+        super().run(stream, work)
+        BreakingStreams.left -= 1
+        if BreakingStreams.left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("schedule", ["current", "side"])
+@pytest.mark.parametrize("at", range(1, 13))
+def test_a_swap_that_is_broken_off_does_no_harm_to_the_next(
+    at: int, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has enqueued may still be under way."""
+    twin, device = staged(monkeypatch)
+    monkeypatch.setattr(swap, "CudaStreams", BreakingStreams)
+    twin.step([(block, block) for block in range(8)])
+    BreakingStreams.left = at
+    with pytest.raises(KeyboardInterrupt):
+        twin.host.swap_out([(block, block) for block in range(8, 16)])
+        twin.host.swap_in([(block, block + 8) for block in range(8)])
+    # The blocks that it was to fill are lost.
+    twin.step(swap_in=[(block, block) for block in range(8)], written=[*range(8, 16)])
+    twin.step([(block, block) for block in range(16)], written=[*range(16)])
+    twin.step(swap_in=[(block, block) for block in range(16)])
+    device.synchronize(schedule)
+    assert twin.is_right()
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_layers_that_come_later_are_refused(is_staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = staged(monkeypatch, is_eager=True)[0] if is_staged else Twin()
+    twin.step([(0, 0)])
+    twin.pool.layer_for(9, torch.empty(1, 2, 8), torch.empty(1, 2, 8))
+    with pytest.raises(ValueError, match="into has 6 tensors for 8 caches"):
+        twin.host.swap_out([(0, 0)])
+
+
+def test_other_devices_are_refused() -> None:
+    pool = KVPool(4, 4)
+    pool.layer_for(0, torch.empty(1, 2, 8, device="meta"), torch.empty(1, 2, 8, device="meta"))
+    with pytest.raises(ValueError, match="blocks on meta cannot be swapped"):
+        HostPool(pool, 4).swap_out([(0, 0)])

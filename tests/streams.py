@@ -1,0 +1,137 @@
+"""Streams without a device: work waits in its stream's queue until a test lets it run, and only events hold it back, so
+that a wait that is missing gives wrong data under some schedule.
+
+What this cannot show is the device: pinned memory, what torch's allocators do, the copies themselves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hf_paged.cache import swap
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.is_reached = False
+
+    def reach(self) -> None:
+        self.is_reached = True
+
+
+class Stream:
+    """In the place of `torch.cuda.Stream`. work: what is to be done, each after an event or at any time (None)."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.work: deque[tuple[Event | None, Callable[[], object]]] = deque()
+
+    def add(self, work: Callable[[], object], after: Event | None = None) -> None:
+        self.work.append((after, work))
+        self._device.catch_up()
+
+    def record_event(self) -> Event:
+        event = Event(self)
+        self.add(event.reach)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        if event.stream is not self and not self._device.leaves_out_wait():
+            self.add(lambda: None, after=event)
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.work) and (self.work[0][0] is None or self.work[0][0].is_reached)
+
+    def step(self) -> None:
+        self.work.popleft()[1]()
+
+    def finish(self) -> None:
+        """Do everything here, and of other streams no more than it waits for."""
+        while self.work:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        after = self.work[0][0]
+        while after is not None and not after.is_reached:
+            after.stream._finish_one()
+        self.step()
+
+
+class Device:
+    """The streams of a test.
+
+    is_eager: the current stream does everything at once; the others stay behind it, but for a `chance` of each piece
+    of work whenever something is added. left_out: the number of a wait of one stream for another that is forgotten.
+    waits: how many of these there were.
+    """
+
+    def __init__(self, *, is_eager: bool = False, chance: float = 0.0, left_out: int | None = None) -> None:
+        self.current = Stream(self)
+        self.sides: list[Stream] = []
+        self.waits = 0
+        self._is_eager = is_eager
+        self._chance = chance
+        self._left_out = left_out
+        self._random = random.Random(0)
+
+    def leaves_out_wait(self) -> bool:
+        self.waits += 1
+        return self.waits - 1 == self._left_out
+
+    def catch_up(self) -> None:
+        if self._is_eager:
+            for side in self.sides:
+                while side.is_ready and self._random.random() < self._chance:
+                    side.step()
+            self.current.finish()
+
+    def synchronize(self, schedule: str) -> None:
+        """Do everything. `schedule`: "current" or "side", the one that runs ahead of the other as far as the events let
+        it; or anything else, the seed of a random one."""
+        rng = random.Random(schedule)
+        while ready := [stream for stream in (self.current, *self.sides) if stream.is_ready]:
+            {"current": ready[0], "side": ready[-1]}.get(schedule, rng.choice(ready)).step()
+        assert not any(stream.work for stream in (self.current, *self.sides)), "they wait for one another"
+
+
+class FakeStreams:
+    """In the place of `swap.CudaStreams`, for K/V on a CPU. Memory holds noise at first."""
+
+    device_type = "cpu"
+    device: Device
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cpu"
+        self.side = Stream(self.device)
+        self.device.sides.append(self.side)
+
+    @property
+    def current(self) -> Stream:
+        return self.device.current
+
+    def run(self, stream: Stream, work: Callable[[], object]) -> None:
+        stream.add(work)
+
+    def staging(self, *shape: int) -> torch.Tensor:
+        memory = torch.empty(shape, dtype=torch.uint8)
+        # What the current stream has still to do to it from before it was freed.
+        self.current.add(lambda: memory.random_())
+        return memory
+
+    def host(self, *shape: int) -> torch.Tensor:
+        return torch.randint(256, shape, dtype=torch.uint8)
+
+
+def install(patch: pytest.MonkeyPatch, device: Device) -> None:
+    """From here on host pools swap blocks in the CPU's memory as if they were on this device."""
+    patch.setattr(swap, "CudaStreams", FakeStreams)
+    patch.setattr(FakeStreams, "device", device, raising=False)
