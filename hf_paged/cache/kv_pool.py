@@ -21,6 +21,11 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+@torch.inference_mode(False)  # what is made in it cannot be written to outside it, by a later call
+def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
 class LayerKV(NamedTuple):
     """One layer's blocks: key [num_blocks, block_size, num_kv_heads, head_dim], value [..., v_head_dim]."""
 
@@ -53,10 +58,8 @@ class KVPool:
         """
         layer = self._layers.get(layer_idx)
         if layer is None:
-            shape = (self.num_blocks, self.block_size)
             layer = self._layers[layer_idx] = LayerKV(
-                torch.empty(*shape, *key.shape[-2:], dtype=key.dtype, device=key.device),
-                torch.empty(*shape, *value.shape[-2:], dtype=value.dtype, device=value.device),
+                *(_empty((self.num_blocks, self.block_size, *t.shape[-2:]), t) for t in (key, value))
             )
         return layer
 
@@ -84,7 +87,7 @@ class KVPool:
         for layer_idx, layer in self._layers.items():
             grown = []
             for old in layer:
-                new = torch.empty(num_blocks, *old.shape[1:], dtype=old.dtype, device=old.device)
+                new = _empty((num_blocks, *old.shape[1:]), old)
                 new[:keep] = old[:keep]
                 grown.append(new)
             self._layers[layer_idx] = LayerKV(*grown)

@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
+from hf_paged.kernels import cpu, native_build, ops
 
 Compare = Callable[..., Any]
 
@@ -397,3 +398,25 @@ def test_a_model_that_restarts_its_cache(scaled: bool, paged_equals_plain: Compa
     model = transformers.Phi3ForCausalLM(config).eval()
     inputs = {**models.batch(5, 19), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     paged_equals_plain(model, **inputs, route="hf_loop" if scaled else "engine")
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "native"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"]
+)
+def test_calls_in_and_outside_inference_mode(
+    impl: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept from a call, in either mode, serves the next one in the other."""
+    if impl == "native":
+        if native_build._toolchain() is None:
+            pytest.skip("no C compiler on this machine")
+        native_build.build()
+    monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
+    monkeypatch.setattr(cpu, "_local", threading.local())
+    model, inputs = models.build("llama"), models.batch(*((20,) if "prompt_lookup_num_tokens" in options else (9, 20)))
+    options = {**inputs, **options, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**options)
+    for is_inference in (True, False, True, False):
+        with torch.inference_mode(is_inference):
+            assert model.generate(**options, cache_implementation="paged").equal(expected)
