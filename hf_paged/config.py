@@ -43,7 +43,7 @@ class CacheConfig:
     At most one of `num_blocks`, `memory` (bytes, or a string such as "4GiB") and `memory_fraction` (of the memory
     that is free when the engine starts, 0 < f <= 1) sizes the pool; with none of them the owner of the pool decides.
     `swap_memory` bounds the host pool that preempted sequences may be swapped to (bytes or a string; 0 = no swap;
-    None = as large as the pool, the paper's bound). For a GPU it is pinned, and torch pins the next power of two.
+    None = as large as the pool, the paper's bound). For a GPU it is pinned, part by part as it is first used.
     """
 
     block_size: int = 16

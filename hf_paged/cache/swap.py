@@ -22,15 +22,17 @@ from hf_paged.kernels import ops
 ALIGNMENT = 64
 """Bytes: where the K or V of a layer begins within a block."""
 
+PINNED_BYTES = 1 << 30
+"""Of pinned memory taken at once, when first needed: torch takes the next power of two, and pinning takes time."""
+
 STAGING_BYTES = 64 << 20
 """Of both buffers of a device together. Half of it takes a millisecond on PCIe, much longer than starting a round."""
 
 
 class HostPool:
-    """Room on the host for `num_blocks` blocks of `pool`, allocated at the first swap.
+    """Room on the host for `num_blocks` blocks of `pool`, allocated at the first swap, pinned memory bit by bit.
 
-    A block is K and V of all layers one after the other; those on one device are one tensor uint8 [num_blocks, bytes].
-    For a CUDA device that is pinned memory, of which torch takes the next power of two.
+    A block is K and V of all layers one after the other; those on one device are rows of tensors uint8 [n, bytes].
 
     Swaps are done in the order of the calls, and in that of the other work on the current stream: blocks that were
     swapped out may be overwritten, blocks that were swapped in may be read. The host waits for none of it, except in
@@ -45,7 +47,7 @@ class HostPool:
     @property
     def nbytes(self) -> int:
         """Host memory in use so far."""
-        return sum(store.host.nbytes for store in self._stores.values())
+        return sum(host.nbytes for store in self._stores.values() for host in store.hosts)
 
     def swap_out(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of every layer to the host. `copies`: (block, host block), no host block twice."""
@@ -108,8 +110,8 @@ class _Store:
     def __init__(self, tensors: list[torch.Tensor], num_blocks: int) -> None:
         if tensors[0].device.type != "cpu":
             raise ValueError(f"blocks on {tensors[0].device} cannot be swapped; use preemption='recompute'")
-        self.host = torch.empty(num_blocks, _block_bytes(tensors), dtype=torch.uint8, device="cpu")
-        self._views = _views(self.host, tensors)
+        self.hosts = [torch.empty(num_blocks, _block_bytes(tensors), dtype=torch.uint8, device="cpu")]
+        self._views = _views(self.hosts[0], tensors)
 
     def swap_out(self, tensors: list[torch.Tensor], blocks: np.ndarray, hosts: np.ndarray) -> None:
         ops.copy_blocks(tensors, torch.from_numpy(_pairs(blocks, hosts)), into=self._views)
@@ -175,7 +177,13 @@ class _StagedStore:
         self._block_bytes = _block_bytes(tensors)
         self._capacity = max(1, min(num_blocks, STAGING_BYTES // 2 // self._block_bytes))
         self._buffers: deque[_Buffer] = deque()
-        self.host = self._streams.host(num_blocks, self._block_bytes)
+        self._num_blocks = num_blocks
+        self._per_host = max(1, PINNED_BYTES // self._block_bytes)
+        self._hosts: dict[int, torch.Tensor] = {}  # `_per_host` blocks each
+
+    @property
+    def hosts(self) -> list[torch.Tensor]:
+        return list(self._hosts.values())
 
     def swap_out(self, tensors: list[torch.Tensor], blocks: np.ndarray, hosts: np.ndarray) -> None:
         current, side = self._streams.current, self._streams.side
@@ -233,7 +241,15 @@ class _StagedStore:
 
     def _runs(self, buffer: _Buffer, hosts: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The buffer's rows and the host's, for each run of consecutive ids in `hosts`."""
-        starts = (np.flatnonzero(np.diff(hosts) != 1) + 1).tolist()
+        parts, rows = np.divmod(hosts, self._per_host)
+        starts = (np.flatnonzero((np.diff(hosts) != 1) | (np.diff(parts) != 0)) + 1).tolist()
         for start, end in pairwise([0, *starts, len(hosts)]):
-            first = int(hosts[start])
-            yield buffer.memory[start:end], self.host[first : first + end - start]
+            first = int(rows[start])
+            yield buffer.memory[start:end], self._host(int(parts[start]))[first : first + end - start]
+
+    def _host(self, part: int) -> torch.Tensor:
+        host = self._hosts.get(part)
+        if host is None:
+            count = min(self._per_host, self._num_blocks - part * self._per_host)
+            host = self._hosts[part] = self._streams.host(count, self._block_bytes)
+        return host

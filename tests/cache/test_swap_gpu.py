@@ -55,7 +55,7 @@ def test_what_went_out_comes_back(twin: Twin) -> None:
 
 def test_host_memory_is_pinned(twin: Twin) -> None:
     (store,) = twin.host._stores.values()
-    assert store.host.is_pinned() and twin.host.nbytes == HOST_BLOCKS * bytes_per_host_block(twin.pool)
+    assert store.hosts[0].is_pinned() and twin.host.nbytes == HOST_BLOCKS * bytes_per_host_block(twin.pool)
 
 
 def test_the_host_waits_for_nothing(twin: Twin) -> None:
@@ -89,7 +89,7 @@ def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.
 def test_freed_while_a_transfer_is_under_way(twin: Twin, direction: str) -> None:
     """The next owner of its pinned memory gets it when the transfer is over."""
     (store,) = twin.host._stores.values()
-    size = store.host.nbytes
+    size = store.hosts[0].nbytes
     with torch.cuda.stream(store._streams.side):
         torch.cuda._sleep(1_000_000_000)
     twin.step(**{direction: ALL})
