@@ -127,11 +127,14 @@ def to_host(tokens: torch.Tensor, *values: torch.Tensor) -> tuple[list[int], *tu
 def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
     """scores fp32 [num_rows, vocab], after all processors -> tokens int64 [num_rows].
 
-    Uses up random numbers exactly as transformers' sampling loop does.
+    Uses up random numbers exactly as transformers' sampling loop does. Raises RuntimeError where a row has NaN.
     """
     if not do_sample:
         return most_likely(scores)[1]
-    return torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=generator).squeeze(1)
+    probs = torch.softmax(scores, dim=-1)
+    if _draws_natively(probs) and not torch.isnan(probs[:, 0]).any():  # one NaN in a row makes all of it NaN
+        return _draw_natively(probs, [generator] * len(probs))
+    return torch.multinomial(probs, 1, generator=generator).squeeze(1)
 
 
 def draw(probs: torch.Tensor, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
@@ -140,10 +143,23 @@ def draw(probs: torch.Tensor, generators: Sequence[torch.Generator | None]) -> t
     The tokens of `torch.multinomial(probs[i : i + 1], 1, generator=generators[i])`, which lets exponential clocks race:
     all rows at once, and without its look at the probabilities, for which the host waits. NaN gives any token.
     """
+    if _draws_natively(probs):
+        return _draw_natively(probs, generators)
     clocks = torch.empty_like(probs)
     for row, generator in zip(clocks.split(1), generators, strict=True):
         row.exponential_(1, generator=generator)
     return most_likely(probs.div_(clocks))[1]
+
+
+def _draws_natively(probs: torch.Tensor) -> bool:
+    """On a CPU the clocks of all tokens take most of a sampling step, and hardly any of them matters."""
+    if probs.dtype != torch.float32 or probs.stride(1) != 1 or ops.default_impl(probs.device) != "native":
+        return False
+    return cpu_native.draws_like_torch()
+
+
+def _draw_natively(probs: torch.Tensor, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
+    return cpu_native.draw(probs, [torch.default_generator if g is None else g for g in generators])
 
 
 def largest(

@@ -7,8 +7,10 @@ only. Knows tensors; `native_build` knows compilers.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -323,3 +325,34 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return tokens, logprobs
+
+
+def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """probs fp32 [num_rows, vocab], last dimension contiguous, a generator for each row -> tokens int64 [num_rows].
+
+    They are what `torch.multinomial` draws from each row, one after the other, and the generators are moved on as by it.
+    Of a generator that other threads draw from meanwhile, both may get the same numbers.
+    """
+    rows, vocab = probs.shape
+    states = {generator: generator.get_state() for generator in generators}
+    addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
+    tokens = torch.empty(rows, dtype=torch.int64)
+    _library().hfp_draw(
+        probs.data_ptr(), probs.stride(0), rows, vocab, addresses, len(states) == rows, tokens.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    for generator, state in states.items():
+        generator.set_state(state)
+    return tokens
+
+
+@functools.cache
+def draws_like_torch() -> bool:
+    """Whether `draw` gives torch's tokens and leaves its generators as it does: both are torch's own affair."""
+    probs = torch.softmax(torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)), dim=-1)
+    mine, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
+    for generator in (mine, theirs):
+        torch.rand(5, generator=generator)  # an odd number of words
+    tokens = draw(probs, [mine] * len(probs))
+    expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
+    return tokens.tolist() == expected and mine.get_state().equal(theirs.get_state())

@@ -146,6 +146,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "hfp_write_kv": ([*[pointer] * 5, integer, integer, pointer, integer], None),
         "hfp_copy_blocks": ([pointer, integer, pointer, integer, integer], None),
         "hfp_greedy": ([pointer, ctypes.c_int, *[integer] * 3, pointer, pointer, integer], ctypes.c_int),
+        "hfp_draw": ([pointer, *[integer] * 3, pointer, ctypes.c_int, pointer, integer], None),
         "hfp_has_layers": ([], ctypes.c_int),
     }
     if library.hfp_has_layers():

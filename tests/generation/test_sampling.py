@@ -25,7 +25,7 @@ from hf_paged.generation.sampling import (
     recipe_of,
     to_host,
 )
-from hf_paged.kernels import native_build, ops
+from hf_paged.kernels import cpu_native, native_build, ops
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -70,11 +70,18 @@ def test_greedy(vocab: int, dtype: torch.dtype) -> None:
     assert torch.isnan(greedy(kept)[1]).tolist() == [False, True, True, True, False]
 
 
+@pytest.mark.usefixtures("_impl")
 def test_choice_follows_the_generator() -> None:
     scores = torch.randn(4, 20)
-    expected = torch.multinomial(torch.softmax(scores, -1), 1, generator=torch.Generator().manual_seed(3))[:, 0]
-    tokens = choose(scores, do_sample=True, generator=torch.Generator().manual_seed(3))
-    assert tokens.tolist() == expected.tolist()
+    mine, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+    for _ in range(50):
+        expected = torch.multinomial(torch.softmax(scores, -1), 1, generator=theirs)[:, 0]
+        tokens = choose(scores, do_sample=True, generator=mine)
+        assert tokens.tolist() == expected.tolist()
+    assert mine.get_state().equal(theirs.get_state())
+    for generator in (mine, None):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            choose(torch.full((2, 20), -torch.inf), do_sample=True, generator=generator)
     torch.testing.assert_close(logprobs_of(scores, tokens), torch.log_softmax(scores, -1)[range(4), tokens])
 
 
@@ -99,14 +106,18 @@ def test_one_transfer_changes_no_number() -> None:
     assert repr((list(map(int, first)), *others)) == repr(expected)  # NaN included
 
 
-@pytest.mark.parametrize("vocab", [7, 96, 49152])
+@pytest.mark.usefixtures("_impl")
+@pytest.mark.parametrize("vocab", [1, 7, 96, 311, 312, 513, 1024, 49152])
 def test_draw_is_multinomial_with_the_generator_of_each_row(vocab: int) -> None:
     probs = torch.softmax(torch.randn(5, vocab) * 4, -1)
+    probs[0] = 1 / vocab  # all clocks alike
     probs[1, : vocab // 2] = 0
     probs[2] = 0
     probs[2, vocab - 1] = 1
     for seed in range(3):
         mine, theirs = ([torch.Generator().manual_seed(seed + i) for i in range(4)] for _ in range(2))
+        for generator in (*mine, *theirs):
+            torch.rand(seed, generator=generator)  # which leaves each at another place of its state
         expected = [torch.multinomial(probs[i : i + 1], 1, generator=theirs[i]).item() for i in range(4)]
         torch.manual_seed(seed)
         expected.append(torch.multinomial(probs[4:], 1).item())
@@ -114,6 +125,46 @@ def test_draw_is_multinomial_with_the_generator_of_each_row(vocab: int) -> None:
         assert draw(probs.clone(), [*mine, None]).tolist() == expected
         for one, other in zip(mine, theirs):
             assert one.get_state().equal(other.get_state())
+
+
+@pytest.mark.usefixtures("_impl")
+def test_rows_of_one_generator_are_drawn_one_after_the_other() -> None:
+    probs = torch.softmax(torch.randn(64, 300), -1)
+    mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
+    expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
+    assert draw(probs.clone(), [mine] * 64).tolist() == expected
+    many = [torch.Generator().manual_seed(n) for n in range(64)]
+    expected = [torch.multinomial(row, 1, generator=g).item() for row, g in zip(probs, many)]
+    assert draw(probs.clone(), [torch.Generator().manual_seed(n) for n in range(64)]).tolist() == expected
+
+
+@pytest.mark.usefixtures("_impl")
+def test_a_row_of_nan_disturbs_no_other() -> None:
+    probs = torch.softmax(torch.randn(3, 300), -1)
+    mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
+    expected = draw(probs.clone(), [theirs] * 3).tolist()
+    probs[1] = torch.nan
+    tokens = draw(probs.clone(), [mine] * 3).tolist()
+    assert tokens[::2] == expected[::2] and 0 <= tokens[1] < 300
+    assert mine.get_state().equal(theirs.get_state())
+
+
+def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native_build._toolchain() is None:
+        pytest.skip("no C compiler on this machine")
+    native_build.build()
+    assert cpu_native.draws_like_torch()
+    monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
+    native = cpu_native.draw
+    monkeypatch.setattr(cpu_native, "draw", lambda probs, generators: native(probs, generators) + 1)
+    cpu_native.draws_like_torch.cache_clear()
+    try:
+        probs = torch.softmax(torch.randn(1, 300), -1)
+        expected = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(1)).item()
+        assert draw(probs.clone(), [torch.Generator().manual_seed(1)]).item() == expected
+        assert not cpu_native.draws_like_torch()
+    finally:
+        cpu_native.draws_like_torch.cache_clear()
 
 
 def test_recipes_of_requests_that_may_be_treated_alike() -> None:

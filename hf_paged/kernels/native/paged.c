@@ -765,6 +765,10 @@ int hfp_openmp(void) {
 #endif
 }
 
+/* -- drawing tokens -------------------------------------------------------------------------------------------------- */
+
+#include "draw.inc.c"
+
 /* -- block copy ----------------------------------------------------------------------------------------------------- */
 
 /* caches: num_caches times (address and bytes from one block to the next of the source, the same of the target, bytes of
