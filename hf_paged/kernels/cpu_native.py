@@ -330,7 +330,7 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
     """probs fp32 [num_rows, vocab], last dimension contiguous, a generator for each row -> tokens int64 [num_rows].
 
-    They are what `torch.multinomial` draws from each row, one after the other, and the generators are moved on as by it.
+    They are what `torch.multinomial` draws from one row after the other, and the generators are moved on as by it.
     Of a generator that other threads draw from meanwhile, both may get the same numbers.
     """
     rows, vocab = probs.shape
