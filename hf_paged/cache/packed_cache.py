@@ -112,6 +112,9 @@ class PackedCache(Cache):
         group_index = self.group_of(layer_idx)
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         pool = self.memory.groups[group_index].pool
+        if torch.is_autocast_enabled(key.device.type):  # gives K and V of several dtypes, and expects one to be chosen
+            dtype = pool[layer_idx].key.dtype if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
+            key, value = key.to(dtype), value.to(dtype)
         pool.layer_for(layer_idx, key, value)
         handle = LayerHandle(layer_idx, pool, self.step[group_index], (key, value))
         self.handles.append(handle)

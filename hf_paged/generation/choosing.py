@@ -33,7 +33,7 @@ class Pick(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Of some picks, on the device: tokens int64 [n], the others fp32 [n].
+    """Of some picks, on the device: tokens int64 [n], the others fp32 [n], flags too: they go to the host together.
 
     logprobs: NaN where the logits are. processed: after the processors, for requests that keep it, else 0.
     invalid: NaN where the processors left nothing to choose from, else 0.
@@ -57,7 +57,7 @@ class Choice:
     def read(self) -> Iterable[tuple[Pick, int, float, float, float, float]]:
         """Waits for what was chosen: for each its token, log-probability, that after the processors, NaN if there was
         no distribution, and 1.0 if a criterion stops it."""
-        return zip(self._picks, *self._numbers.lists())
+        return zip(self._picks, *self._numbers.lists(), strict=True)
 
 
 def choose_next(picks: list[Pick], logits: torch.Tensor, to_fp32: ToFp32) -> tuple[Choice | None, Failures]:
@@ -87,8 +87,9 @@ def choose_next(picks: list[Pick], logits: torch.Tensor, to_fp32: ToFp32) -> tup
         return None, failed
     columns = parts[0] if len(parts) == 1 else _Columns(*map(torch.cat, zip(*parts)))
     stopped = torch.zeros_like(columns.logprobs)
+    out = {request for request, _ in failed}
     for row, (request, _, _) in enumerate(chosen):
-        if request.history is not None:
+        if request.history is not None and request not in out:
             try:
                 request.extend_history(columns.tokens[row : row + 1], stopped[row : row + 1])
             except Exception as error:  # of a criterion
@@ -109,9 +110,11 @@ def _choose_alike(group: list[Pick], logits: torch.Tensor, to_fp32: ToFp32, fail
     if recipe.is_alone:
         scores = request.process(raw.clone())
     elif recipe.own:
-        scores = torch.cat([_processed(pick.request, raw[i : i + 1].clone(), failed) for i, pick in enumerate(group)])
+        scores = torch.cat([_processed(pick.request, raw[i : i + 1], failed) for i, pick in enumerate(group)])
     else:
         scores = raw  # which warpers leave alone
+    if scores.ndim != 2 or len(scores) != len(raw):
+        raise ValueError(f"the logits processors returned scores of shape {tuple(scores.shape)} for {tuple(raw.shape)}")
     for warper in recipe.warpers:
         scores = warper(_NO_IDS, scores)
     nothing = raw.new_zeros(len(group))
@@ -131,7 +134,10 @@ _NO_IDS = torch.zeros(0, 0, dtype=torch.int64)  # warpers do not look at tokens
 def _processed(request: SampleRequest, row: torch.Tensor, failed: Failures) -> torch.Tensor:
     """row fp32 [1, vocab] after the request's own processors; as it is, if they raise."""
     try:
-        return request.process(row)
+        scores = request.process(row.clone())
+        if scores.shape != row.shape or scores.dtype != row.dtype:
+            raise ValueError(f"the logits processors returned {scores.dtype} of shape {tuple(scores.shape)}")
+        return scores
     except Exception as error:
         failed.append((request, error))
         return row

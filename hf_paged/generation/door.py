@@ -96,17 +96,26 @@ def record_calls() -> Iterator[list[CallRecord]]:
 
 # -- memory kept between calls -------------------------------------------------------------------------------------
 
-_MemoryKey = tuple[int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
+_Kind = tuple[Any, ...]  # what the model's K/V is made of
+_MemoryKey = tuple[_Kind, int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
 _idle: weakref.WeakKeyDictionary[nn.Module, dict[_MemoryKey, PagedMemory]] = weakref.WeakKeyDictionary()
 _idle_lock = threading.Lock()
 
 
+def _kind_of(model: Any) -> _Kind:
+    device = model.device.type
+    return model.dtype, model.device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
 def _take_memory(model: nn.Module, key: _MemoryKey) -> PagedMemory:
     with _idle_lock:
-        memory = _idle.get(model, {}).pop(key, None)
+        kept = _idle.get(model, {})
+        memory = kept.pop(key, None)
+        for other in [other for other in kept if other[0] != key[0]]:
+            del kept[other]  # of what the model was
     if memory is not None:
         return memory
-    block_size, max_blocks, windows = key
+    _, block_size, max_blocks, windows = key
     return PagedMemory(block_size, windows=windows, growable=True, max_blocks=max_blocks)
 
 
@@ -278,7 +287,7 @@ def prepare_cache_for_generation(
         # Blocks that leave every window between two chunks of prompts are not needed together.
         if at_once == sum(lengths) or any(window is None for _, window in windows):
             check_pool(lengths, cache_config.block_size, cache_config.num_blocks)
-        call.key = (cache_config.block_size, cache_config.num_blocks, windows)
+        call.key = (_kind_of(model), cache_config.block_size, cache_config.num_blocks, windows)
         call.memory = _take_memory(model, call.key)
         call.record.start(call.memory)
         model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
@@ -286,7 +295,7 @@ def prepare_cache_for_generation(
     check_pool(
         [call.prompt_length] * values["batch_size"] * call.expand, cache_config.block_size, cache_config.num_blocks
     )
-    call.key = (cache_config.block_size, cache_config.num_blocks, ((None, None),))
+    call.key = (_kind_of(model), cache_config.block_size, cache_config.num_blocks, ((None, None),))
     call.memory = _take_memory(model, call.key)
     call.record.start(call.memory)
     call.cache = PagedKVCache(model.config, memory=call.memory)

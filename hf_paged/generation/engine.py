@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
 from dataclasses import replace
@@ -76,6 +76,13 @@ class Engine:
         self._host_managers = opened.host_managers
         if not opened.shares_prefixes:
             self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
+        if not self._is_packed:
+            if scheduler_config is not None and scheduler_config.async_scheduling:
+                raise ValueError(
+                    "async_scheduling=True: the model computes one sequence at a time (hf_paged.check tells why); "
+                    "leave it out"
+                )
+            self.scheduler_config = replace(self.scheduler_config, async_scheduling=False)
         self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
         self._adapters = Adapters(self._model)
         self._graphs = graphed_steps(opened.model, self.scheduler_config.max_num_seqs, cuda_graphs)
@@ -86,9 +93,10 @@ class Engine:
             self._runner,
             self._requests,
             self._fail,
-            is_async=bool(self.scheduler_config.async_scheduling) and self._is_packed,
+            is_async=bool(self.scheduler_config.async_scheduling),
         )
         self._ended: list[Request] = []  # from outside their own decoding, since the last step
+        self._changed: dict[Request, None] = {}  # got tokens in the last step; not delivered yet
         # What has changed, in the order of change: for the stream that follows a request, or else for `step`, whoever
         # does the steps meanwhile.
         self._inboxes: dict[Request, dict[Request, None]] = {}
@@ -205,7 +213,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """True while a step would have something to do or to deliver."""
-        return bool(self._requests or self._ended or self._undelivered)
+        return bool(self._requests or self._changed or self._ended or self._undelivered)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
         """Finish a request from outside its own decoding; its output waits for the next step."""
@@ -219,14 +227,17 @@ class Engine:
         self._end(request, FinishReason.ERROR, error)
 
     def _close(self, request: Request) -> None:
-        request.end_stream()
+        if self._requests.get(request.request_id) is request:  # not, if an interrupt came before the rest
+            del self._requests[request.request_id]
+        if not self._requests:
+            self._stepper.close()
         request.metrics = replace(
             request.metrics,
             finish_time=time.monotonic(),
             num_preemptions=request.group.num_preemptions,
             num_cached_tokens=request.group.num_cached_tokens,
         )
-        del self._requests[request.request_id]
+        request.end_stream()  # last: it is the caller's
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -245,41 +256,45 @@ class Engine:
         self._check_open()
         self._check_not_stepping()
         self._settle()
-        changed: dict[Request, None] = {}
         self._is_stepping = True
         try:
             if self._scheduler.has_unfinished():
-                self._iterate(changed)
-        finally:  # what got tokens before it was broken off has them
+                # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
+                # own may keep tensors for later.
+                with torch.no_grad(), torch.inference_mode(self._is_packed):
+                    self._stepper.step(self._changed)
+        finally:
             try:
-                self._after_tokens(changed)
+                changed = self._follow_up()
             finally:
                 self._is_stepping = False
-                changed.update(dict.fromkeys(self._ended))
-                self._ended.clear()
-                for request in changed:
-                    self._inboxes.get(request, self._undelivered)[request] = None
         return changed
 
-    def _iterate(self, changed: dict[Request, None]) -> None:
-        # Cheaper by a twentieth of a step on a CPU; a model with an attention of its own may keep tensors for later.
-        with torch.no_grad(), torch.inference_mode(self._is_packed):
-            self._stepper.step(changed)
-
-    def _after_tokens(self, requests: Iterable[Request]) -> None:
-        """These got tokens in a step."""
+    def _follow_up(self) -> dict[Request, None]:
+        """Deliver what has changed. What an interrupt leaves of it is done with the next step."""
+        done: dict[Request, None] = {}
         now = time.monotonic()
-        for request in requests:
-            if request.metrics.finish_time is not None:
-                continue  # ended with an error, after that
-            if request.metrics.first_token_time is None:
-                request.metrics = replace(request.metrics, first_token_time=now)
-            if request.streamer is not None:
-                request.tell_streamer()
-            if request.group.is_finished:
-                self._close(request)
-            elif request.error is not None:
-                self._fail(request, request.error)
+        while self._changed:
+            request = next(iter(self._changed))
+            if request.metrics.finish_time is None:
+                if request.metrics.first_token_time is None:
+                    request.metrics = replace(request.metrics, first_token_time=now)
+                if request.streamer is not None:
+                    request.tell_streamer()
+                if request.group.is_finished:
+                    self._close(request)
+                elif request.error is not None:
+                    self._fail(request, request.error)
+            self._deliver(request, done)
+            del self._changed[request]
+        while self._ended:
+            self._deliver(self._ended[0], done)
+            del self._ended[0]
+        return done
+
+    def _deliver(self, request: Request, done: dict[Request, None]) -> None:
+        self._inboxes.get(request, self._undelivered)[request] = None
+        done[request] = None
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -483,7 +498,8 @@ class Engine:
         with self._lock:
             self._settle()
             self._scheduler.check_integrity()
-            assert set(self._requests) == {group.request_id for group in self._scheduler.groups}
+            ended = {r.request_id for r in self._changed if r.group.is_finished}  # after an interrupt, not told yet
+            assert set(self._requests) - ended == {group.request_id for group in self._scheduler.groups}
 
     def close(self) -> None:
         """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once."""
@@ -495,6 +511,7 @@ class Engine:
                 self._abort(request)
             if self._scheduler.prefix_cache is not None:
                 self._scheduler.prefix_cache.clear()  # pins hold blocks
+            self._changed.clear()
             self._ended.clear()
             self._undelivered.clear()
             self._closed = True

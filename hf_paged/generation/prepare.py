@@ -6,7 +6,7 @@ processors and stopping criteria are its own. Only the loop is replaced, by one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -21,13 +21,17 @@ from hf_paged.integration import hook
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request after `generate`'s preparation. input_ids int64 [num_rows, prompt_length], all rows alike."""
+    """A request after `generate`'s preparation. input_ids int64 [num_rows, prompt_length], all rows alike.
+
+    own_processors: those of `logits_processor` that are the caller's objects.
+    """
 
     input_ids: torch.Tensor
     generation_config: Any
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     uses_beams: bool
+    own_processors: tuple[Any, ...] = ()
 
 
 class _NoteTaker:
@@ -132,4 +136,4 @@ def prepare_request(
             f"{input_ids.shape[1]} prompt tokens and max_length={length} go beyond the model's max_position_embeddings="
             f"{limit}; shorten the prompt or lower max_new_tokens"
         )
-    return prepared
+    return replace(prepared, own_processors=tuple(logits_processor or ()))

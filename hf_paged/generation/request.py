@@ -91,10 +91,12 @@ class Request:
         self.history: torch.Tensor | None = None
         if self.processors or self.criteria:
             self.history = prepared.input_ids.clone()
-        self._history_length = self.length = self.prompt_length
+        self.length = self.prompt_length  # of what the host knows; the history may have one token more
+        self._history_length = self.length
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
         self.streamer: Any = None
+        self._num_streamed = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -112,11 +114,6 @@ class Request:
         """The request was aborted or has failed: what is unfinished ends here."""
         raise NotImplementedError
 
-    @property
-    def last_token(self) -> int:
-        """Of a request with one sequence that has generated something."""
-        return self.completions()[0].token_ids[-1]
-
     def stream_to(self, streamer: Any) -> None:
         """Hand the prompt to a streamer of transformers, and from now on each token. Raises ValueError where `generate`
         does: a streamer follows one sequence."""
@@ -129,11 +126,8 @@ class Request:
         self.streamer = streamer
 
     def tell_streamer(self) -> None:
-        """The last token, as int64 [1]; an error is the request's."""
-        try:
-            self.streamer.put(torch.tensor([self.last_token]))
-        except Exception as error:
-            self._streamer_failed(error)
+        """The tokens that it has not got yet, each as int64 [1]; an error is the request's."""
+        raise NotImplementedError
 
     def end_stream(self) -> None:
         """No token will come any more, whatever the reason."""
@@ -199,7 +193,7 @@ class SampleRequest(Request):
         self._samples_of: dict[int, list[Sample]] = {group.sequences[0].seq_id: list(self.samples)}
         self._pending: dict[int, dict[int, list[Sample]]] = {}
         self.is_single = self.num_rows == 1
-        self.recipe = recipe_of(self.processors, self.do_sample, self.keeps_processed)
+        self.recipe = recipe_of(self.processors, self.do_sample, self.keeps_processed, callers=prepared.own_processors)
         if self.is_single and not self.recipe.own and not self.criteria:
             self.history = None
         self.is_plain_greedy = not (self.processors or self.do_sample or self.keeps_processed)
@@ -208,7 +202,7 @@ class SampleRequest(Request):
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
         """scores fp32 [1, vocab], which may be changed, after the processors that may look at the tokens."""
-        processed: torch.Tensor = self.recipe.own(self._rows(), scores) if self.recipe.own else scores
+        processed: torch.Tensor = self.recipe.own(self._rows(), scores)
         return processed
 
     def extend_history(self, token: torch.Tensor, stopped: torch.Tensor) -> None:
@@ -230,10 +224,15 @@ class SampleRequest(Request):
             sample.finish([*sample.seq.output_token_ids, token], reason)
         return reason
 
-    @property
-    def last_token(self) -> int:
+    def tell_streamer(self) -> None:
         (sample,) = self.samples
-        return (sample.token_ids if sample.seq is None else sample.seq.token_ids)[-1]
+        tokens, skipped = (sample.token_ids, 0) if sample.seq is None else (sample.seq.token_ids, self.prompt_length)
+        while self.streamer is not None and self._num_streamed < len(tokens) - skipped:
+            self._num_streamed += 1  # before it is interrupted
+            try:
+                self.streamer.put(torch.tensor([tokens[skipped + self._num_streamed - 1]]))
+            except Exception as error:
+                self._streamer_failed(error)
 
     # -- several ------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class Runner:
         self._adapters = adapters
         self._graphs = graphs
         self._device = model.model.device
+        self._stream: torch.cuda.Stream | None = None  # of the last step
 
     @property
     def can_repeat(self) -> bool:
@@ -82,6 +83,7 @@ class Runner:
 
         If this raises, blocks that were to be moved may hold anything.
         """
+        self._follow_last_step()
         if isinstance(self._model, RowModel):
             self._follow(self._model, output)
         for index, group in enumerate(self._memory.groups):
@@ -101,6 +103,14 @@ class Runner:
         if not output.scheduled:
             return StepResult([], None)
         return self._run_by_adapters(output.scheduled, compute)
+
+    def _follow_last_step(self) -> None:
+        """A step that is done on another stream than the last comes after it all the same."""
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            if self._stream is not None and self._stream != current:
+                current.wait_stream(self._stream)
+            self._stream = current
 
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """The plan's parts of like adapters, one after the other, each with its own switched on."""

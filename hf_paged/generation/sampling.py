@@ -39,13 +39,16 @@ class Recipe:
     key: object
 
 
-def recipe_of(processors: LogitsProcessorList, *options: object) -> Recipe:
-    """options: what else must be the same for two requests to be treated alike."""
+def recipe_of(processors: LogitsProcessorList, *options: object, callers: Sequence[Any] = ()) -> Recipe:
+    """options: what else must be the same for two requests to be treated alike. callers: of the processors, those that
+    the caller may change at any time."""
     if any(not type(processor).__module__.startswith("transformers.") for processor in processors):
         return Recipe(processors, (), True, object())
     first = len(processors)
     keys: list[object] = []
     while first > 0 and (key := _key_of(processors[first - 1])) is not None:
+        if any(processors[first - 1] is processor for processor in callers):
+            break
         keys.append(key)
         first -= 1
     own = LogitsProcessorList(processors[:first])
@@ -101,7 +104,7 @@ class ToHost:
             return
         rows = _in_one(tokens, *values)  # transfer
         if rows.is_cuda:
-            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
             self._rows = tuple(host.copy_(rows, non_blocking=True))
             self._arrived = torch.cuda.current_stream(rows.device).record_event()
         else:

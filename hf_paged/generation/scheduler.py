@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
@@ -46,6 +45,10 @@ class SchedulerOutput:
         return cls([[] for _ in range(count)], [[] for _ in range(count)], [[] for _ in range(count)])
 
     @property
+    def moves_blocks(self) -> bool:
+        return any(map(any, (self.swap_out, self.swap_in, self.block_copies)))
+
+    @property
     def num_scheduled_tokens(self) -> int:
         return sum(num_tokens for _, num_tokens in self.scheduled)
 
@@ -58,8 +61,9 @@ class Scheduler:
     end of *running*, so a group never loses its blocks to a later one, and the first one always gets on: no livelock.
     Between two steps the table of a running sequence covers exactly its computed tokens.
 
-    A step: `output = schedule()`, the forward, `update(output, sampled)`, then `fork` / `reorder` / `finish` as the
-    caller decides. `abort`, `add` and `force_preempt` belong between steps.
+    A step: `output = schedule()`, the forward, `update(output)`, then the next tokens: `fork` / `reorder` / `finish` or
+    an append to `token_ids`, as the caller decides. Before `update`, no scheduled token is pending any more. `abort`,
+    `add` and `force_preempt` belong between steps.
 
     `managers` has one entry for each layer group; `host_managers`, if given, are the swap space of each. Prefix
     caching needs one manager without a sliding window.
@@ -215,7 +219,9 @@ class Scheduler:
         return self.schedule_in_peace() or self._schedule_one_by_one()
 
     def schedule_in_peace(self) -> SchedulerOutput | None:
-        """`schedule`, if all running groups get what they need; else None: somebody may have to give way."""
+        """`schedule`, if all running groups get what they need; None, and nothing has changed, if one might have to be
+        preempted.
+        """
         plan, budget = self._plan_running(self.config.token_budget)
         if not self._tables.append(plan, self._output.block_copies):
             return None
@@ -374,11 +380,8 @@ class Scheduler:
 
     # -- after the forward --------------------------------------------------------------------------------------
 
-    def update(self, output: SchedulerOutput, tokens: Iterable[tuple[Sequence, int]] = ()) -> None:
-        """The step is computed; `tokens` are the sampled ones, (sequence, token) (not those of a fork or reorder).
-
-        What it computed is known by now (no `num_pending`). What was aborted meanwhile is skipped.
-        """
+    def update(self, output: SchedulerOutput) -> None:
+        """The step is computed. What has ended meanwhile is skipped."""
         block_size = self.managers[0].block_size
         cache, sliding = self.prefix_cache, self._sliding
         for seq, num_tokens in output.scheduled:
@@ -390,9 +393,6 @@ class Scheduler:
                 self._register(seq, cache)
             for manager in sliding:
                 manager.drop_outside_window(seq.seq_id)
-        for seq, token in tokens:
-            if seq.finish_reason is None:
-                seq.token_ids.append(token)
 
     def _register(self, seq: Sequence, cache: PrefixCache) -> None:
         if seq.group.cache_root is None:

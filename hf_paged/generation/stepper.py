@@ -6,8 +6,7 @@ and here a failure is confined to the requests concerned. Knows neither callers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from math import isnan
 
 import torch
@@ -21,9 +20,15 @@ from hf_paged.generation.request import (
     Request,
     SampleRequest,
 )
-from hf_paged.generation.runner import Runner, StepResult
+from hf_paged.generation.runner import Runner
 from hf_paged.generation.scheduler import Scheduler, SchedulerOutput
-from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence
+from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+
+# What may fail in a step, as the requests that it concerns are told.
+_SCHEDULING = "scheduling failed"
+_MOVING = "moving blocks failed"
+_FORWARD = "the forward failed"
+_REST = "the step was broken off"
 
 
 class Stepper:
@@ -53,71 +58,83 @@ class Stepper:
         self._is_async = is_async
         self._choice: Choice | None = None  # of the last step, not on the host yet
         self._logits: torch.Tensor | None = None  # workspace, fp32 [most rows so far, vocab]
+        self._doing, self._may_repeat = _SCHEDULING, False
         self.steps = 0
         self.generated_tokens = 0
 
     def step(self, changed: dict[Request, None]) -> None:
-        """One iteration over the batch. Requests that got tokens are added to `changed`, also if it is broken off."""
-        output = self._scheduler.schedule_in_peace()
+        """One iteration over the batch. Requests that got tokens are added to `changed`, also if it is broken off.
+
+        A failure ends the requests concerned, with its cause. Interrupts are raised on, and errors in scheduling too.
+        """
+        output: SchedulerOutput | None = None
+        self._begin(_SCHEDULING, may_repeat=False)
+        try:
+            if not self._is_async:
+                self._accept(changed)  # what an interrupt has left
+            output = self._schedule(changed)
+            self._begin(_MOVING, may_repeat=not output.moves_blocks)
+            self._runner.prepare(output)
+            self._begin(_FORWARD, may_repeat=self._runner.can_repeat)
+            result = self._runner.run(output, self._choice)
+            self._begin(_REST, may_repeat=False)
+            # The device is busy with this step while the host learns what was chosen in the last one.
+            self._accept(changed)
+            for seqs, error in result.failed:
+                self._fail_all((seq.group for seq in seqs), f"{_FORWARD}: {type(error).__name__}: {error}")
+            self._scheduler.update(output)
+            if result.logits is not None:
+                self._choose(result.seqs, result.logits, changed)
+                if not self._is_async:
+                    self._accept(changed)
+        except BaseException as error:
+            self._break_off(output, error, changed)
+            if self._doing == _SCHEDULING or not isinstance(error, Exception):
+                raise
+
+    def _begin(self, doing: str, *, may_repeat: bool) -> None:
+        """may_repeat: an interrupt in what comes now leaves nothing behind but appended slots."""
+        self._doing, self._may_repeat = doing, may_repeat
+
+    def _break_off(self, output: SchedulerOutput | None, error: BaseException, changed: dict[Request, None]) -> None:
+        if output is not None:
+            self._scheduler.rollback(output)
+        if self._may_repeat and not isinstance(error, Exception):
+            return
+        cause = f"{self._doing}: {type(error).__name__}: {error}"
+        if self._doing == _FORWARD and output is not None:
+            # Nobody can tell whose tokens the forward stumbled over: all of the step fail.
+            try:
+                self._accept(changed)
+            finally:
+                self._fail_all((seq.group for seq, _ in output.scheduled), cause)
+            return
+        # Nor who has got a token, or which blocks hold what they should: all that have blocks fail.
+        self._choice = None
+        for request in list(self._requests.values()):
+            if request.group.status is not SeqStatus.WAITING and request not in changed:
+                self._fail(request, request.group.error or cause)
+        self._fail_all((request.group for request in changed), cause)
+
+    def _fail_all(self, groups: Iterable[SequenceGroup], cause: str) -> None:
+        """These requests end with an error, unless they have ended."""
+        for group in dict.fromkeys(groups):
+            if not group.is_finished:
+                self._fail(self._requests[group.request_id], cause)
+
+    def _schedule(self, changed: dict[Request, None]) -> SchedulerOutput:
+        output = None if self._choice is None else self._scheduler.schedule_in_peace()
         if output is None:
             self._accept(changed)
             output = self._scheduler.schedule()
         self.steps += bool(output.scheduled)
         for group in output.failed:
             self._fail(self._requests[group.request_id], group.error or "")
-        result = self._run(output, changed)
-        # From here on the device is busy with this step while the host learns what the last one has chosen.
-        self._accept(changed)
-        for seqs, error in result.failed:
-            self._fail_all(seqs, f"the forward failed: {type(error).__name__}: {error}")
-        self._scheduler.update(output)
-        if result.logits is None:
-            return
-        with self._failing(result.seqs):
-            self._choose(result.seqs, result.logits, changed)
-        if not self._is_async:
-            self._accept(changed)
+        return output
 
-    def _run(self, output: SchedulerOutput, changed: dict[Request, None]) -> StepResult:
-        is_prepared = False
-        try:
-            self._runner.prepare(output)
-            is_prepared = True
-            return self._runner.run(output, self._choice)
-        except BaseException as error:
-            self._scheduler.rollback(output)
-            interrupted = not isinstance(error, Exception)
-            if is_prepared and interrupted and self._runner.can_repeat:
-                raise
-            self._accept(changed)
-            cause = f"{type(error).__name__}: {error}"
-            if is_prepared:
-                # Nobody can tell whose tokens the forward stumbled over: all of the step fail.
-                self._fail_all((seq for seq, _ in output.scheduled), f"the forward failed: {cause}")
-            else:
-                # Nor which blocks hold what they should, on the device or the host: all that have any fail.
-                holders = [r.group for r in self._requests.values() if r.group.status is not SeqStatus.WAITING]
-                self._fail_all((seq for group in holders for seq in group.live), f"moving blocks failed: {cause}")
-            if interrupted:
-                raise
-            return StepResult([], None)
-
-    def _fail_all(self, seqs: Iterable[Sequence], cause: str) -> None:
-        """The requests of these sequences end with an error, unless they have ended."""
-        for group in dict.fromkeys(seq.group for seq in seqs):
-            if not group.is_finished:
-                self._fail(self._requests[group.request_id], cause)
-
-    @contextmanager
-    def _failing(self, seqs: Iterable[Sequence]) -> Iterator[None]:
-        """Who has got a token and who has not is unknown after an error, and without one a request would wait for ever:
-        all of these fail."""
-        try:
-            yield
-        except BaseException as error:
-            self._fail_all(seqs, f"the step was broken off: {type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
-                raise
+    def close(self) -> None:
+        """Forget what was chosen in the last step."""
+        self._choice = None
 
     def _choose(self, seqs: list[Sequence], logits: torch.Tensor, changed: dict[Request, None]) -> None:
         """logits [num_seqs, vocab] of the sequences whose next tokens are due, neighbours of one request in a run."""
@@ -140,7 +157,7 @@ class Stepper:
             return
         self._choice, failed = choose_next(picks, logits, self._in_fp32)
         for request, error in failed:
-            self._fail_all(request.group.live, f"{type(error).__name__}: {error}")
+            self._fail_all([request.group], f"{type(error).__name__}: {error}")
         for request, seq, _ in picks:
             # A token that ends its request, whatever it is, will not be computed.
             seq.num_pending = int(request.length + 1 < request.max_length)
@@ -155,23 +172,24 @@ class Stepper:
 
     def _accept(self, changed: dict[Request, None]) -> None:
         """The host learns what was chosen in the last step."""
-        choice, self._choice = self._choice, None
-        if choice is None:
+        if self._choice is None:
             return
-        with self._failing(choice.rows):
-            for (request, seq, _), token, logprob, processed, invalid, stopped in choice.read():
-                if seq.finish_reason is not None:
-                    continue  # aborted, or failed
-                seq.num_pending = 0
-                if isnan(logprob) or isnan(invalid):
-                    self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT)
-                    continue
-                changed[request] = None
-                self.generated_tokens += 1
-                if request.accept(token, logprob, processed, bool(stopped)) is None:
-                    seq.token_ids.append(token)
-                else:
-                    self._scheduler.finish(seq, FinishReason.STOP)
+        self._may_repeat, before = True, self._may_repeat
+        chosen = list(self._choice.read())
+        self._may_repeat, self._choice = before, None
+        for (request, seq, _), token, logprob, processed, invalid, stopped in chosen:
+            if seq.finish_reason is not None:
+                continue  # aborted, or failed
+            seq.num_pending = 0
+            if isnan(logprob) or isnan(invalid):
+                self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT)
+                continue
+            changed[request] = None
+            self.generated_tokens += 1
+            if request.accept(token, logprob, processed, bool(stopped)) is None:
+                seq.token_ids.append(token)
+            else:
+                self._scheduler.finish(seq, FinishReason.STOP)
 
     def _decide(
         self, request: Request, seqs: list[Sequence], logits: torch.Tensor, changed: dict[Request, None]

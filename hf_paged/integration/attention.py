@@ -226,6 +226,8 @@ def attention_forward(
     _refuse_unknown(module, kwargs)
     rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
     key_cache, value_cache = handle.kv
+    if torch.is_autocast_enabled(rows.device.type):
+        rows = rows.to(key_cache.dtype)
     new_key, new_value = handle.new_kv
     handle.new_kv = None, None
     out = ops.paged_attention(

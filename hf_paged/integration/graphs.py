@@ -136,7 +136,7 @@ class _Inputs:
         """Send a step padded to `size` sequences, without waiting for the device."""
         count, pin = len(tokens), self._numbers.is_cuda
         # New memory every time: torch reuses pinned memory when the copies from it are done.
-        host = torch.empty(self._numbers.shape, dtype=torch.int64, pin_memory=pin)
+        host = torch.empty(self._numbers.shape, dtype=torch.int64, device="cpu", pin_memory=pin)
         numbers = host.numpy()
         lengths = numbers[2].view(np.int32)
         numbers[0, :count], numbers[1, :count], lengths[:count], numbers[3:, :count] = (
@@ -145,7 +145,7 @@ class _Inputs:
         numbers[:2, count:size], lengths[count:size], numbers[3:, count:size] = 0, 1, -1
         self._numbers.copy_(host, non_blocking=True)
         for target, table, slots in zip(self._tables, step.block_tables, step.slots):
-            padded = torch.empty(size, table.shape[1], dtype=torch.int32, pin_memory=pin)
+            padded = torch.empty(size, table.shape[1], dtype=torch.int32, device="cpu", pin_memory=pin)
             padded.numpy()[:count] = table
             # The first slot of the block that the first sequence writes to: written now or before.
             padded.numpy()[count:] = slots[0] // self._block_size if count else 0

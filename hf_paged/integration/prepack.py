@@ -24,6 +24,8 @@ from hf_paged.kernels import cpu_layers
 AUTO_SHARE = 0.25
 """Packed copies may take this share of the free memory before `prepack=None` leaves them out."""
 
+_STAND_IN = "_hf_paged_stand_in"  # marks functions that compute what a linear layer does
+
 _VERSION = operator.attrgetter("_version")
 
 _packed: weakref.WeakKeyDictionary[nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
@@ -37,12 +39,7 @@ def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
     """
     if prepack is False:
         return None
-    known = _packed.get(model)
-    layers = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and ("forward" not in module.__dict__ or (known and known.is_in_place_of(module)))
-    ]
+    layers = _linears(model)
     obstacle = _obstacle(layers)
     if obstacle is not None:
         if prepack:
@@ -50,8 +47,20 @@ def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
         return None
     if prepack is None and not _pays(layers):
         return None
+    return _copies(model, layers)
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    """Those that compute what nn.Linear does: themselves, or a stand-in does it, in a step of another thread."""
+    linears = (module for module in model.modules() if type(module) is nn.Linear)
+    return [m for m in linears if (own := m.__dict__.get("forward")) is None or hasattr(own, _STAND_IN)]
+
+
+def _copies(model: Any, layers: list[nn.Linear]) -> PackedWeights:
+    known = _packed.get(model)
     if known is None or not known.is_of(layers):
-        known = _packed[model] = PackedWeights(layers)
+        merging = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+        known = _packed[model] = PackedWeights(layers, merging)
     return known
 
 
@@ -62,7 +71,9 @@ def prepack(model: Any) -> None:
     """Let paged `generate` calls on a model, too, compute with packed copies of its linear weights (CPU, bf16 or fp32).
 
     They take as much memory as the weights, until `release_memory(model)`. At a few rows a call is two to three times
-    faster; sums may come in another order, as with `Engine(prepack=True)`. Raises ValueError where it cannot be done.
+    faster; sums may come in another order, as with `Engine(prepack=True)`. Weights that are replaced or changed in
+    place are packed anew, but not if that is done behind autograd's back (`weight.data += ...`, other than by PEFT's
+    merging): then release the copies. Raises ValueError where it cannot be done.
     """
     model = unwrapped(model)
     packed_weights(model, True)
@@ -70,8 +81,13 @@ def prepack(model: Any) -> None:
 
 
 def weights_for_calls(model: Any) -> PackedWeights | None:
-    """What `prepack` has asked for."""
-    return packed_weights(model, True) if model in _for_calls else None
+    """What `prepack` has asked for. Raises ValueError if the model is such now that it cannot be done."""
+    if model not in _for_calls:
+        return None
+    layers = _linears(model)
+    if (obstacle := _obstacle(layers)) is not None:
+        raise ValueError(f"prepack was called for this model, but {obstacle}; call release_memory(model)")
+    return _copies(model, layers)
 
 
 def forget_weights(model: nn.Module | None = None) -> None:
@@ -115,10 +131,11 @@ def _pays(layers: list[nn.Linear]) -> bool:
 class PackedWeights:
     """Packed copies of the weights of some linear layers.
 
-    A copy is renewed when its weight has been replaced or changed in place (as an optimizer step does it).
+    A copy is renewed when its weight has been replaced or changed in place (as an optimizer step does it), all of them
+    when adapters have been merged into the weights of `merging` layers, or taken out: PEFT does that unseen.
     """
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, layers: list[nn.Linear], merging: list[nn.Module]) -> None:
         parts: dict[int, torch.Tensor] = {}
         if cpu_layers.is_available():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
@@ -126,7 +143,9 @@ class PackedWeights:
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
         self._layers = [PackedLayer(layer, parts.get(id(layer))) for layer in layers]
         self._parameters = [layer._parameters for layer in layers]
-        self._stamps: tuple[list[int], ...] | None = None
+        self._stamps: tuple[list[Any], ...] | None = None
+        self._merging = [weakref.ref(module) for module in merging]
+        self._merged: list[Any] = []
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
@@ -137,27 +156,24 @@ class PackedWeights:
         """The packed copy of a layer, if it has one."""
         return self._of.get(layer)
 
-    def is_in_place_of(self, layer: nn.Module) -> bool:
-        """Whether it stands in for the layer right now, in a step of another thread."""
-        packed = self._of.get(layer)
-        return packed is not None and layer.__dict__.get("forward") is packed.forward
-
     def enter(self) -> None:
         """Until `leave`, the layers compute with the packed copies in packed steps of this thread, else as always."""
         stamps = self._current_stamps()
         if stamps != self._stamps:
+            merged = stamps[-1]
             for packed in self._layers:
-                packed.renew()
-            self._stamps = stamps
+                packed.renew(anyway=merged != self._merged)
+            self._stamps, self._merged = stamps, merged
         for packed in self._layers:
             packed.attributes["forward"] = packed.forward
 
-    def _current_stamps(self) -> tuple[list[int], ...]:
+    def _current_stamps(self) -> tuple[list[Any], ...]:
         """What tells changed parameters; of all layers at once, as it is asked for in every step."""
         weights = [parameters["weight"] for parameters in self._parameters]
         biases = [bias for parameters in self._parameters if (bias := parameters["bias"]) is not None]
         addresses = list(map(torch.Tensor.data_ptr, weights)), list(map(torch.Tensor.data_ptr, biases))
-        return *addresses, list(map(_VERSION, weights))
+        merged = [tuple(m.merged_adapters) for ref in self._merging if (m := ref()) is not None]  # type: ignore[arg-type]
+        return *addresses, list(map(_VERSION, weights)), merged
 
     def leave(self) -> None:
         """Undo `enter`, or what there was of it; may be called again."""
@@ -183,11 +199,11 @@ class PackedLayer:
         self._stamp: tuple[int, ...] | None = None
         self.forward: Callable[[torch.Tensor], torch.Tensor]
 
-    def renew(self) -> None:
+    def renew(self, *, anyway: bool = False) -> None:
         """Pack the weight if that, or the bias, has changed."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         stamp = (weight.data_ptr(), weight._version, 0 if bias is None else bias.data_ptr())
-        if stamp == self._stamp:
+        if stamp == self._stamp and not anyway:
             return
         plain = nn.functional.linear
         packed = self._pack(weight, bias)
@@ -195,6 +211,7 @@ class PackedLayer:
         def forward(rows: torch.Tensor) -> torch.Tensor:
             return packed(rows) if in_packed_step() else plain(rows, weight, bias)
 
+        setattr(forward, _STAND_IN, True)
         self.forward = forward
         self._stamp = stamp
 

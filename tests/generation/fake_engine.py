@@ -189,8 +189,9 @@ class FakeEngine:
             return output
         singles = [seq for seq in sampling if self._is_single(seq.group)]
         tokens = [(seq, next_token(reads[seq], self._sample_index(seq))) for seq in singles]
-        scheduler.update(output, tokens)
+        scheduler.update(output)
         for seq, token in tokens:
+            seq.token_ids.append(token)
             if reason := is_end(token, len(seq.output_token_ids), self.requests[seq.group.request_id]):
                 scheduler.finish(seq, reason)
                 self._note(seq.group)

@@ -12,8 +12,9 @@ import tape
 import test_adapters
 import test_engine
 import torch
-from test_engine import assert_as_solo, assert_idle, config, requests, solo
+from test_engine import assert_as_solo, assert_idle, config, requests, row_by_row, solo
 from test_graphs import plain
+from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
@@ -241,24 +242,36 @@ def test_after_an_interrupt_it_goes_on(at: int, monkeypatch: pytest.MonkeyPatch)
     assert_as_solo(model, [finished[key] for key in ids], wanted)
 
 
-def test_an_interrupt_while_tokens_are_read_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = models.prompts(5, 9)
-    with Engine(models.shared("llama")) as engine:
-        ids = [engine.add_request(prompt, config("greedy", eos_token_id=NEVER)) for prompt in prompts]
-        for _ in range(3):
-            engine.step()
+@pytest.mark.parametrize("scheduling", [True, False])
+def test_a_step_interrupted_while_it_waits_for_tokens_is_done_again(
+    scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is where a host spends its time."""
+    model = models.shared("llama")
+    names = ["greedy", "sample", "beams", "four samples", "greedy"]
+    wanted = list(zip(models.prompts(5, 9, 7, 11, 30), map(config, names)))
+    for at in range(2, 6):
+        with Engine(
+            model, CacheConfig(num_blocks=200, block_size=4), SchedulerConfig(async_scheduling=scheduling)
+        ) as engine:
+            ids = [engine.add_request(*each) for each in wanted[:4]]
+            finished = {}
+            for _ in range(at):
+                finished |= {output.request_id: output for output in engine.step()}
+            ids.append(engine.add_request(*wanted[4]))  # whose prompt is computed in that step
 
-        def interrupted(self: Any) -> Any:
-            raise KeyboardInterrupt
+            def interrupted(self: Any) -> Any:
+                raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(ToHost, "lists", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.step()
-        outputs = {output.request_id: output for output in engine.step()}
-        assert [outputs[key].error for key in ids] == ["the step was broken off: KeyboardInterrupt: "] * 2
-        assert [len(outputs[key].outputs[0].token_ids) for key in ids] == [2, 2]
-        assert_idle(engine)
+            with monkeypatch.context() as patch:
+                patch.setattr(choosing.Choice, "read", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+            engine.check_integrity()
+            while engine.has_unfinished_requests():
+                finished |= {output.request_id: output for output in engine.step()}
+            assert_idle(engine)
+        assert_as_solo(model, [finished[key] for key in ids], wanted)
 
 
 def test_who_has_ended_in_a_step_that_is_broken_off_has_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +340,7 @@ def test_one_of_many_that_fails() -> None:
         return torch.full_like(scores, -torch.inf)
 
     def wrong(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores[:, :0]
+        return scores[:0]
 
     made = config("sample", eos_token_id=NEVER)
     extras: list[dict[str, Any]] = [
@@ -348,12 +361,35 @@ def test_one_of_many_that_fails() -> None:
     assert errors[0] is errors[5] is None
     assert errors[1] == errors[4] == "OSError: no more"
     assert errors[2] == "after the logits processors no token has a probability"
-    assert errors[3] is not None and "Error" in errors[3]
+    assert errors[3] == "ValueError: the logits processors returned scores of shape (0, 96) for (1, 96)"
     for index in (0, 5):
         assert [outputs[ids[index]].outputs[0].token_ids] == solo(model, prompts[index], made)[0]
 
 
+def test_a_warper_of_the_caller_s_is_the_caller_s_alone() -> None:
+    """It may be changed while the request runs."""
+    model = models.shared("llama")
+    prompts, made = models.prompts(5, 9), config("greedy", do_sample=True, top_k=0, eos_token_id=NEVER)
+    made.seed = 1
+    mine = TemperatureLogitsWarper(0.5)
+    with Engine(model) as engine:
+        engine.add_request(prompts[0], made, logits_processor=[mine])
+        other = config("greedy", do_sample=True, top_k=0, temperature=0.5, eos_token_id=NEVER)
+        other.seed = 2
+        key, finished = engine.add_request(prompts[1], other), {}
+        for _ in range(3):
+            engine.step()
+        mine.temperature = 9.0
+        while engine.has_unfinished_requests():
+            finished |= {output.request_id: output for output in engine.step()}
+    assert_as_solo(model, [finished[key]], [(prompts[1], other)])
+
+
 def test_the_setting() -> None:
+    with pytest.raises(ValueError, match="async_scheduling=True: the model computes one sequence at a time"):
+        Engine(row_by_row(), scheduler_config=ASYNC)
+    with Engine(row_by_row()) as engine:
+        assert engine.scheduler_config.async_scheduling is False
     for wrong in (1, "yes"):
         with pytest.raises(ValueError, match=f"async_scheduling={wrong!r}"):
             hf_paged.SchedulerConfig(async_scheduling=wrong)  # type: ignore[arg-type]

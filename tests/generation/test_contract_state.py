@@ -420,3 +420,42 @@ def test_calls_in_and_outside_inference_mode(
     for is_inference in (True, False, True, False):
         with torch.inference_mode(is_inference):
             assert model.generate(**options, cache_implementation="paged").equal(expected)
+
+
+def test_a_model_that_changes_its_dtype_between_calls() -> None:
+    model, options = models.build("llama"), {**models.batch(9, 5), "max_new_tokens": 6, "do_sample": False}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
+        model.to(dtype)
+        paged = model.generate(**options, cache_implementation="paged")
+        if dtype != torch.bfloat16:  # there near ties may fall either way
+            assert paged.equal(model.generate(**options))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "native"])
+def test_autocast(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives attention K and V of several dtypes."""
+    if impl == "native":
+        if native_build._toolchain() is None:
+            pytest.skip("no C compiler on this machine")
+        native_build.build()
+    monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
+    model, inputs = models.build("llama"), models.batch(9, 5)
+    options = {
+        **inputs,
+        "max_new_tokens": 1,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    plain = model.generate(**options).logits[0]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model.generate(**options).logits[0].float()
+            paged = model.generate(**options, cache_implementation="paged").logits[0].float()
+            with hf_paged.Engine(model) as engine:
+                (output,) = engine.generate([inputs["input_ids"][0]], GenerationConfig(max_new_tokens=4))
+                assert output.error is None
+        scale = plain.abs().max()
+        assert 1e-4 < (paged - plain).abs().max() / scale < 0.05 and (paged - expected).abs().max() / scale < 0.05
+        outside = model.generate(**options, cache_implementation="paged").logits[0]
+        assert (outside - plain).abs().max() / scale < 1e-5

@@ -474,12 +474,16 @@ def test_what_can_never_run_is_refused_on_arrival(prompt: Any, options: dict[str
         assert_idle(engine)
 
 
-def test_models_that_cannot_run_packed_run_row_by_row() -> None:
+def row_by_row() -> Any:
     from transformers import BloomConfig, BloomForCausalLM
 
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": models.VOCAB}
-    model = BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.6, eos_token_id=models.EOS)).eval()
+    return BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.6, eos_token_id=models.EOS)).eval()
+
+
+def test_models_that_cannot_run_packed_run_row_by_row() -> None:
+    model = row_by_row()
     assert not hf_paged.check(model).native
     wanted = requests(12, seed=8)
     with Engine(model, CacheConfig(num_blocks=30, block_size=4)) as engine:

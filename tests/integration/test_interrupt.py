@@ -1,16 +1,18 @@
-"""Ctrl-C wherever it can strike around a packed forward leaves the model as it was."""
+"""Ctrl-C wherever it can strike: a packed forward leaves the model as it was, a step of an engine nobody waiting."""
 
 import dis
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from functools import partial
+from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from hf_paged import CacheConfig, Engine
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.generation import choosing, engine, request, stepper
 from hf_paged.integration import adapters, attention, forward, native_decoder, native_layers, prepack
 from hf_paged.kernels import cpu_layers, native_build
 from tests import models
@@ -151,3 +153,74 @@ def test_adapters_of_requests() -> None:
             assert not adapters.lock_of(model)._is_owned(), at
             engine.check_integrity()
         assert generate() == expected
+
+
+class Deaf:
+    """A streamer; what it does with tokens may be interrupted too."""
+
+    def put(self, value: torch.Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
+@pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
+def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever, no block is lost, and who ends without an error has the tokens that are its own."""
+    owners = engine.Engine, stepper.Stepper, choosing.Choice, request.SampleRequest, Deaf
+    methods = (method for owner in owners for method in vars(owner).values())
+    places = {method.__code__ for method in methods if isinstance(method, FunctionType)}
+    places |= {choosing.choose_next.__code__, choosing._choose_alike.__code__}
+    # Outputs that are on their way to the caller get lost.
+    monkeypatch.setattr(sys.modules[__name__], "TRACED", places - {Engine.__init__.__code__, Engine.step.__code__})
+    model = models.build("llama", num_hidden_layers=1)
+    kinds: list[dict[str, Any]] = [
+        {"max_new_tokens": 8},
+        {"max_new_tokens": 3, "do_sample": True, "temperature": 2.0, "seed": 1},  # ends in the step that is interrupted
+        {"max_new_tokens": 5, "num_beams": 3},
+        {"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 3, "temperature": 2.0, "seed": 2},
+        {"max_new_tokens": 5},  # whose prompt is computed in that step
+    ]
+    prompts, configs = models.prompts(5, 9, 7, 11, 12), []
+    for kind in kinds:
+        configs.append(GenerationConfig(**{"eos_token_id": None, "pad_token_id": 0, **kind}))
+        configs[-1].seed = kind.get("seed", 0)
+    scheduler = SchedulerConfig(async_scheduling=scheduling)
+
+    def begun() -> tuple[Engine, list[str], dict[str, Any]]:
+        opened = Engine(model, CacheConfig(num_blocks=100, block_size=4), scheduler)
+        streamers = [Deaf(), Deaf(), None, None]
+        ids = [opened.add_request(p, c, streamer=s) for p, c, s in zip(prompts, configs, streamers)]
+        outputs: dict[str, Any] = {}
+        for _ in range(3 if scheduling else 2):
+            step(opened, outputs)
+        return opened, [*ids, opened.add_request(prompts[4], configs[4])], outputs
+
+    def step(opened: Engine, outputs: dict[str, Any]) -> None:
+        outputs |= {output.request_id: output for output in opened.step()}
+
+    def ended(opened: Engine, ids: list[str], outputs: dict[str, Any]) -> list[Any]:
+        for _ in range(20):
+            opened.check_integrity()
+            step(opened, outputs)
+        assert not opened.has_unfinished_requests() and opened.stats().blocks_used == 0
+        opened.close()
+        return [outputs[key] for key in ids]
+
+    expected = [[c.token_ids for c in output.outputs] for output in ended(*begun())]
+    opened, *_ = begun()
+    total = interrupted(opened.step, None)
+    assert total > 150
+    unharmed = 0
+    for at in range(1, total + 1):
+        opened, ids, outputs = begun()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(partial(step, opened, outputs), at)
+        for output, tokens in zip(ended(opened, ids, outputs), expected):
+            assert output.finished, at
+            if output.error is None:
+                assert [c.token_ids for c in output.outputs] == tokens, at
+                unharmed += 1
+    assert unharmed > total

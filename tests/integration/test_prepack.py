@@ -124,6 +124,76 @@ def test_a_peft_wrapper(packed_calls: list[int]) -> None:
     assert generate(model, cache_implementation="paged").equal(plain) and not packed_calls
 
 
+@pytest.mark.parametrize("door", ["generate", "engine"])
+def test_merged_adapters_count(door: str) -> None:
+    """PEFT changes the weights where autograd does not see it."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), config).eval()
+    (prompt,) = models.prompts(7)
+    options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if door == "generate":
+        hf_paged.prepack(model)
+    with hf_paged.Engine(model, prepack=True) as engine:
+
+        def paged() -> list[int]:
+            if door == "engine":
+                engine.clear_prefix_cache()
+                return engine.generate([prompt], options)[0].outputs[0].token_ids
+            tokens = model.generate(input_ids=prompt[None], generation_config=options, cache_implementation="paged")
+            return tokens[0, 7:].tolist()
+
+        seen = []
+        for change in (None, "merge_adapter", "unmerge_adapter"):
+            if change is not None:
+                getattr(model, change)()
+            plain = model.generate(input_ids=prompt[None], generation_config=options)[0, 7:].tolist()
+            seen.append(paged())
+            assert seen[-1] == plain, change
+        assert seen[0] == seen[1] == seen[2]
+    with model.disable_adapter():
+        assert model.generate(input_ids=prompt[None], generation_config=options)[0, 7:].tolist() != seen[0]
+
+
+def test_a_model_that_is_no_longer_what_it_was() -> None:
+    model = models.build("llama")
+    hf_paged.prepack(model)
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda rows: -forward(rows)
+    assert generate(model, cache_implementation="paged").equal(generate(model))
+    del model.lm_head.forward
+    assert generate(model, cache_implementation="paged").equal(generate(model))
+    model.half()
+    with pytest.raises(ValueError, match=r"prepack was called .* call release_memory\(model\)"):
+        generate(model, cache_implementation="paged")
+    hf_paged.release_memory(model)
+    model.float()
+    assert generate(model, cache_implementation="paged").equal(generate(model))
+
+
+def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
+    model = models.build("llama")
+    options = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with hf_paged.Engine(model, prepack=True) as engine:
+        expected = [output.outputs[0].token_ids for output in engine.generate(models.prompts(5, 9), options)]
+        found = []
+
+        def work() -> None:
+            for _ in range(5):
+                outputs = engine.generate(models.prompts(5, 9), options, progress=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        layers = sum(type(module) is torch.nn.Linear for module in model.modules())
+        while thread.is_alive():
+            hf_paged.release_memory(model)
+            hf_paged.prepack(model)
+            assert len(prepack._packed[model]._layers) == layers
+        thread.join()
+    assert found == [expected] * 5
+
+
 def test_threads() -> None:
     model = models.build("llama")
     expected = {mode: generate(model, mode) for mode in ("greedy", "beams")}
