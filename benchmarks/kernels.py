@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +177,17 @@ def contenders(batch: Batch, device: str) -> dict[str, Call]:
             torch.empty_like(c.flatten(0, 1)[batch.slots.flatten()]) for c in (batch.key_cache, batch.value_cache)
         ]
 
-        def gather_and_sdpa() -> torch.Tensor:
+        def gather_and_sdpa(sdpa: Callable[..., torch.Tensor] = _sdpa) -> torch.Tensor:
             for cache, new in zip((batch.key_cache, batch.value_cache), batch.new_kv.values()):
                 cache.flatten(0, 1).index_copy_(0, batch.metadata.slot_mapping, new)
             for cache, target in zip((batch.key_cache, batch.value_cache), gathered):
                 torch.index_select(cache.flatten(0, 1), 0, batch.slots.flatten(), out=target)
             k, v = (x.unflatten(0, batch.slots.shape).transpose(1, 2) for x in gathered)
-            return _sdpa(batch, batch.dense[0], k, v)
+            return sdpa(batch, batch.dense[0], k, v)
 
         calls["gather + SDPA"] = gather_and_sdpa
+        if batch.shape.is_decode:
+            calls["gather + masked SDPA"] = partial(gather_and_sdpa, _masked_sdpa)
         if device == "cuda" and batch.mask is None:
             calls["flex attention, contiguous K/V"] = _flex(batch)
     if device == "cuda":
@@ -207,6 +210,14 @@ def _sdpa(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
         return attend(q, k, v, attn_mask=batch.mask, scale=batch.scale).flatten(1, 2)
     causal = batch.mask is None
     out = attend(q, k, v, attn_mask=batch.mask, is_causal=causal, scale=batch.scale, enable_gqa=group > 1)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _masked_sdpa(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same, called as a model would: all query heads, a mask."""
+    mask = q.new_zeros(len(q), 1, 1, k.shape[2]) if batch.mask is None else batch.mask
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(q, k, v, attn_mask=mask, scale=batch.scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -12,14 +12,7 @@ from math import isnan
 import torch
 
 from hf_paged.generation.choosing import Choice, Pick, choose_next
-from hf_paged.generation.request import (
-    NOT_FINITE,
-    NOTHING_LEFT,
-    Fork,
-    Reorder,
-    Request,
-    SampleRequest,
-)
+from hf_paged.generation.request import NOT_FINITE, NOTHING_LEFT, Fork, Reorder, Request, SampleRequest
 from hf_paged.generation.runner import Runner
 from hf_paged.generation.scheduler import Scheduler, SchedulerOutput
 from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
@@ -174,9 +167,11 @@ class Stepper:
         """The host learns what was chosen in the last step."""
         if self._choice is None:
             return
-        self._may_repeat, before = True, self._may_repeat
+        doing, may_repeat = self._doing, self._may_repeat
+        self._begin(_REST, may_repeat=True)
         chosen = list(self._choice.read())
-        self._may_repeat, self._choice = before, None
+        self._begin(doing, may_repeat=may_repeat)
+        self._choice = None
         for (request, seq, _), token, logprob, processed, invalid, stopped in chosen:
             if seq.finish_reason is not None:
                 continue  # aborted, or failed
