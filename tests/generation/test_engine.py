@@ -744,7 +744,7 @@ def soak(count: int, seed: int, model: Any) -> None:
                 if not output.finished:
                     continue
                 what = asked.pop(output.request_id)
-                if output.outputs[0].finish_reason == "abort":
+                if any(c.finish_reason == "abort" for c in output.outputs):
                     continue
                 assert output.error is None, output.error
                 if what not in known:
