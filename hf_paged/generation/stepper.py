@@ -132,8 +132,7 @@ class Stepper:
     def _choose(self, seqs: list[Sequence], logits: torch.Tensor, changed: dict[Request, None]) -> None:
         """logits [num_seqs, vocab] of the sequences whose next tokens are due, neighbours of one request in a run."""
         picks: list[Pick] = []
-        others: dict[Request, list[Sequence]] = {}
-        first_row: dict[Request, int] = {}
+        others: dict[Request, list[int]] = {}
         for row, seq in enumerate(seqs):
             if seq.finish_reason is not None:
                 continue  # with the token before
@@ -141,11 +140,10 @@ class Stepper:
             if isinstance(request, SampleRequest) and request.is_single:
                 picks.append(Pick(request, seq, row))
             else:
-                first_row.setdefault(request, row)
-                others.setdefault(request, []).append(seq)
-        for request, own in others.items():
-            start = first_row[request]
-            self._decide(request, own, self._in_fp32(logits[start : start + len(own)]), changed)
+                others.setdefault(request, []).append(row)
+        for request, rows in others.items():
+            own = slice(rows[0], rows[-1] + 1)
+            self._decide(request, seqs[own], self._in_fp32(logits[own]), changed)
         if not picks:
             return
         self._choice, failed = choose_next(picks, logits, self._in_fp32)

@@ -448,10 +448,13 @@ def test_autocast(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "output_logits": True,
     }
     plain = model.generate(**options).logits[0]
+    model.generate(**options, cache_implementation="paged")  # examines the model, outside
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             expected = model.generate(**options).logits[0].float()
-            paged = model.generate(**options, cache_implementation="paged").logits[0].float()
+            with hf_paged.record_calls() as records:
+                paged = model.generate(**options, cache_implementation="paged").logits[0].float()
+            assert records[0].route == ("hf_loop" if impl == "reference" else "engine")  # which takes no new K/V along
             with hf_paged.Engine(model) as engine:
                 (output,) = engine.generate([inputs["input_ids"][0]], GenerationConfig(max_new_tokens=4))
                 assert output.error is None
