@@ -31,8 +31,10 @@ import torch
 
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.swap import HostPool
-from hf_paged.kernels import cpu_native, native_build, ops
+from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native import ops as native_ops
 
 Call = Callable[[], Any]
 BLOCK_SIZE = 16
@@ -160,7 +162,7 @@ def make_batch(shape: Shape, dtype: torch.dtype, device: str) -> Batch:
 def contenders(batch: Batch, device: str) -> dict[str, Call]:
     """Everything that can compute this step here, by name."""
     calls: dict[str, Call] = {}
-    impls = ["triton"] if device == "cuda" else (["native"] if cpu_native.is_available() else []) + ["torch"]
+    impls = ["triton"] if device == "cuda" else (["native"] if native_ops.is_available() else []) + ["torch"]
     for impl in impls:
         calls[f"hf_paged {impl}"] = lambda impl=impl: ops.paged_attention(
             batch.query,
@@ -378,7 +380,7 @@ def attention_rows(shape: Shape, dtype: torch.dtype, device: str, repeats: int) 
 
 def memory_rows(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str, Any]]:
     """write_kv and copy_blocks, against a plain copy of as many bytes."""
-    impls = ["triton"] if device == "cuda" else (["native"] if cpu_native.is_available() else []) + ["torch"]
+    impls = ["triton"] if device == "cuda" else (["native"] if native_ops.is_available() else []) + ["torch"]
     layers, blocks, heads, dim = 8, 512, 8, 128
     rows = []
     caches = [torch.randn(blocks, BLOCK_SIZE, heads, dim, device=device).to(dtype) for _ in range(2 * layers)]
@@ -479,7 +481,7 @@ def main() -> None:
     clock = CLOCKS[args.clock]
     device = args.device
     if device == "cpu" and native_build.library() is None and "HF_PAGED_NATIVE=0" not in native_build.status():
-        cpu_native.build()
+        native_ops.build()
     record = environment(device)
     print(json.dumps(record, indent=1))
     names = args.dtype or (["float32", "bfloat16"] if device == "cpu" else ["bfloat16"])

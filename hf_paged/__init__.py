@@ -15,27 +15,27 @@ from hf_paged.integration.hook import install, uninstall
 
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
-    from hf_paged.generation.door import CallRecord, record_calls, release_memory
-    from hf_paged.generation.engine import Engine
-    from hf_paged.generation.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
-    from hf_paged.integration.prepack import prepack
-    from hf_paged.integration.support import SupportReport, check
+    from hf_paged.fused.cpu.weights import prepack
+    from hf_paged.generation.engine.engine import Engine
+    from hf_paged.generation.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from hf_paged.generation.paged_generate import CallRecord, record_calls, release_memory
+    from hf_paged.model.support import SupportReport, check
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "CallRecord": "hf_paged.generation.door",
-    "CompletionOutput": "hf_paged.generation.outputs",
-    "Engine": "hf_paged.generation.engine",
-    "EngineStats": "hf_paged.generation.outputs",
+    "CallRecord": "hf_paged.generation.paged_generate",
+    "CompletionOutput": "hf_paged.generation.engine.outputs",
+    "Engine": "hf_paged.generation.engine.engine",
+    "EngineStats": "hf_paged.generation.engine.outputs",
     "PagedKVCache": "hf_paged.cache.paged_cache",
-    "RequestMetrics": "hf_paged.generation.outputs",
-    "RequestOutput": "hf_paged.generation.outputs",
-    "SupportReport": "hf_paged.integration.support",
-    "check": "hf_paged.integration.support",
-    "prepack": "hf_paged.integration.prepack",
-    "record_calls": "hf_paged.generation.door",
-    "release_memory": "hf_paged.generation.door",
+    "RequestMetrics": "hf_paged.generation.engine.outputs",
+    "RequestOutput": "hf_paged.generation.engine.outputs",
+    "SupportReport": "hf_paged.model.support",
+    "check": "hf_paged.model.support",
+    "prepack": "hf_paged.fused.cpu.weights",
+    "record_calls": "hf_paged.generation.paged_generate",
+    "release_memory": "hf_paged.generation.paged_generate",
 }
 
 __all__ = [

@@ -336,7 +336,7 @@ def _load(args: argparse.Namespace) -> _Loaded:
     hf_paged.CacheConfig(**_cache_options(args))
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    from hf_paged.integration.support import refuse_unsupported
+    from hf_paged.model.support import refuse_unsupported
 
     # The small files first: most mistakes show before the weights are read.
     _from_pretrained(AutoConfig, args.checkpoint, "configuration")
@@ -594,15 +594,15 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from hf_paged.kernels import cpu_native
-    from hf_paged.kernels.native_build import NativeBuildError
+    from hf_paged.kernels.native import ops as native_ops
+    from hf_paged.kernels.native.build import NativeBuildError
 
     try:
-        cpu_native.build()
+        native_ops.build()
     except NativeBuildError as error:
         print("hf-paged:", " ".join(str(error).split()), file=sys.stderr)
         return EXIT_REFUSED
-    print(cpu_native.status())
+    print(native_ops.status())
     return 0
 
 

@@ -14,7 +14,7 @@ import torch
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
-from hf_paged.generation import door
+from hf_paged.generation import paged_generate
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.kernels import ops
 
@@ -28,17 +28,17 @@ def ignore_mask(patch: pytest.MonkeyPatch) -> None:
     """Left padding is taken for text."""
     prefill = PackedDecoder.prefill
     patch.setattr(PackedDecoder, "prefill", lambda self, ids, mask, *args: prefill(self, ids, None, *args))
-    prepare = door.prepare_cache_for_generation
+    prepare = paged_generate.prepare_cache_for_generation
 
     def unmasked(function: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = prepare(function, model, args, kwargs)
-        call = door._active(model)
+        call = paged_generate._active(model)
         if call is not None and call.decoder is None:
             model_kwargs = args[1] if len(args) > 1 else kwargs["model_kwargs"]
             model_kwargs["attention_mask"] = None
         return result
 
-    patch.setattr(door, "prepare_cache_for_generation", unmasked)
+    patch.setattr(paged_generate, "prepare_cache_for_generation", unmasked)
 
 
 def swap_parents(patch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,12 @@ LAYERS = {
     "kernels": 1,
     "cache": 2,
     "integration": 3,
-    "generation": 4,
-    "serving": 5,
-    "cli": 6,
-    "__main__": 7,
+    "model": 4,
+    "fused": 5,
+    "generation": 6,
+    "serving": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 PURE = [
     "hf_paged.config",
@@ -29,10 +31,10 @@ PURE = [
     "hf_paged.cache.allocator",
     "hf_paged.cache.block_manager",
     "hf_paged.cache.prefix_cache",
-    "hf_paged.generation.sequence",
-    "hf_paged.generation.tables",
-    "hf_paged.generation.scheduler",
-    "hf_paged.generation.beam",
+    "hf_paged.generation.engine.sequence",
+    "hf_paged.generation.engine.tables",
+    "hf_paged.generation.engine.scheduler",
+    "hf_paged.generation.sampling.beams",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.integration.forward import PackedModel
+from hf_paged.model.packed import PackedModel
 
 MAX_PREFILL_TOKENS = 8192
 """Tokens of prompts computed in one forward: bounds the activations, not the prompts."""

@@ -1,7 +1,7 @@
 """The patches on transformers' GenerationMixin: four methods, replaced together and put back together.
 
 Applied when `transformers.generation.utils` is imported (or at once if it is already), so that importing hf_paged
-imports nothing heavy. What a paged call does is not decided here: see `hf_paged.generation.door`.
+imports nothing heavy. What a paged call does is not decided here: see `hf_paged.generation.paged_generate`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-_DOOR = "hf_paged.generation.door"  # named, not imported: integration does not depend on generation
+_DOOR = "hf_paged.generation.paged_generate"  # named, not imported: integration does not depend on generation
 _TARGET = "transformers.generation.utils"
 _MODELING = "transformers.modeling_utils"
 

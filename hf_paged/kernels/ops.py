@@ -22,9 +22,9 @@ from hf_paged.kernels.metadata import AttentionMetadata
 
 _MODULES = {
     "reference": "hf_paged.kernels.reference",
-    "torch": "hf_paged.kernels.cpu",
-    "native": "hf_paged.kernels.cpu_native",
-    "triton": "hf_paged.kernels.triton_ops",
+    "torch": "hf_paged.kernels.gather",
+    "native": "hf_paged.kernels.native.ops",
+    "triton": "hf_paged.kernels.triton.ops",
 }
 _WRITING = ("torch", "native")  # implementations whose attention takes the step's K/V too, and writes it
 _default_impl: dict[str, str] = {}
@@ -40,7 +40,7 @@ def default_impl(device: torch.device | str) -> str:
 
 
 def refresh() -> None:
-    """Choose anew at the next question, as after `cpu_native.build()`. Not while a generate call or an engine runs:
+    """Choose anew at the next question, as after `native_ops.build()`. Not while a generate call or an engine runs:
     a request whose steps ran on two implementations is not reproducible."""
     _default_impl.clear()
 
@@ -49,9 +49,9 @@ def _choose_impl(kind: str) -> str:
     if kind in ("cuda", "hip"):
         return "triton"
     if kind == "cpu":
-        from hf_paged.kernels import cpu_native
+        from hf_paged.kernels.native import ops as native_ops
 
-        return "native" if cpu_native.is_available() else "torch"
+        return "native" if native_ops.is_available() else "torch"
     return "torch"
 
 

@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_paged.integration import graphs
 from hf_paged.kernels import ops
+from hf_paged.model import graphs
 
 _attention = ops.paged_attention
 _tapes: list[Tape] = []  # what is being captured

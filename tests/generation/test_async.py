@@ -18,9 +18,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation import choosing, stepper
-from hf_paged.generation.request import SampleRequest
-from hf_paged.generation.sampling import ToHost
+from hf_paged.generation.engine import stepper
+from hf_paged.generation.sampling import batch
+from hf_paged.generation.sampling.ops import ToHost
+from hf_paged.generation.sampling.request import SampleRequest
 
 pytestmark = test_adapters.pytestmark
 
@@ -87,7 +88,7 @@ class Journal:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines: list[str] = []
         self.step = 0
-        run, lists, choose = engine._runner.run, ToHost.lists, choosing.choose_next
+        run, lists, choose = engine._runner.run, ToHost.lists, batch.choose_next
 
         def noted_run(*args: Any) -> Any:
             self.step += 1
@@ -264,7 +265,7 @@ def test_a_step_interrupted_while_it_waits_for_tokens_is_done_again(
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(choosing.Choice, "read", interrupted)
+                patch.setattr(batch.Choice, "read", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
             engine.check_integrity()
@@ -312,13 +313,13 @@ def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) 
         options = {"do_sample": True, "seed": index, "eos_token_id": NEVER, **shape}
         wanted.append((prompt, config("greedy", **options)))
     groups: list[int] = []
-    alike = choosing._choose_alike
+    alike = batch._choose_alike
 
     def noted(group: list[Any], *args: Any) -> Any:
         groups.append(len(group))
         return alike(group, *args)
 
-    monkeypatch.setattr(choosing, "_choose_alike", noted)
+    monkeypatch.setattr(batch, "_choose_alike", noted)
     for scheduling in (True, False):
         groups.clear()
         with Engine(model, None, SchedulerConfig(async_scheduling=scheduling, max_num_batched_tokens=1024)) as engine:

@@ -16,7 +16,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
-from hf_paged.kernels import cpu, native_build, ops
+from hf_paged.kernels import gather, ops
+from hf_paged.kernels.native import build as native_build
 
 Compare = Callable[..., Any]
 
@@ -413,7 +414,7 @@ def test_calls_in_and_outside_inference_mode(
             pytest.skip("no C compiler on this machine")
         native_build.build()
     monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
-    monkeypatch.setattr(cpu, "_local", threading.local())
+    monkeypatch.setattr(gather, "_local", threading.local())
     model, inputs = models.build("llama"), models.batch(*((20,) if "prompt_lookup_num_tokens" in options else (9, 20)))
     options = {**inputs, **options, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(**options)

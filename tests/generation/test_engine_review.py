@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from hf_paged import CacheConfig, Engine
-from hf_paged.kernels import cpu, ops
+from hf_paged.kernels import gather, ops
 
 
 def config(**options: Any) -> GenerationConfig:
@@ -212,7 +212,7 @@ def test_what_the_models_own_generation_config_says() -> None:
 def test_an_engine_leaves_nothing_that_a_call_after_it_cannot_use(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workspaces are kept for a thread; steps of an engine run in inference mode, calls and its start do not."""
     monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
-    monkeypatch.setattr(cpu, "_local", threading.local())
+    monkeypatch.setattr(gather, "_local", threading.local())
     model, prompts = models.build("llama"), models.prompts(30, 9, 17)
     expected = [model.generate(p[None], generation_config=config())[0].tolist() for p in prompts]
     for _ in range(2):

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from hf_paged.generation.sampling import (
+from hf_paged.generation.sampling.ops import (
     Recipe,
     _in_one,
     choose,
@@ -25,7 +25,9 @@ from hf_paged.generation.sampling import (
     recipe_of,
     to_host,
 )
-from hf_paged.kernels import cpu_native, native_build, ops
+from hf_paged.kernels import ops
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native import ops as native_ops
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -153,18 +155,18 @@ def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.
     if native_build._toolchain() is None:
         pytest.skip("no C compiler on this machine")
     native_build.build()
-    assert cpu_native.draws_like_torch()
+    assert native_ops.draws_like_torch()
     monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
-    native = cpu_native.draw
-    monkeypatch.setattr(cpu_native, "draw", lambda probs, generators: native(probs, generators) + 1)
-    cpu_native.draws_like_torch.cache_clear()
+    native = native_ops.draw
+    monkeypatch.setattr(native_ops, "draw", lambda probs, generators: native(probs, generators) + 1)
+    native_ops.draws_like_torch.cache_clear()
     try:
         probs = torch.softmax(torch.randn(1, 300), -1)
         expected = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(1)).item()
         assert draw(probs.clone(), [torch.Generator().manual_seed(1)]).item() == expected
-        assert not cpu_native.draws_like_torch()
+        assert not native_ops.draws_like_torch()
     finally:
-        cpu_native.draws_like_torch.cache_clear()
+        native_ops.draws_like_torch.cache_clear()
 
 
 def test_recipes_of_requests_that_may_be_treated_alike() -> None:

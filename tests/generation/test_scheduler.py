@@ -12,8 +12,8 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
-from hf_paged.generation.scheduler import Scheduler, SchedulerOutput
-from hf_paged.generation.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 
 ROOT = root_digest("model")
 

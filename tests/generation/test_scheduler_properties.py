@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.sequence import FinishReason
+from hf_paged.generation.engine.sequence import FinishReason
 
 ROOTS = (None, root_digest("model"), root_digest("model", "adapter"))
 KINDS = ("greedy", "samples", "beams")

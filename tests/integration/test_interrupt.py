@@ -12,22 +12,28 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation import choosing, engine, request, stepper
-from hf_paged.integration import adapters, attention, forward, native_decoder, native_layers, prepack
-from hf_paged.kernels import cpu_layers, native_build
+from hf_paged.fused.cpu import decoder as fused_decoder
+from hf_paged.fused.cpu import norms as fused_norms
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.fused.cpu import weights as fused_weights
+from hf_paged.generation.engine import engine, stepper
+from hf_paged.generation.sampling import batch, request
+from hf_paged.integration import attention
+from hf_paged.kernels.native import build as native_build
+from hf_paged.model import adapters, packed
 from tests import models
 
 ENTERED = (
     attention.PackedStep,
-    prepack.PackedWeights,
-    native_layers.NativeLayers,
-    native_layers._RotaryFunction,
-    native_decoder.NativeDecoder,
+    fused_weights.PackedWeights,
+    fused_norms.NativeLayers,
+    fused_norms._RotaryFunction,
+    fused_decoder.NativeDecoder,
     adapters._Switch,
 )
 TRACED = {method.__code__ for owner in ENTERED for method in (owner.enter, owner.leave)} | {
-    forward.PackedModel.forward.__code__,
-    forward.PackedModel._leave.__code__,
+    packed.PackedModel.forward.__code__,
+    packed.PackedModel._leave.__code__,
     adapters.Adapters.choose.__code__,
     adapters.Adapters.run.__code__,
 }
@@ -102,7 +108,7 @@ def test_packed_forward() -> None:
 @pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
 def test_stand_ins_of_an_engine() -> None:
     native_build.build()
-    if not cpu_layers.is_available():
+    if not fused_ops.is_available():
         pytest.skip("these kernels need AMX")
     config = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
@@ -169,10 +175,10 @@ class Deaf:
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever, no block is lost, and who ends without an error has the tokens that are its own."""
-    owners = engine.Engine, stepper.Stepper, choosing.Choice, request.SampleRequest, Deaf
+    owners = engine.Engine, stepper.Stepper, batch.Choice, request.SampleRequest, Deaf
     methods = (method for owner in owners for method in vars(owner).values())
     places = {method.__code__ for method in methods if isinstance(method, FunctionType)}
-    places |= {choosing.choose_next.__code__, choosing._choose_alike.__code__}
+    places |= {batch.choose_next.__code__, batch._choose_alike.__code__}
     # Outputs that are on their way to the caller get lost.
     monkeypatch.setattr(sys.modules[__name__], "TRACED", places - {Engine.__init__.__code__, Engine.step.__code__})
     model = models.build("llama", num_hidden_layers=1)

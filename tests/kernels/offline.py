@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_paged.kernels.metadata import AttentionMetadata
-from hf_paged.kernels.triton_launch import Launch, Target
-from hf_paged.kernels.triton_ops import attention_launches
-from hf_paged.kernels.triton_write import copy_blocks_launch, write_kv_launch
+from hf_paged.kernels.triton.launch import Launch, Target
+from hf_paged.kernels.triton.ops import attention_launches
+from hf_paged.kernels.triton.write import copy_blocks_launch, write_kv_launch
 
 # The chip's name: target, shared memory a program may use (bytes).
 CHIPS = {

@@ -14,7 +14,9 @@ import pytest
 import torch
 from cases import Case, check, make_batch
 
-from hf_paged.kernels import cpu_native, native_build, ops
+from hf_paged.kernels import ops
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native import ops as native_ops
 
 pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
 
@@ -64,11 +66,11 @@ def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest
         ):
             check(make_batch(case), "native")
         logits = torch.randn(3, 1003).to(dtype)
-        tokens, logprobs = cpu_native.greedy(logits)
+        tokens, logprobs = native_ops.greedy(logits)
         assert tokens.tolist() == logits.float().argmax(-1).tolist()
         torch.testing.assert_close(logprobs, torch.log_softmax(logits.float(), -1).max(-1)[0], atol=1e-5, rtol=1e-5)
     if not library.hfp_has_f16():
-        assert not cpu_native.supports(torch.float16)
+        assert not native_ops.supports(torch.float16)
         with pytest.raises(ValueError, match="float16"):
             make_batch(Case(MIXED, dtype=torch.float16)).run("native")
 
@@ -122,11 +124,11 @@ def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
     for share in (True, False):
         metadata = replace(batch.metadata, scratch={})
         results.append(
-            cpu_native.paged_attention(
+            native_ops.paged_attention(
                 batch.query, batch.key_cache, batch.value_cache, metadata, share=share, **batch.options
             )
         )
-        plans += [plan.counts() for plan in metadata.scratch.values() if isinstance(plan, cpu_native._Plan)]
+        plans += [plan.counts() for plan in metadata.scratch.values() if isinstance(plan, native_ops._Plan)]
     assert torch.equal(*results)
     shared, private = plans
     assert shared[0] < private[0], "nothing was shared"
@@ -270,9 +272,9 @@ def test_without_kernels_the_torch_path_serves_and_native_says_why(monkeypatch: 
 
 def test_the_choice_is_kept_until_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_default_impl", {})
-    monkeypatch.setattr(cpu_native, "is_available", lambda: False)
+    monkeypatch.setattr(native_ops, "is_available", lambda: False)
     assert ops.default_impl("cpu") == "torch"
-    monkeypatch.setattr(cpu_native, "is_available", lambda: True)
+    monkeypatch.setattr(native_ops, "is_available", lambda: True)
     assert ops.default_impl("cpu") == "torch"
     ops.refresh()
     assert ops.default_impl("cpu") == "native"

@@ -8,7 +8,10 @@ import pytest
 import torch
 from cases import Batch, Case, check, make_batch, unwritten
 
-from hf_paged.kernels import ops, reference, triton_launch, triton_ops, triton_plan
+from hf_paged.kernels import ops, reference
+from hf_paged.kernels.triton import launch as triton_launch
+from hf_paged.kernels.triton import ops as triton_ops
+from hf_paged.kernels.triton import plan as triton_plan
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -64,7 +64,7 @@ def test_nothing_waits_for_the_host() -> None:
 
 
 def test_nothing_is_compiled_after_the_first_steps() -> None:
-    from hf_paged.kernels.triton_split import split_kernel
+    from hf_paged.kernels.triton.split import split_kernel
 
     def compiled() -> int:
         return sum(len(cache[0]) for cache in split_kernel.device_caches.values())

@@ -1,0 +1,198 @@
+"""What decoder layers compute beside attention, in bf16 on a CPU with AMX: linear layers with packed weights, and the
+small operations between them, each one native call. They give the bits that torch gives; `integration` compares.
+
+Knows tensors, not modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native.ops import workspace
+
+_Linear = ctypes.c_int64 * 9  # struct Linear of layers.inc.c
+_Rotate = ctypes.c_int64 * 15  # struct Rotate
+LayerInCall = ctypes.c_int64 * 23  # struct LayerIn
+LayerOutCall = ctypes.c_int64 * 21  # struct LayerOut
+_Eps = ctypes.c_double * 3
+_LARGE_PAGE = 1 << 21
+
+
+def is_available() -> bool:
+    """Whether this process has these kernels; see `cpu_native.status` for the reasons."""
+    library = native_build.library()
+    return library is not None and bool(library.hfp_has_layers())
+
+
+def _library() -> ctypes.CDLL:
+    library = native_build.library()
+    assert library is not None, "ask is_available() first"
+    return library
+
+
+class WeightArena:
+    """Memory for the packed copies of some weights, side by side, so that they lie in large pages."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        """shapes: of the weights, [columns, depth] each."""
+        sizes = [int(_library().hfp_packed_bytes(*shape)) for shape in shapes]
+        memory = torch.empty(sum(sizes) + _LARGE_PAGE, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
+        _library().hfp_prefer_large_pages(memory.data_ptr(), memory.numel())
+        self.parts = list(memory.split(sizes))
+
+
+class PackedLinear(NamedTuple):
+    """A linear layer's weight in `part` of a WeightArena, its bias bf16 [columns] or None."""
+
+    part: torch.Tensor
+    bias: torch.Tensor | None
+    columns: int
+    depth: int
+
+    def words(self) -> tuple[int, int, int]:
+        """struct Packed of layers.inc.c"""
+        return self.part.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), self.columns
+
+
+class Norm(NamedTuple):
+    """An RMS norm: weight bf16 [n]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
+    """Lay out weight bf16 [columns, depth] in `part` of a WeightArena."""
+    weight = weight.detach().contiguous()
+    _library().hfp_pack_linear(weight.data_ptr(), *weight.shape, part.data_ptr(), torch.get_num_threads())
+
+
+def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+    """rows bf16 [..., depth] -> bf16 [..., columns]. Every sum is taken in the order of the depth in fp32, so a row's
+    result does not depend on the others. Raises ValueError on rows of another depth or dtype.
+    """
+    library = _library()
+    part, bias, columns, depth = layer
+    if rows.shape[-1] != depth or rows.dtype != torch.bfloat16:
+        raise ValueError(f"rows {tuple(rows.shape)} of {rows.dtype} for a bfloat16 weight of depth {depth}")
+    rows = rows.contiguous()
+    shape = rows.shape[:-1]
+    count = rows.numel() // depth
+    out = rows.new_empty((*shape, columns))
+    call = _Linear(
+        rows.data_ptr(), count, columns, depth, part.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), workspace(library.hfp_linear_workspace(count, depth)), torch.get_num_threads(),
+    )  # fmt: skip
+    library.hfp_linear(call)
+    return out
+
+
+def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
+    """weight * (rows / sqrt(mean(rows^2) + eps)), rounded to bf16 before the product: rows bf16 [..., n], weight [n],
+    n a multiple of 16."""
+    rows = rows.contiguous()
+    out = torch.empty_like(rows)
+    size = rows.shape[-1]
+    _library().hfp_rms_norm(
+        rows.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows.numel() // size, size, norm.eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding: query, key bf16 [1, (kv_)heads, tokens, dim], strided as they like, cos, sin bf16
+    [1, tokens, dim], contiguous; dim a multiple of 32. The results lie in memory as [tokens, heads, dim]."""
+    _, heads, tokens, dim = query.shape
+    kv_heads = key.shape[1]
+    new_query, new_key = query.new_empty((1, tokens, heads, dim)), key.new_empty((1, tokens, kv_heads, dim))
+    call = _Rotate(
+        query.data_ptr(), query.stride(2), query.stride(1), heads, new_query.data_ptr(),
+        key.data_ptr(), key.stride(2), key.stride(1), kv_heads, new_key.data_ptr(),
+        cos.data_ptr(), sin.data_ptr(), tokens, dim, torch.get_num_threads(),
+    )  # fmt: skip
+    _library().hfp_rotate(call)
+    return new_query.transpose(1, 2), new_key.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerIn:
+    """What a decoder layer does before its attention."""
+
+    norm: Norm
+    query: PackedLinear
+    key: PackedLinear
+    value: PackedLinear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    head_dim: int
+    words: tuple[int, ...] = field(init=False)
+    eps: ctypes.Array[ctypes.c_double] = field(init=False)
+
+    def __post_init__(self) -> None:
+        norms = self.norm, self.query_norm, self.key_norm
+        pointers = (0 if norm is None else norm.weight.data_ptr() for norm in norms)
+        words = (*pointers, *self.query.words(), *self.key.words(), *self.value.words())
+        object.__setattr__(self, "words", words)
+        object.__setattr__(self, "eps", _Eps(*(0.0 if norm is None else norm.eps for norm in norms)))
+
+
+def layer_in(
+    layer: LayerIn, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norm, projections, norms of heads, rotation: rows bf16 [1, tokens, depth], contiguous, cos and sin bf16
+    [1, tokens, head_dim], contiguous -> query, key, value [1, (kv_)heads, tokens, head_dim], in memory [tokens, heads,
+    head_dim]. depth and head_dim are multiples of 32.
+    """
+    library = _library()
+    tokens, depth, dim = rows.shape[1], layer.query.depth, layer.head_dim
+    query = rows.new_empty((1, tokens, layer.query.columns // dim, dim))
+    key = rows.new_empty((1, tokens, layer.key.columns // dim, dim))
+    value = torch.empty_like(key)
+    call = LayerInCall(
+        rows.data_ptr(), tokens, depth, dim, *layer.words,
+        cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
+        workspace(library.hfp_layer_in_workspace(tokens, depth)), torch.get_num_threads(),
+    )  # fmt: skip
+    library.hfp_layer_in(call, layer.eps)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOut:
+    """What a decoder layer does after its attention."""
+
+    output: PackedLinear
+    norm: Norm
+    gate: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
+    words: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        linears = self.output, self.gate, self.up, self.down
+        words = (self.norm.weight.data_ptr(), *(word for linear in linears for word in linear.words()))
+        object.__setattr__(self, "words", words)
+
+
+def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Output projection, residual, norm, down(silu(gate) * up), residual: attended bf16 [1, tokens, x_depth], residual
+    bf16 [1, tokens, depth], both contiguous -> [1, tokens, depth]. All depths are multiples of 32.
+    """
+    library = _library()
+    tokens, x_depth, depth, inner = residual.shape[1], layer.output.depth, layer.output.columns, layer.gate.columns
+    out = torch.empty_like(residual)
+    call = LayerOutCall(
+        attended.data_ptr(), residual.data_ptr(), tokens, x_depth, depth, *layer.words, out.data_ptr(),
+        workspace(library.hfp_layer_out_workspace(tokens, x_depth, depth, inner)), torch.get_num_threads(),
+    )  # fmt: skip
+    library.hfp_layer_out(call, layer.norm.eps)
+    return out

@@ -1,0 +1,124 @@
+"""Decoder layers one after the other in one native call, their attention included: a decode step of a small model is
+mostly calling. A step's addresses are filled in for all layers at once.
+
+Knows tensors, not modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged.fused.cpu.ops import LayerIn, LayerInCall, LayerOut, LayerOutCall
+from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native import ops as native_ops
+from hf_paged.kernels.native.ops import CALL_KEY, CALL_VALUE, CALL_WORKSPACE
+
+
+class Attention(NamedTuple):
+    """How a layer attends, as for `ops.paged_attention`."""
+
+    scale: float
+    softcap: float | None
+    sliding_window: int | None
+    chunk_size: int | None
+
+
+class StackLayer(NamedTuple):
+    """A decoder layer: what comes before its attention, how it attends, what comes after."""
+
+    before: LayerIn
+    attention: Attention
+    after: LayerOut
+
+
+class Stack:
+    """Decoder layers of the same sizes (`layer_sizes`), each of which takes what the one before it gives."""
+
+    def __init__(self, layers: Sequence[StackLayer]) -> None:
+        assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
+        self._layers = list(layers)  # keeps their tensors, of which only addresses are used below
+        before, _, after = layers[0]
+        self._ins = _words(len(layers), LayerInCall)
+        self._ins[:, 2:4] = before.query.depth, before.head_dim
+        self._ins[:, 4:16] = [layer.before.words for layer in layers]
+        self._in_eps = np.array([tuple(layer.before.eps) for layer in layers])
+        self._outs = _words(len(layers), LayerOutCall)
+        self._outs[:, 3:5] = after.output.depth, after.output.columns
+        self._outs[:, 5:18] = [layer.after.words for layer in layers]
+        self._out_eps = np.array([layer.after.norm.eps for layer in layers])
+        self._scales = np.array([(layer.attention.scale, layer.attention.softcap or 0.0) for layer in layers])
+        self._windows = [layer.attention[2:] for layer in layers]
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        step: Sequence[AttentionMetadata],
+    ) -> torch.Tensor:
+        """rows bf16 [1, tokens, depth], cos and sin bf16 [1, tokens, head_dim], all contiguous -> what each layer
+        gives, bf16 [layers, 1, tokens, depth]. The tokens, one of each sequence, are written into the blocks.
+
+        caches: key_cache and value_cache of each layer; step: its metadata.
+        """
+        library = native_build.library()
+        assert library is not None
+        before, _, after = self._layers[0]
+        count, tokens, dim = len(self._layers), rows.shape[1], before.head_dim
+        query = rows.new_empty((tokens, before.query.columns // dim, dim))
+        key = rows.new_empty((tokens, before.key.columns // dim, dim))
+        value, attended = torch.empty_like(key), torch.empty_like(query)
+        with torch.inference_mode(False):  # so that it counts its changes, which the caller wants to know of
+            results = torch.empty((count, *rows.shape), dtype=rows.dtype)
+
+        calls = _words(count, native_ops.Call)
+        num_bytes = max(
+            library.hfp_layer_in_workspace(tokens, before.query.depth),
+            library.hfp_layer_out_workspace(tokens, after.output.depth, after.output.columns, after.gate.columns),
+        )
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for index, kind in enumerate(zip(map(id, step), self._windows, strict=True)):
+            alike.setdefault(kind, []).append(index)
+        for (_, (window, chunk)), members in alike.items():
+            call, _, needed = native_ops.attention_call(
+                query, *caches[members[0]], step[members[0]], attended, key=key, value=value, sliding_window=window,
+                chunk_size=chunk,
+            )  # fmt: skip
+            calls[members] = call
+            num_bytes = max(num_bytes, needed)
+        workspace, threads = native_ops.workspace(num_bytes), torch.get_num_threads()
+        calls[:, CALL_KEY] = [key_cache.data_ptr() for key_cache, _ in caches]
+        calls[:, CALL_VALUE] = [value_cache.data_ptr() for _, value_cache in caches]
+        calls[:, CALL_WORKSPACE] = workspace
+
+        ends = results.data_ptr() + np.arange(count) * rows.nbytes
+        starts = np.concatenate(([rows.data_ptr()], ends[:-1]))
+        ins, outs = self._ins.copy(), self._outs.copy()  # other threads may be running them too
+        ins[:, 0], ins[:, 1] = starts, tokens
+        ins[:, 16:] = (
+            cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), workspace, threads
+        )  # fmt: skip
+        outs[:, 0], outs[:, 1], outs[:, 2] = attended.data_ptr(), starts, tokens
+        outs[:, 18], outs[:, 19:] = ends, (workspace, threads)
+        library.hfp_decode_layers(
+            ins.ctypes.data, self._in_eps.ctypes.data, calls.ctypes.data, self._scales.ctypes.data, outs.ctypes.data,
+            self._out_eps.ctypes.data, count,
+        )  # fmt: skip
+        return results
+
+
+def layer_sizes(before: LayerIn, after: LayerOut) -> tuple[int, ...]:
+    """What must be the same for the layers of a Stack."""
+    linears = before.query, before.key, before.value, after.output, after.gate, after.up, after.down
+    return before.head_dim, *(size for linear in linears for size in (linear.columns, linear.depth))
+
+
+def _words(count: int, call: type[ctypes.Array[ctypes.c_int64]]) -> np.ndarray:
+    return np.zeros((count, call._length_), dtype=np.int64)

@@ -1,0 +1,604 @@
+"""Engine: continuous batching of requests over one model (SOSP'23 sections 4 and 5).
+
+The door: requests come in, outputs go out, from any thread. What happens in a step is the stepper's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hf_paged.cache.prefix_cache import root_digest
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.generation.engine.outputs import EngineStats, RequestOutput
+from hf_paged.generation.engine.runner import Runner
+from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.sequence import FinishReason
+from hf_paged.generation.engine.sizing import open_memory
+from hf_paged.generation.engine.stepper import Stepper
+from hf_paged.generation.prepare import as_prompt, prepare_request
+from hf_paged.generation.sampling.request import Request, new_request
+from hf_paged.model.adapters import AdapterChoice, Adapters
+from hf_paged.model.graphs import graphed_steps
+from hf_paged.model.packed import PackedModel
+
+Prompt = SequenceOf[int] | torch.Tensor
+
+
+class Engine:
+    """Serves requests that come and go at any step, each with its own GenerationConfig.
+
+    Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
+    method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
+
+    With PEFT adapters, requests of one step may each have their own (`add_request`). A step switches them on in the
+    model: load, delete and set adapters, and call the model yourself, between steps.
+
+    model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only. prepack:
+    keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, if memory allows). Sums
+    may then come in another order: in fp32, and in bf16 in steps of more than 32 tokens. cuda_graphs: capture decode
+    steps and replay them (None = on a CUDA device, where it can be done, with a warning where not; True = or raise).
+    Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache_config: CacheConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        prepack: bool | None = None,
+        cuda_graphs: bool | None = None,
+    ) -> None:
+        self.model = model
+        self.cache_config = cache_config or CacheConfig()
+        self.scheduler_config = (scheduler_config or SchedulerConfig()).for_device(model.device.type)
+        self.tokenizer = tokenizer
+        opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
+        self._model = opened.model.model
+        self._memory = opened.memory
+        self._max_length = opened.max_length
+        self._is_packed = isinstance(opened.model, PackedModel)
+        self._host_managers = opened.host_managers
+        if not opened.shares_prefixes:
+            self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
+        if not self._is_packed:
+            if scheduler_config is not None and scheduler_config.async_scheduling:
+                raise ValueError(
+                    "async_scheduling=True: the model computes one sequence at a time (hf_paged.check tells why); "
+                    "leave it out"
+                )
+            self.scheduler_config = replace(self.scheduler_config, async_scheduling=False)
+        self._scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
+        self._adapters = Adapters(self._model)
+        self._graphs = graphed_steps(opened.model, self.scheduler_config.max_num_seqs, cuda_graphs)
+        self._runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters, self._graphs)
+        self._requests: dict[str, Request] = {}
+        self._stepper = Stepper(
+            self._scheduler,
+            self._runner,
+            self._requests,
+            self._fail,
+            is_async=bool(self.scheduler_config.async_scheduling),
+        )
+        self._ended: list[Request] = []  # from outside their own decoding, since the last step
+        self._changed: dict[Request, None] = {}  # got tokens in the last step; not delivered yet
+        # What has changed, in the order of change: for the stream that follows a request, or else for `step`, whoever
+        # does the steps meanwhile.
+        self._inboxes: dict[Request, dict[Request, None]] = {}
+        self._undelivered: dict[Request, None] = {}
+        self._is_stepping = False
+        self._weights_stamp: int | None = None  # of the weights that the cached prefixes were computed with
+        self._later: deque[Callable[[], None]] = deque()  # what must not happen in the middle of a step
+        self._lock = threading.RLock()
+        self._ids = itertools.count()
+        self._closed = False
+        self._prompt_tokens = 0
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_ids: Prompt,
+        generation_config: Any = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        streamer: Any = None,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queue a request; returns its id. Lower `priority` runs first; equal ones in order of arrival.
+
+        prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate`
+        (None = the model's); its attribute `seed` gives the request random numbers of its own. streamer: one of
+        transformers', fed as by `generate`, by whoever does the steps. adapter: name of the PEFT adapter that computes
+        the request, whatever is active on the model or in its neighbours; "__base__" = no adapter; None = what is
+        active now, to the request's end. cache_salt: requests share cached prefixes only with others of the same salt,
+        and of the same adapter. Raises ValueError at once on a request that can never run, QueueFull when `max_waiting`
+        wait already.
+
+        If the adapter is deleted, or merged into the weights, the requests that need it switched end with an error;
+        if its weights are changed in place, they go on with the new ones.
+        """
+        ids = as_prompt(self._model, prompt_ids)
+        with self._lock:
+            self._check_open()
+            self._settle()
+            choice = self._adapters.choose(adapter)
+            if request_id is None:
+                request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
+            prepared = prepare_request(
+                self._model,
+                ids.to(self._model.device),
+                generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                tokenizer=self.tokenizer,
+            )
+            length, limit = prepared.generation_config.max_length, self._max_length
+            if limit is not None and length > limit:
+                raise ValueError(
+                    f"max_length={length}: this model's rotary frequencies depend on the longest sequence of the batch "
+                    f"beyond {limit} tokens, so requests cannot share one; use model.generate"
+                )
+            self._forget_prefixes_of_other_weights()
+            request = new_request(
+                prepared,
+                request_id,
+                priority=priority,
+                cache_root=self._root(choice, cache_salt),
+                adapters=choice,
+                generator=self._generator(generation_config),
+            )
+            self._scheduler.add(request.group)
+            self._requests[request_id] = request
+            if streamer is not None:
+                try:
+                    request.stream_to(streamer)
+                except BaseException:
+                    self._drop([request])
+                    raise
+            self._prompt_tokens += request.prompt_length
+            return request_id
+
+    def _root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
+        """Of the prefixes that a request may share: they were computed with the same adapters."""
+        return root_digest(type(self._model).__name__, choice.key, cache_salt)
+
+    def _generator(self, generation_config: Any) -> torch.Generator | None:
+        config = self._model.generation_config if generation_config is None else generation_config
+        seed = getattr(config, "seed", None)
+        if seed is None:
+            return None
+        return torch.Generator(device=self._model.device).manual_seed(seed)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is. False if it is unknown or finished.
+
+        Its last RequestOutput, with finish_reason "abort" and what was generated so far, comes with the next step.
+        """
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None:
+                return False
+            self._later.append(partial(self._abort, request))
+            self._settle()
+            return True
+
+    def _abort(self, request: Request) -> None:
+        if self._requests.get(request.request_id) is request:
+            self._end(request, FinishReason.ABORT, None)
+
+    def _settle(self) -> None:
+        """Do what has been put off, unless a step is in progress."""
+        while self._later and not self._is_stepping:
+            self._later.popleft()()
+
+    def has_unfinished_requests(self) -> bool:
+        """True while a step would have something to do or to deliver."""
+        return bool(self._requests or self._changed or self._ended or self._undelivered)
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+        """Finish a request from outside its own decoding; its output waits for the next step."""
+        request.stop_all(reason)
+        request.error = error
+        self._scheduler.finish_group(request.group, reason)
+        self._close(request)
+        self._ended.append(request)
+
+    def _fail(self, request: Request, error: str) -> None:
+        self._end(request, FinishReason.ERROR, error)
+
+    def _close(self, request: Request) -> None:
+        if self._requests.get(request.request_id) is request:  # not, if an interrupt came before the rest
+            del self._requests[request.request_id]
+        if not self._requests:
+            self._stepper.close()
+        request.metrics = replace(
+            request.metrics,
+            finish_time=time.monotonic(),
+            num_preemptions=request.group.num_preemptions,
+            num_cached_tokens=request.group.num_cached_tokens,
+        )
+        request.end_stream()  # last: it is the caller's
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration over the batch; returns the outputs that changed, as snapshots.
+
+        Those too that changed in steps done for others (`generate`, a stream), unless a stream of their own has them.
+        """
+        with self._lock:
+            changed = self._step()
+            outputs = [request.output() for request in {**self._undelivered, **changed}]
+            self._undelivered.clear()
+            return outputs
+
+    def _step(self) -> dict[Request, None]:
+        self._check_open()
+        self._check_not_stepping()
+        self._settle()
+        self._is_stepping = True
+        try:
+            if self._scheduler.has_unfinished():
+                # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
+                # own may keep tensors for later.
+                with torch.no_grad(), torch.inference_mode(self._is_packed):
+                    self._stepper.step(self._changed)
+        finally:
+            try:
+                changed = self._follow_up()
+            finally:
+                self._is_stepping = False
+        return changed
+
+    def _follow_up(self) -> dict[Request, None]:
+        """Deliver what has changed. What an interrupt leaves of it is done with the next step."""
+        done: dict[Request, None] = {}
+        now = time.monotonic()
+        while self._changed:
+            request = next(iter(self._changed))
+            if request.metrics.finish_time is None:
+                if request.metrics.first_token_time is None:
+                    request.metrics = replace(request.metrics, first_token_time=now)
+                if request.streamer is not None:
+                    request.tell_streamer()
+                if request.group.is_finished:
+                    self._close(request)
+                elif request.error is not None:
+                    self._fail(request, request.error)
+            self._deliver(request, done)
+            del self._changed[request]
+        while self._ended:
+            self._deliver(self._ended[0], done)
+            del self._ended[0]
+        return done
+
+    def _deliver(self, request: Request, done: dict[Request, None]) -> None:
+        self._inboxes.get(request, self._undelivered)[request] = None
+        done[request] = None
+
+    # -- whole requests -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        generation_config: Any | SequenceOf[Any] = None,
+        progress: bool | None = None,
+        *,
+        adapter: str | SequenceOf[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their end; the outputs are in the order of the prompts.
+
+        generation_config, adapter: one for all, or a list with one for each. progress: a bar with tokens/s on stderr
+        (None = on a terminal).
+        """
+        stream = self._open_stream(prompts, generation_config, adapter, finals_only=True)
+        finished: dict[str, RequestOutput] = {}
+        with closing(stream), self._progress(len(stream.requests), progress) as bar:
+            started, before = time.monotonic(), self._stepper.generated_tokens
+            for output in stream:
+                finished[output.request_id] = output
+                rate = (self._stepper.generated_tokens - before) / max(time.monotonic() - started, 1e-9)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                bar.update()
+        return [finished[request.request_id] for request in stream.requests]
+
+    def stream(
+        self,
+        prompts: SequenceOf[Prompt],
+        generation_config: Any = None,
+        *,
+        adapter: str | SequenceOf[str | None] | None = None,
+    ) -> RequestStream:
+        """Yield an output whenever a request has changed (a slow reader gets the latest state, not every one).
+
+        generation_config, adapter: one for all, or a list with one for each. Closing the iterator early aborts what is
+        unfinished.
+        """
+        return self._open_stream(prompts, generation_config, adapter)
+
+    async def astream(
+        self,
+        prompts: SequenceOf[Prompt],
+        generation_config: Any = None,
+        *,
+        adapter: str | SequenceOf[str | None] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for asyncio: steps run in a worker thread, several streams share them."""
+        outputs = await asyncio.to_thread(self.stream, prompts, generation_config, adapter=adapter)
+        try:
+            while (output := await asyncio.to_thread(next, outputs, None)) is not None:
+                yield output
+        finally:
+            # Not awaited: it may wait for the step of a reader that was cancelled, and must not be cancelled itself.
+            outputs.abandon()
+
+    def _open_stream(
+        self,
+        prompts: SequenceOf[Prompt],
+        generation_config: Any | SequenceOf[Any],
+        adapter: str | SequenceOf[str | None] | None,
+        *,
+        finals_only: bool = False,
+    ) -> RequestStream:
+        if isinstance(prompts, torch.Tensor) or not prompts:
+            prompts = list(prompts)
+        if not prompts:
+            raise ValueError("prompts=[]: give at least one prompt")
+        configs = _one_each(generation_config, len(prompts), "generation configs")
+        adapters = _one_each(adapter, len(prompts), "adapters")
+        requests: list[Request] = []
+        with self._lock:
+            try:
+                for prompt, config, name in zip(prompts, configs, adapters):
+                    requests.append(self._requests[self.add_request(prompt, config, adapter=name)])
+            except BaseException:
+                self._drop(requests)
+                raise
+            inbox: dict[Request, None] = {}
+            self._inboxes.update(dict.fromkeys(requests, inbox))
+            return RequestStream(self, requests, inbox, finals_only=finals_only)
+
+    def _drop(self, requests: list[Request]) -> None:
+        """Nobody waits for these any more: abort what is unfinished, deliver nothing."""
+        for request in requests:
+            self._abort(request)
+            self._inboxes.pop(request, None)
+        dropped = set(requests)
+        self._ended = [request for request in self._ended if request not in dropped]
+
+    def _progress(self, total: int, progress: bool | None) -> Any:
+        from tqdm.auto import tqdm
+
+        wanted = sys.stderr.isatty() if progress is None else progress
+        return tqdm(total=total, unit="request", disable=not wanted)
+
+    # -- prefixes, figures, the end -----------------------------------------------------------------------------
+
+    def cache_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> int:
+        """Compute a prefix (a system prompt, say) and keep its full blocks until `release_prefix`.
+
+        adapter, cache_salt: those of the requests that are to find it. Returns the number of tokens held: a multiple
+        of `block_size`.
+        """
+        ids = as_prompt(self._model, prompt_ids)
+        cache = self._scheduler.prefix_cache
+        if cache is None:
+            raise ValueError(
+                "there is no prefix cache: prefix_caching=False, or the model has sliding windows or recurrent states"
+            )
+        from transformers import GenerationConfig
+
+        with self._lock:
+            config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+            request_id = self.add_request(ids, config, adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
+            request = self._requests[request_id]
+            try:
+                while self._requests.get(request.request_id) is request:
+                    self._step()
+            finally:
+                self._drop([request])
+                self._undelivered.pop(request, None)
+            if request.error is not None:
+                raise RuntimeError(f"the prefix was not computed: {request.error}")
+            root = request.group.cache_root
+            assert root is not None
+            return cache.pin(ids[0].tolist(), root)
+
+    def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
+        """Let a prefix of `cache_prefix` with the same arguments be evicted again. False if it was not held."""
+        ids = as_prompt(self._model, prompt_ids)
+        cache = self._scheduler.prefix_cache
+        with self._lock:
+            root = self._root(self._adapters.choose(adapter), cache_salt)
+            return cache is not None and cache.unpin(ids[0].tolist(), root)
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every cached prefix.
+
+        New requests do it by themselves when weights were replaced or changed in place (by an optimizer, say); only
+        a change behind autograd's back (`weight.data.copy_(...)`) has to be told.
+        """
+        with self._lock:
+            if self._scheduler.prefix_cache is not None:
+                self._scheduler.prefix_cache.clear()
+
+    def _forget_prefixes_of_other_weights(self) -> None:
+        if self._scheduler.prefix_cache is None:
+            return
+        stamp = hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._model.parameters()))
+        if stamp != self._weights_stamp:
+            self._weights_stamp = stamp
+            self.clear_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """Figures at this moment."""
+        with self._lock:
+            self._settle()
+            memory, scheduler, cache = self._memory.stats(), self._scheduler, self._scheduler.prefix_cache
+            allocators = [manager.allocator for manager in self._memory.managers]
+            return EngineStats(
+                num_blocks=memory.num_blocks,
+                blocks_free=sum(a.num_free for a in allocators),
+                blocks_used=memory.blocks_used,
+                blocks_shared=memory.blocks_shared,
+                blocks_cached=sum(a.num_cached for a in allocators),
+                blocks_swapped=sum(m.allocator.num_used for m in self._host_managers),
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_swapped=scheduler.num_swapped,
+                cow_copies=memory.cow_copies,
+                kv_bytes_reserved=memory.bytes_reserved,
+                kv_bytes_used=memory.bytes_used,
+                kv_bytes_saved_by_sharing=memory.bytes_saved_by_sharing,
+                kv_waste_ratio=1 - memory.bytes_filled / memory.bytes_used if memory.bytes_used else 0.0,
+                preemptions_recompute=scheduler.num_preemptions_recompute,
+                preemptions_swap=scheduler.num_preemptions_swap,
+                prefix_cache_query_tokens=cache.query_tokens if cache is not None else 0,
+                prefix_cache_hit_tokens=cache.hit_tokens if cache is not None else 0,
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=self._stepper.generated_tokens,
+                steps=self._stepper.steps,
+                graph_replays=0 if self._graphs is None else self._graphs.replays,
+            )
+
+    def block_tables(self, request_id: str) -> list[tuple[list[int], list[int]]]:
+        """(tokens computed so far, block ids) of every live sequence of a running request, first layer group.
+
+        A picture of this moment, for tools that show or measure sharing. Empty for a request that holds no block.
+        """
+        with self._lock:
+            group, manager = self._scheduler.get(request_id), self._memory.managers[0]
+            if group is None:
+                return []
+            seqs = [seq for seq in group.live if seq.seq_id in manager]
+            return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
+        with self._lock:
+            self._settle()
+            self._scheduler.check_integrity()
+            ended = {r.request_id for r in self._changed if r.group.is_finished}  # after an interrupt, not told yet
+            assert set(self._requests) - ended == {group.request_id for group in self._scheduler.groups}
+
+    def close(self) -> None:
+        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._check_not_stepping()
+            for request in list(self._requests.values()):
+                self._abort(request)
+            if self._scheduler.prefix_cache is not None:
+                self._scheduler.prefix_cache.clear()  # pins hold blocks
+            self._changed.clear()
+            self._ended.clear()
+            self._undelivered.clear()
+            self._closed = True
+            if self._graphs is not None:
+                self._graphs.close()
+            self._memory.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+
+    def _check_not_stepping(self) -> None:
+        if self._is_stepping:
+            raise RuntimeError("a logits processor or stopping criterion may add and abort requests, nothing else")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _one_each(given: Any, count: int, what: str) -> SequenceOf[Any]:
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{len(given)} {what} for {count} prompts: give one, or one for each")
+    return given
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """The outputs of some requests for one reader, whoever does the steps; ends when all are finished.
+
+    Closing it, from any thread, aborts what is unfinished; so does forgetting it, with the engine's next step.
+    """
+
+    def __init__(
+        self, engine: Engine, requests: list[Request], inbox: dict[Request, None], *, finals_only: bool
+    ) -> None:
+        self.requests = requests
+        self._engine = engine
+        self._inbox = inbox  # what has changed; the engine's lock guards it
+        self._finals_only = finals_only
+        self._unfinished = set(requests)
+        self._outputs: deque[RequestOutput] = deque()
+        self._is_closed = False
+
+    def __next__(self) -> RequestOutput:
+        while True:
+            with self._engine._lock:
+                if self._is_closed:
+                    raise StopIteration
+                if self._outputs:
+                    return self._outputs.popleft()
+                if self._unfinished:
+                    self._read()
+                else:
+                    self.close()
+
+    def _read(self) -> None:
+        if not self._inbox:
+            try:
+                self._engine._step()
+            except BaseException:
+                self.close()
+                raise
+        # Only now, so that a request that changed several times is told once, as it stands.
+        for request in self._inbox:
+            is_finished = request.metrics.finish_time is not None
+            if is_finished:
+                self._unfinished.discard(request)
+            if is_finished or not self._finals_only:
+                self._outputs.append(request.output())
+        self._inbox.clear()
+
+    def abandon(self) -> None:
+        """Close it with the engine's next step, without waiting for the one in progress."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine._later.append(partial(self._engine._drop, self.requests))
+
+    def close(self) -> None:
+        self.abandon()
+        with self._engine._lock:
+            self._engine._settle()
+
+    def __del__(self) -> None:
+        self.abandon()

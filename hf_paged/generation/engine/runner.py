@@ -1,0 +1,201 @@
+"""Runner: does on the device what a SchedulerOutput says. The only place that turns sequences into tensors.
+
+Knows block tables and tokens; never queues, requests or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_paged.cache.kv_pool import to_device
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.swap import HostPool
+from hf_paged.generation.engine.scheduler import Plan, SchedulerOutput
+from hf_paged.generation.engine.sequence import Sequence
+from hf_paged.generation.sampling.batch import Choice
+from hf_paged.model.adapters import Adapters
+from hf_paged.model.graphs import GraphedSteps
+from hf_paged.model.packed import PackedModel
+from hf_paged.model.sequential import RowModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """seqs: the sequences whose gap this step closed, in the order of the plan; logits [len(seqs), vocab] of them.
+
+    failed: sequences whose forward raised beside others that did not, with the error.
+    """
+
+    seqs: list[Sequence]
+    logits: torch.Tensor | None
+    failed: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
+
+
+class _LateTokens:
+    """Tokens of a step that only the device knows: `chosen[row]` belongs to `place`, for each pair (place, row)."""
+
+    def __init__(self, chosen: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        self._chosen = chosen
+        self._where = np.array(pairs, dtype=np.int64).T.copy()
+
+    def __call__(self, ids: torch.Tensor) -> None:
+        """Fill them in, in ids int64 [num_tokens], without waiting for the device."""
+        places, rows = to_device(self._where, ids.device)
+        ids.index_copy_(0, places, self._chosen.index_select(0, rows))
+
+
+class Runner:
+    """One model over one PagedMemory, with host pools (one a layer group) to swap to.
+
+    A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel one after the
+    other. `graphs` compute the decode steps that they can.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel | RowModel,
+        memory: PagedMemory,
+        host_pools: list[HostPool],
+        adapters: Adapters,
+        graphs: GraphedSteps | None = None,
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._host_pools = host_pools
+        self._adapters = adapters
+        self._graphs = graphs
+        self._device = model.model.device
+        self._stream: torch.cuda.Stream | None = None  # of the last step
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a step that was interrupted in the forward may be done again: states are not taken back."""
+        return isinstance(self._model, PackedModel)
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        """What comes before the forward: swaps and block copies, and forks and ends of sequences that have states.
+
+        If this raises, blocks that were to be moved may hold anything.
+        """
+        self._follow_last_step()
+        if isinstance(self._model, RowModel):
+            self._follow(self._model, output)
+        for index, group in enumerate(self._memory.groups):
+            if self._host_pools:
+                self._host_pools[index].swap_out(output.swap_out[index])
+                self._host_pools[index].swap_in(output.swap_in[index])
+            group.pool.copy_blocks(output.block_copies[index])
+
+    def run(self, output: SchedulerOutput, choice: Choice | None = None) -> StepResult:
+        """The forward of all scheduled tokens; `choice` has those that the host does not know yet (never with a
+        RowModel)."""
+        compute: Callable[[Plan], StepResult]
+        if isinstance(self._model, RowModel):
+            compute = partial(self._run_rows, self._model)
+        else:
+            compute = partial(self._run_packed, self._model, choice)
+        if not output.scheduled:
+            return StepResult([], None)
+        return self._run_by_adapters(output.scheduled, compute)
+
+    def _follow_last_step(self) -> None:
+        """A step that is done on another stream than the last comes after it all the same."""
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            if self._stream is not None and self._stream != current:
+                current.wait_stream(self._stream)
+            self._stream = current
+
+    def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
+        """The plan's parts of like adapters, one after the other, each with its own switched on."""
+        if not self._adapters.seen:
+            return compute(plan)
+        parts: dict[Any, Plan] = {}
+        for seq, count in plan:
+            parts.setdefault(seq.group.adapters, []).append((seq, count))
+        if len(parts) == 1:
+            return self._adapters.run(next(iter(parts)), partial(compute, plan))
+        results, failed = [], []
+        for choice, part in parts.items():
+            try:
+                results.append(self._adapters.run(choice, partial(compute, part)))
+            except Exception as error:  # of these adapters, as far as one can tell: the others go on
+                failed.append(([seq for seq, _ in part], error))
+        return _joined(plan, results, failed)
+
+    def _run_packed(self, model: PackedModel, choice: Choice | None, plan: Plan) -> StepResult:
+        """A plan of like adapters."""
+        tokens: list[int] = []
+        seqs, rows = [], []
+        pending: list[tuple[int, int]] = []  # places in `tokens`, rows of the choice
+        for seq, count in plan:
+            first = seq.num_computed_tokens
+            tokens += seq.token_ids[first : first + count]
+            if first + count > len(seq.token_ids):
+                assert choice is not None
+                pending.append((len(tokens), choice.rows[seq]))
+                tokens.append(0)
+            if first + count == seq.num_tokens:
+                seqs.append(seq)
+                rows.append(len(tokens) - 1)
+        late = _LateTokens(choice.tokens, pending) if choice is not None and pending else None
+        step = self._memory.step_arrays([seq.seq_id for seq, _ in plan], [count for _, count in plan])
+        known = np.array(tokens, dtype=np.int64)
+        # Every token's logits are wanted in a pure decode step: no index, no copy of the hidden states.
+        is_decode = len(rows) == len(tokens)
+        if is_decode and self._graphs is not None:
+            adapters = plan[0][0].group.adapters if self._adapters.seen else None
+            replayed = self._graphs.forward(known, step, adapters, late)
+            if replayed is not None:
+                return StepResult(seqs, replayed)
+        ids, positions = (to_device(x, self._device) for x in (known, step.positions))
+        if late is not None:
+            late(ids)
+        wanted = None if is_decode else to_device(np.array(rows, dtype=np.int64), self._device)
+        logits = model.forward(ids, positions, step.metadata(self._device), wanted)
+        return StepResult(seqs, logits if seqs else None)
+
+    def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
+        for parent_id, child_id in output.forks:
+            model.fork(parent_id, child_id)
+        for seq_id in output.finished_seq_ids:
+            model.free(seq_id)
+
+    def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
+        seqs, rows = [], []
+        for seq, count in plan:
+            end = seq.num_computed_tokens + count
+            logits = None
+            for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
+                ids = torch.tensor(seq.token_ids[start:stop], device=self._device)
+                logits = model.forward(seq.seq_id, ids, start)
+            if end == seq.num_tokens:
+                assert logits is not None
+                seqs.append(seq)
+                rows.append(logits)
+        return StepResult(seqs, torch.stack(rows) if rows else None)
+
+
+def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:
+    """Results of parts of the plan, in the order of the plan."""
+    logits = [result.logits for result in results if result.logits is not None]
+    if not logits:
+        return StepResult([], None, failed)
+    seqs = [seq for result in results for seq in result.seqs]
+    place = {seq: index for index, (seq, _) in enumerate(plan)}
+    order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])
+    joined = torch.cat(logits)
+    return StepResult([seqs[row] for row in order], joined[torch.tensor(order, device=joined.device)], failed)
+
+
+def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:
+    """The next `count` tokens cut as generate cuts them: the prompt at once, when all of it is due, then singly."""
+    start, end, prompt = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.num_prompt_tokens
+    pieces = [(0, prompt)] if start < prompt <= end else []
+    return pieces + [(position, position + 1) for position in range(max(start, prompt), end)]

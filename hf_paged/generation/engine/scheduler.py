@@ -1,0 +1,488 @@
+"""Owns who runs in the next step: admission, preemption and the order of requests.
+
+Decides with counts and block ids only. Never sees a tensor, a model or a sampling parameter; what the device has to
+do is returned as data (SchedulerOutput). Standard library only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Literal
+
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.prefix_cache import PrefixCache
+from hf_paged.config import SchedulerConfig
+from hf_paged.errors import QueueFull
+from hf_paged.generation.engine.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.engine.tables import Copies, Tables
+
+_by_order = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step as data. Do it in this order: `swap_out`, `swap_in`, `block_copies`, then the forward.
+
+    The three lists of copies have one entry for each manager (layer group): `swap_out` from device to host blocks,
+    `swap_in` from host to device blocks, `block_copies` from device to device blocks. A scheduled sequence samples
+    in this step if the step closes its gap: `num_new_tokens == seq.num_uncomputed_tokens` (before `update`).
+    """
+
+    block_copies: Copies
+    swap_out: Copies
+    swap_in: Copies
+    scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
+    preempted: list[SequenceGroup] = field(default_factory=list)  # since the last step
+    failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
+    forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
+    finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
+
+    @classmethod
+    def for_managers(cls, count: int) -> SchedulerOutput:
+        return cls([[] for _ in range(count)], [[] for _ in range(count)], [[] for _ in range(count)])
+
+    @property
+    def moves_blocks(self) -> bool:
+        return any(map(any, (self.swap_out, self.swap_in, self.block_copies)))
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.scheduled)
+
+
+class Scheduler:
+    """Queues of sequence groups over the block managers of all layer groups.
+
+    Invariants: every unfinished group is in exactly one of *waiting* (holds no block), *running* (on the device) and
+    *swapped* (in host memory), each ordered by (priority, arrival): lower numbers first. Victims are taken from the
+    end of *running*, so a group never loses its blocks to a later one, and the first one always gets on: no livelock.
+    Between two steps the table of a running sequence covers exactly its computed tokens.
+
+    A step: `output = schedule()`, the forward, `update(output)`, then the next tokens: `fork` / `reorder` / `finish` or
+    an append to `token_ids`, as the caller decides. Before `update`, no scheduled token is pending any more. `abort`,
+    `add` and `force_preempt` belong between steps.
+
+    `managers` has one entry for each layer group; `host_managers`, if given, are the swap space of each. Prefix
+    caching needs one manager without a sliding window.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        managers: list[BlockManager],
+        host_managers: list[BlockManager] | None = None,
+    ) -> None:
+        if not managers:
+            raise ValueError("managers=[]: at least one block manager is needed")
+        if host_managers is not None and len(host_managers) != len(managers):
+            raise ValueError(f"{len(host_managers)} host managers for {len(managers)} managers; give one for each")
+        self.config = config
+        self.managers = managers
+        self.host_managers = host_managers
+        self.prefix_cache: PrefixCache | None = None
+        if config.prefix_caching and len(managers) == 1 and managers[0].sliding_window is None:
+            self.prefix_cache = PrefixCache(managers[0])
+        self._tables = Tables(managers, host_managers or [])
+        self._sliding = [manager for manager in managers if manager.sliding_window is not None]
+        self._groups: dict[str, SequenceGroup] = {}
+        self._waiting: list[SequenceGroup] = []
+        self._running: list[SequenceGroup] = []
+        self._swapped: list[SequenceGroup] = []
+        self._queues = {
+            SeqStatus.WAITING: self._waiting,
+            SeqStatus.RUNNING: self._running,
+            SeqStatus.SWAPPED: self._swapped,
+        }
+        self._arrivals = itertools.count()
+        self._output = SchedulerOutput.for_managers(len(managers))  # of the next step, as far as it is known
+        self.num_preemptions_recompute = 0
+        self.num_preemptions_swap = 0
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_swapped(self) -> int:
+        return len(self._swapped)
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """All unfinished groups in the order in which they were added."""
+        return list(self._groups.values())
+
+    def get(self, request_id: str) -> SequenceGroup | None:
+        return self._groups.get(request_id)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._groups)
+
+    # -- requests come and go -----------------------------------------------------------------------------------
+
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a new request. Raises ValueError if it can never run, QueueFull if `max_waiting` wait already."""
+        config = self.config
+        if group.request_id in self._groups:
+            raise ValueError(f"request_id {group.request_id!r} is in use; choose another one")
+        for name, limit in (("max_num_seqs", config.max_num_seqs), ("max_num_batched_tokens", config.token_budget)):
+            if group.width > limit:
+                raise ValueError(f"{group.width} sequences in one request, but {name}={limit}; raise it")
+        self._tables.check_fits_alone(group)
+        if config.max_waiting is not None and len(self._waiting) >= config.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait already (max_waiting={config.max_waiting})")
+        group.order = (group.priority, group.arrival, next(self._arrivals))
+        self._groups[group.request_id] = group
+        insort(self._waiting, group, key=_by_order)
+
+    def abort(self, request_id: str) -> SequenceGroup | None:
+        """Finish a request in whatever state it is and free its blocks. None if it is unknown or finished."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self.finish_group(group, FinishReason.ABORT)
+        return group
+
+    def finish_group(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """Finish all live sequences of the group."""
+        if group.status is not SeqStatus.FINISHED:
+            self._release(group, group.live, reason)
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """Finish one sequence; with its last one the group is finished."""
+        group = seq.group
+        if seq.finish_reason is not None:
+            return
+        self._release(group, [seq], reason)
+        if any(other.parent is seq for other in group.live):
+            # They were to be forked from this one: they find themselves another parent.
+            self._start_over(group)
+
+    def _release(self, group: SequenceGroup, seqs: list[Sequence], reason: FinishReason) -> None:
+        self._free(group, seqs)
+        for seq in seqs:
+            seq.finish_reason = reason
+            seq.parent = None
+        group.live = [seq for seq in group.live if seq.finish_reason is None]
+        # What is left may still fork into as many as it was to.
+        group.width = max(len(group.live), group.width - len(seqs))
+        self._output.finished_seq_ids.extend(seq.seq_id for seq in seqs)
+        if not group.live:
+            self._set_status(group, SeqStatus.FINISHED)
+            group.has_branches = False
+            del self._groups[group.request_id]
+
+    def _free(self, group: SequenceGroup, seqs: list[Sequence]) -> None:
+        if group.status is SeqStatus.RUNNING:
+            self._tables.free(seqs)
+        elif group.status is SeqStatus.SWAPPED:
+            self._tables.free_swapped(seqs, self._output.swap_out)
+
+    def _start_over(self, group: SequenceGroup) -> None:
+        """Give up what is computed and wait."""
+        self._free(group, group.live)
+        group.restart()
+        self._set_status(group, SeqStatus.WAITING)
+
+    def _set_status(self, group: SequenceGroup, status: SeqStatus) -> None:
+        """Take the group from one queue to another."""
+        old = self._queues[group.status]
+        del old[bisect_left(old, group.order, key=_by_order)]
+        group.status = status
+        if status is not SeqStatus.FINISHED:
+            insort(self._queues[status], group, key=_by_order)
+
+    def _fail(self, group: SequenceGroup) -> None:
+        num_tokens, count = max(seq.num_tokens for seq in group.live), len(group.live)
+        group.error = (
+            f"the cache is too small for request {group.request_id!r} alone, with {count} sequence(s) of up to "
+            f"{num_tokens} tokens ({self._tables.usage()}); give it more memory"
+        )
+        self.finish_group(group, FinishReason.ERROR)
+        self._output.failed.append(group)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes and make room for it.
+
+        Running groups first, in order; then groups that were swapped out; then new ones, unless somebody had to
+        give way. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences.
+        """
+        return self.schedule_in_peace() or self._schedule_one_by_one()
+
+    def schedule_in_peace(self) -> SchedulerOutput | None:
+        """`schedule`, if all running groups get what they need; None, and nothing has changed, if one might have to be
+        preempted.
+        """
+        plan, budget = self._plan_running(self.config.token_budget)
+        if not self._tables.append(plan, self._output.block_copies):
+            return None
+        self._output.scheduled.extend(plan)
+        return self._schedule_others(budget)
+
+    def _schedule_one_by_one(self) -> SchedulerOutput:
+        """As far as the blocks go; they are taken from the last to arrive."""
+        output, running = self._output, self._running
+        num_preempted, budget, index = len(output.preempted), self.config.token_budget, 0
+        while index < len(running) and budget > 0:
+            used = self._schedule_group(running[index], budget)
+            if used is not None:
+                budget -= used
+                index += 1
+            elif len(running) > 1:
+                self._preempt(running[-1], self._cheaper_way(running[-1]))
+            else:
+                self._fail(running[0])
+        return self._schedule_others(budget if len(output.preempted) == num_preempted else 0)
+
+    def _schedule_others(self, budget: int) -> SchedulerOutput:
+        """Running groups have had their turn."""
+        if budget > 0:
+            budget = self._resume_swapped(budget)
+            if not self._swapped:
+                self._admit(budget)
+        output, self._output = self._output, SchedulerOutput.for_managers(len(self.managers))
+        return output
+
+    def _plan_running(self, budget: int) -> tuple[Plan, int]:
+        """What all running groups compute next if blocks suffice, and what is left of the budget."""
+        plan: Plan = []
+        for group in self._running:
+            if budget <= 0:
+                break
+            if group.has_branches:
+                self._fork_branches(group)
+            own = group.plan(budget)
+            budget -= sum([num_tokens for _, num_tokens in own])
+            plan += own
+        return plan, budget
+
+    def _resume_swapped(self, budget: int) -> int:
+        while self._swapped and budget > 0:
+            group = self._swapped[0]
+            if self._tables.fits_swapped(group, self._watermark):
+                self._tables.swap_in(group, self._output.swap_in)
+                budget -= self._start(group, budget)
+            elif self._running:
+                break
+            else:
+                # Alone it can do with less: in host memory it shares nothing with pinned prefixes.
+                self._start_over(group)
+        return budget
+
+    def _admit(self, budget: int) -> None:
+        waiting = self._waiting
+        if not waiting:
+            return
+        places = self.config.max_num_seqs - sum(group.width for group in self._running)
+        while waiting and budget > 0 and waiting[0].width <= places:
+            group = waiting[0]
+            hits = self._match(group)
+            if self._tables.fits(group, hits, self._watermark):
+                places -= group.width
+                self._adopt(group, hits)
+                budget -= self._start(group, budget)
+            elif self._running:
+                break
+            else:
+                self._fail(group)
+
+    @property
+    def _watermark(self) -> float:
+        return self.config.watermark if self._running else 0.0
+
+    def _match(self, group: SequenceGroup) -> list[int]:
+        """Blocks of the prefix cache for a waiting group."""
+        if self.prefix_cache is None or group.cache_root is None:
+            return []
+        leader = group.live[0]
+        hits = self.prefix_cache.match(leader.token_ids, group.cache_root, leader.block_digests)
+        # The others fork from the leader: it must not start beyond the first branch.
+        branch = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
+        return hits[: branch // self.prefix_cache.block_size]
+
+    def _adopt(self, group: SequenceGroup, hits: list[int]) -> None:
+        leader = group.live[0]
+        self._tables.start(leader, hits)
+        leader.num_computed_tokens = len(hits) * self.managers[0].block_size
+        leader.num_registered_blocks = len(hits)
+        if self.prefix_cache is not None and group.cache_root is not None and group.num_preemptions == 0:
+            group.num_cached_tokens = leader.num_computed_tokens
+            self.prefix_cache.count(leader.num_tokens, leader.num_computed_tokens)
+
+    def _start(self, group: SequenceGroup, budget: int) -> int:
+        self._set_status(group, SeqStatus.RUNNING)
+        return self._schedule_group(group, budget) or 0
+
+    def _schedule_group(self, group: SequenceGroup, budget: int) -> int | None:
+        """Schedule what the budget and the blocks allow; returns the number of tokens, None if blocks are missing."""
+        if group.has_branches:
+            self._fork_branches(group)
+        plan = group.plan(budget)
+        if not plan:
+            return 0
+        while not self._tables.append(plan, self._output.block_copies):
+            plan = self._smaller(plan)
+            if not plan:
+                return None
+        self._output.scheduled.extend(plan)
+        return sum([num_tokens for _, num_tokens in plan])
+
+    def _smaller(self, plan: Plan) -> Plan:
+        """A part of a plan that lacks blocks: a chunk of the first sequence that is far behind, or nothing."""
+        for seq, num_tokens in plan:
+            if num_tokens > 1:
+                num_tokens = min(num_tokens - 1, self._tables.room(seq))
+                return [(seq, num_tokens)] if num_tokens > 0 else []
+        return []
+
+    # -- preemption ---------------------------------------------------------------------------------------------
+
+    def force_preempt(self, request_id: str, mode: Literal["recompute", "swap"]) -> bool:
+        """Preempt a running group between two steps, as if blocks had run out (tests). False if it does not run."""
+        group = self._groups.get(request_id)
+        if group is None or group.status is not SeqStatus.RUNNING:
+            return False
+        self._preempt(group, mode)
+        return True
+
+    def _cheaper_way(self, group: SequenceGroup) -> Literal["recompute", "swap"]:
+        """In mode "auto": recompute what one step can recompute, swap what takes several.
+
+        A prefill that fits in one step rides along with the others at about the price of its arithmetic, while a
+        swap moves every block twice. Several steps are lost for a context longer than `max_num_batched_tokens`,
+        and for every branch of a group of several sequences (the paper too recomputes single sequences and swaps
+        groups).
+        """
+        if self.config.preemption != "auto":
+            return self.config.preemption
+        one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self.config.token_budget
+        return "recompute" if one_step else "swap"
+
+    def _preempt(self, group: SequenceGroup, mode: Literal["recompute", "swap"]) -> None:
+        """Take all blocks of a running group that is not scheduled in this step. A full swap space: recompute."""
+        group.num_preemptions += 1
+        self._output.preempted.append(group)
+        if mode == "swap" and self._tables.swap_out(group, self._output.swap_out):
+            self.num_preemptions_swap += 1
+            self._set_status(group, SeqStatus.SWAPPED)
+        else:
+            self.num_preemptions_recompute += 1
+            self._start_over(group)
+
+    # -- after the forward --------------------------------------------------------------------------------------
+
+    def update(self, output: SchedulerOutput) -> None:
+        """The step is computed. What has ended meanwhile is skipped."""
+        block_size = self.managers[0].block_size
+        cache, sliding = self.prefix_cache, self._sliding
+        for seq, num_tokens in output.scheduled:
+            group = seq.group
+            if seq.finish_reason is not None or group.status is not SeqStatus.RUNNING:
+                continue
+            seq.num_computed_tokens += num_tokens
+            if cache is not None and seq.num_computed_tokens // block_size > seq.num_registered_blocks:
+                self._register(seq, cache)
+            for manager in sliding:
+                manager.drop_outside_window(seq.seq_id)
+
+    def _register(self, seq: Sequence, cache: PrefixCache) -> None:
+        if seq.group.cache_root is None:
+            return
+        num_blocks = seq.num_computed_tokens // cache.block_size
+        cache.extend_digests(seq.block_digests, seq.token_ids, seq.group.cache_root, num_blocks)
+        table = self.managers[0].block_table(seq.seq_id)
+        for index in range(seq.num_registered_blocks, num_blocks):
+            cache.register(table[index], seq.block_digests[index])
+        seq.num_registered_blocks = num_blocks
+
+    def rollback(self, output: SchedulerOutput) -> None:
+        """The forward of this step failed after its copies were done: take the tables back to what is computed."""
+        for seq, _ in output.scheduled:
+            if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
+                self._tables.take_back(seq)
+
+    def fork(self, parent: Sequence, tokens: list[int]) -> list[Sequence]:
+        """The computed `parent` goes on with every one of `tokens`: itself with the first, copies with the others.
+
+        Returns all of them in the order of `tokens`. The copies share the parent's blocks; no memory is taken.
+        """
+        group = parent.group
+        if len(group.live) + len(tokens) - 1 > group.width or not tokens:
+            raise ValueError(f"{len(group.live)} + {len(tokens)} - 1 sequences in a group of width {group.width}")
+        assert parent.num_uncomputed_tokens == 0, f"{parent!r} is not computed"
+        family = [parent, *(self._copy(parent) for _ in tokens[1:])]
+        for seq, token in zip(family, tokens):
+            seq.token_ids.append(token)
+        group.sequences.extend(family[1:])
+        group.live = [seq for seq in group.sequences if seq.finish_reason is None]
+        return family
+
+    def reorder(self, group: SequenceGroup, parents: list[int], tokens: list[int]) -> list[Sequence]:
+        """Beam search: live sequence i becomes a continuation of live sequence `parents[i]` with `tokens[i]`.
+
+        Survivors are forked, losers are freed; K/V never moves. There may be fewer or more beams than before, up to
+        the width of the group. Returns the new `group.live`.
+        """
+        old = group.live
+        if len(parents) != len(tokens) or not 0 < len(parents) <= max(group.width, len(old)):
+            raise ValueError(f"{len(parents)} parents and {len(tokens)} tokens for a group of width {group.width}")
+        assert group.status is SeqStatus.RUNNING and all(seq.num_uncomputed_tokens == 0 for seq in old)
+        beams: list[Sequence] = []
+        seen: set[int] = set()
+        for index in parents:
+            beams.append(self._copy(old[index]) if index in seen else old[index])
+            seen.add(index)
+        losers = [seq for index, seq in enumerate(old) if index not in seen]
+        self._tables.free(losers)
+        self._output.finished_seq_ids.extend(seq.seq_id for seq in losers)
+        for seq, token in zip(beams, tokens):
+            seq.token_ids.append(token)
+        group.sequences = [seq for seq in group.sequences if seq.finish_reason is not None] + beams
+        group.live = beams[:]
+        for seq in losers:
+            seq.finish_reason = FinishReason.STOP
+        return group.live
+
+    def _copy(self, parent: Sequence) -> Sequence:
+        child = parent.copy()
+        self._tables.fork(parent, child)
+        self._output.forks.append((parent.seq_id, child.seq_id))
+        return child
+
+    def _fork_branches(self, group: SequenceGroup) -> None:
+        """After a restart: fork the sequences whose parent has computed what they have in common."""
+        for seq in group.live:
+            parent = seq.parent
+            if parent is None or parent.parent is not None or parent.num_computed_tokens < seq.branch_at:
+                continue
+            assert parent.num_computed_tokens == seq.branch_at, f"{parent!r} ran past the branch of {seq!r}"
+            self._tables.fork(parent, seq)
+            self._output.forks.append((parent.seq_id, seq.seq_id))
+            seq.num_computed_tokens = parent.num_computed_tokens
+            seq.parent = None
+        group.has_branches = any(seq.parent is not None for seq in group.live)
+
+    # -- invariants ---------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of the class does not hold (between two steps)."""
+        queued = [group for queue in self._queues.values() for group in queue]
+        assert len(queued) == len(self._groups) and set(queued) == set(self._groups.values()), "a group is lost"
+        for status, queue in self._queues.items():
+            assert queue == sorted(queue, key=_by_order), f"{status} is out of order"
+            for group in queue:
+                assert group.status is status and group.live, f"{group!r} is in the queue {status}"
+        assert sum(group.width for group in self._running) <= self.config.max_num_seqs
+        pins: set[object] = set() if self.prefix_cache is None else set(self.prefix_cache.pins)
+        self._tables.check_integrity(self._running, self._swapped, pins)
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()

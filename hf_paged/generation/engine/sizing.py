@@ -1,0 +1,189 @@
+"""How much K/V memory an engine gets, and from where: measured on the model itself, never guessed from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.swap import HostPool, bytes_per_host_block
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
+from hf_paged.model.adapters import lock_of, unwrapped
+from hf_paged.model.packed import PackedModel
+from hf_paged.model.sequential import RowModel
+from hf_paged.model.support import SupportReport, refuse_unsupported
+
+DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
+"""Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
+that no sequence has used cost nothing there."""
+
+MAX_DEFAULT_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedMemory:
+    """What an engine needs to run: the model bound to its memory, and the swap space of each layer group.
+
+    max_length: sequences beyond it would depend on their neighbours (None: no limit). shares_prefixes: a prefix's
+    blocks are all there is of it (a recurrent state is not in them).
+    """
+
+    model: PackedModel | RowModel
+    memory: PagedMemory
+    host_managers: list[BlockManager]
+    host_pools: list[HostPool]
+    max_length: int | None
+    shares_prefixes: bool
+
+
+def open_memory(
+    model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, prepack: bool | None
+) -> OpenedMemory:
+    """Bind the model to a memory of the configured size.
+
+    Raises UnsupportedModelError, or ValueError if the memory holds no block.
+    """
+    model = _generating_model(model)
+    with lock_of(model):  # another engine on it may be in a step, with adapters of its requests switched on
+        opened = _open(model, cache_config, scheduler_config, prepack)
+    return opened
+
+
+def _open(
+    model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, prepack: bool | None
+) -> OpenedMemory:
+    report = refuse_unsupported(model)
+    if model.training and draws_dropout(model):
+        raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
+    bound: PackedModel | RowModel
+    if report.native:
+        memory = PagedMemory(cache_config.block_size, 1, windows=window_groups(report))
+        bound = PackedModel(model, memory, overrides_for_engine(model, prepack))
+    else:
+        memory = PagedMemory(cache_config.block_size, 1)
+        bound = RowModel(model, memory)
+    shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
+    _measure(bound, scheduler_config)
+    bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
+    num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)
+    for group in memory.groups:
+        group.pool.resize(num_blocks)
+        group.manager.allocator.grow(num_blocks)
+    host_blocks = num_blocks
+    if cache_config.swap_bytes is not None:
+        host_blocks = cache_config.swap_bytes // sum(bytes_per_host_block(group.pool) for group in memory.groups)
+    if scheduler_config.preemption == "recompute":
+        host_blocks = 0
+    if not host_blocks:
+        if scheduler_config.preemption == "swap":
+            raise ValueError(
+                f"preemption='swap' needs swap memory, but swap_memory={cache_config.swap_memory!r} holds no block of "
+                f"{bytes_per_block} bytes; give it more, or use preemption='recompute'"
+            )
+        return OpenedMemory(bound, memory, [], [], report.native_length, shares_prefixes)
+    host_managers = [
+        BlockManager(BlockAllocator(host_blocks), cache_config.block_size, sliding_window=manager.sliding_window)
+        for manager in memory.managers
+    ]
+    pools = [HostPool(group.pool, host_blocks) for group in memory.groups]
+    return OpenedMemory(bound, memory, host_managers, pools, report.native_length, shares_prefixes)
+
+
+def _generating_model(model: Any) -> Any:
+    """The transformers model that a PEFT wrapper generates through."""
+    base = unwrapped(model)
+    if base is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            "prompt-learning adapters change the inputs of generate; merge or unload the adapter"
+        )
+    return base
+
+
+def draws_dropout(model: Any) -> bool:
+    """In training mode, such a model's results are random and depend on the layout of the batch."""
+    layers = (module for module in model.modules() if isinstance(module, torch.nn.modules.dropout._DropoutNd))
+    config = model.config.get_text_config(decoder=True)
+    return any(layer.p > 0 for layer in layers) or bool(getattr(config, "attention_dropout", 0.0))
+
+
+def window_groups(
+    report: SupportReport, max_length: int | None = None
+) -> tuple[tuple[frozenset[int] | None, int | None], ...]:
+    """Layers by the window after which their blocks can be freed; one group, None, if nothing ever can be.
+
+    A window of `max_length` or more is none.
+    """
+    by_window: dict[int | None, set[int]] = {}
+    for layer in report.layers:
+        window = layer.sliding_window
+        if window is not None and max_length is not None and window >= max_length:
+            window = None
+        by_window.setdefault(window, set()).add(layer.index)
+    if set(by_window) == {None}:
+        return ((None, None),)
+    return tuple((frozenset(layers), window) for window, layers in by_window.items())
+
+
+@torch.no_grad()
+def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> None:
+    """One forward, so that every layer has told the shape of its K/V. On a GPU it is as large as a step may be, so
+    that what is free afterwards is free in every step.
+    """
+    memory, device = bound.memory, bound.model.device
+    count = 1 if isinstance(bound, RowModel) else TRIAL_TOKENS
+    if device.type == "cuda":
+        limit = getattr(bound.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
+        count = min(scheduler_config.token_budget, limit)
+    if count > memory.block_size:
+        blocks = -(-count // memory.block_size)
+        for group in memory.groups:
+            group.pool.resize(blocks)
+            group.manager.allocator.grow(blocks)
+    memory.append([(-1, count)])
+    ids = torch.zeros(count, dtype=torch.int64, device=device)
+    if isinstance(bound, PackedModel):
+        metadata, positions = memory.step_metadata([-1], [count], device)
+        bound.forward(ids, positions, metadata, torch.tensor([count - 1], device=device))
+    else:
+        bound.forward(-1, ids, 0)
+        bound.free(-1)
+    memory.free(-1)
+
+
+def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, bytes_per_block: int) -> int:
+    if cache_config.num_blocks is not None:
+        return cache_config.num_blocks
+    if cache_config.memory_bytes is not None:
+        num_blocks, source = cache_config.memory_bytes // bytes_per_block, f"memory={cache_config.memory!r}"
+    else:
+        fraction = cache_config.memory_fraction
+        free = _free_bytes(model.device)
+        share = DEFAULT_FRACTION.get(model.device.type, 0.3) if fraction is None else fraction
+        num_blocks, source = int(free * share) // bytes_per_block, f"{share:g} of {free} free bytes"
+        if fraction is None:
+            num_blocks = min(num_blocks, _most_blocks(model, cache_config, scheduler_config))
+    if num_blocks < 1:
+        raise ValueError(f"{source} holds no block: one takes {bytes_per_block} bytes; give the cache more memory")
+    return num_blocks
+
+
+def _most_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
+    """More than this a full batch of longest sequences could not use."""
+    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
+    tokens = min(scheduler_config.max_num_seqs * length, MAX_DEFAULT_TOKENS)
+    return -(-tokens // cache_config.block_size) + scheduler_config.max_num_seqs
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return int(psutil.virtual_memory().available)

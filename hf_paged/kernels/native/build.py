@@ -1,0 +1,234 @@
+"""Compiles the C kernels once a machine, in the background, and loads them. Knows compilers and files, no tensors.
+
+A process uses the kernels that are in the cache when it first asks, or never: it does not change over later. So results
+cannot change in the middle of a run, and no call of a user waits for a compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SWITCH = "HF_PAGED_NATIVE"
+_SOURCES = Path(__file__).parent
+# Neither flag changes a result: no code here reads errno or floating-point exceptions. No -ffast-math: NaN must travel.
+_FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
+_STALE_SECONDS = 600
+
+
+class NativeBuildError(RuntimeError):
+    """The native kernels cannot be compiled here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Toolchain:
+    compiler: str
+    target: tuple[str, ...]
+    openmp: str | None  # the library this process already runs its threads with
+
+    def commands(self, directory: Path, stem: str) -> list[list[str]]:
+        """Compile and link `stem`.tmp.so. Linking the very OpenMP library that torch uses shares its threads."""
+        source, unit, out = _SOURCES / "paged.c", directory / f"{stem}.o", directory / f"{stem}.tmp.so"
+        link = [self.openmp] if self.openmp else ["-fopenmp"]
+        return [
+            [self.compiler, *_FLAGS, *self.target, "-fopenmp", "-c", str(source), "-o", str(unit)],
+            [self.compiler, "-shared", str(unit), *link, "-lm", "-o", str(out)],
+        ]
+
+
+def _openmp_library() -> str | None:
+    """Path of the OpenMP runtime loaded into this process (torch's own copy first), if it can be told."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps)))
+    return min(found, key=lambda path: "torch" not in path, default=None)
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    lines: list[str] = [platform.machine()]
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if re.match(r"(model name|flags|Features|CPU part)\b", line):
+                lines.append(line)
+            elif not line:
+                break
+    except OSError:
+        lines.append(platform.processor())
+    return "\n".join(lines)
+
+
+def _toolchain() -> _Toolchain | None:
+    names = [os.environ["CC"]] if os.environ.get("CC") else []
+    for name in [*names, "cc", "gcc", "clang"]:
+        path = shutil.which(name)
+        if path:
+            machine = platform.machine()
+            target = ("-mcpu=native",) if machine in ("aarch64", "arm64") else ("-march=native",)
+            return _Toolchain(os.path.realpath(path), target, _openmp_library())
+    return None
+
+
+def cache_directory() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "hf_paged"
+
+
+def _stem(toolchain: _Toolchain) -> str:
+    """Names a build: changes with the sources, the flags, the compiler, the CPU and the OpenMP library."""
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCES.glob("*.c")):
+        digest.update(path.read_bytes())
+    compiler = os.stat(toolchain.compiler)
+    parts = (*_FLAGS, *toolchain.target, toolchain.compiler, compiler.st_size, compiler.st_mtime_ns)
+    digest.update(repr((parts, toolchain.openmp, _cpu())).encode())
+    return f"kernels-{digest.hexdigest()[:24]}"
+
+
+def _private_directory() -> Path:
+    """The cache directory, which nobody else may write: code is loaded from it."""
+    directory = cache_directory()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = directory.stat()
+    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NativeBuildError(f"{directory} can be written by others; make it yours alone, or set XDG_CACHE_HOME")
+    return directory
+
+
+def _start_in_background(toolchain: _Toolchain, directory: Path, stem: str) -> None:
+    """Start a build that outlives this process; a build of the same kernels that already runs is left alone."""
+    lock = directory / f"{stem}.lock"
+    try:
+        lock.mkdir()
+    except FileExistsError:
+        if time.time() - lock.stat().st_mtime < _STALE_SECONDS:
+            return
+        os.utime(lock)
+    own = f"{stem}.{os.getpid()}"
+    quoted = {name: shlex.quote(str(directory / name)) for name in (f"{own}.log", f"{own}.tmp.so", f"{own}.o")}
+    log, library, unit = quoted.values()
+    steps = " && ".join(shlex.join(command) for command in toolchain.commands(directory, own))
+    script = (
+        f"( if {steps} && mv -f {library} {shlex.quote(str(directory / stem))}.so; then rm -f {log}; "
+        f"else mv -f {log} {shlex.quote(str(directory / stem))}.failed; fi; "
+        f"rm -f {unit}; rmdir {shlex.quote(str(lock))} ) >{log} 2>&1 </dev/null &"
+    )
+    subprocess.run(["nice", "sh", "-c", script] if shutil.which("nice") else ["sh", "-c", script], check=True)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    signatures: dict[str, tuple[list[type], type | None]] = {
+        "hfp_plan_bytes": ([*[pointer] * 3, *[integer] * 3], integer),
+        "hfp_plan": ([*[pointer] * 2, integer, *[pointer] * 3, *[integer] * 6], None),
+        "hfp_plan_counts": ([pointer, pointer], None),
+        "hfp_workspace_bytes": ([pointer, *[integer] * 5], integer),
+        "hfp_attention": ([pointer, ctypes.c_int, real, real], ctypes.c_int),
+        "hfp_prefill_bytes": ([*[integer] * 3], integer),
+        "hfp_prefill": ([pointer, ctypes.c_int, real, real, *[pointer] * 3, integer], ctypes.c_int),
+        "hfp_has_f16": ([], ctypes.c_int),
+        "hfp_openmp": ([], ctypes.c_int),
+        "hfp_target": ([], ctypes.c_char_p),
+        "hfp_write_kv": ([*[pointer] * 5, integer, integer, pointer, integer], None),
+        "hfp_copy_blocks": ([pointer, integer, pointer, integer, integer], None),
+        "hfp_greedy": ([pointer, ctypes.c_int, *[integer] * 3, pointer, pointer, integer], ctypes.c_int),
+        "hfp_draw": ([pointer, *[integer] * 3, pointer, ctypes.c_int, pointer, integer], None),
+        "hfp_has_layers": ([], ctypes.c_int),
+    }
+    if library.hfp_has_layers():
+        signatures |= {
+            "hfp_prefer_large_pages": ([pointer, integer], None),
+            "hfp_packed_bytes": ([integer, integer], integer),
+            "hfp_pack_linear": ([pointer, integer, integer, pointer, integer], None),
+            "hfp_linear_workspace": ([integer, integer], integer),
+            "hfp_linear": ([pointer], None),
+            "hfp_rms_norm": ([*[pointer] * 3, integer, integer, real, integer], None),
+            "hfp_rotate": ([pointer], None),
+            "hfp_layer_in_workspace": ([integer, integer], integer),
+            "hfp_layer_in": ([pointer, pointer], None),
+            "hfp_layer_out_workspace": ([integer] * 4, integer),
+            "hfp_layer_out": ([pointer, real], None),
+            "hfp_decode_layers": ([*[pointer] * 6, integer], None),
+        }
+    for name, (arguments, result) in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library
+
+
+@functools.cache
+def _find() -> tuple[ctypes.CDLL | None, str]:
+    """The kernels, if they can be used, and a line about it. Asked once a process; may start a background build."""
+    if os.environ.get(SWITCH) == "0":
+        return None, f"native kernels are off ({SWITCH}=0)"
+    if os.name != "posix":
+        return None, "native kernels are built on POSIX systems only"
+    toolchain = _toolchain()
+    if toolchain is None:
+        return None, "no native kernels: no C compiler found (cc, gcc, clang or $CC)"
+    try:
+        directory = _private_directory()
+        stem = _stem(toolchain)
+        path = directory / f"{stem}.so"
+        if path.exists():
+            library = _load(path)
+            threads = "OpenMP" if library.hfp_openmp() else "one thread"
+            return library, f"native kernels: {library.hfp_target().decode()}, {threads}"
+        failed = directory / f"{stem}.failed"
+        if failed.exists():
+            lines = failed.read_text(errors="replace").strip().splitlines() or ["no message"]
+            return None, f"no native kernels: the compiler failed ({lines[0][:150]}; all of it in {failed})"
+        _start_in_background(toolchain, directory, stem)
+    except (OSError, NativeBuildError, subprocess.CalledProcessError) as error:
+        return None, f"no native kernels: {error}"
+    return None, f"native kernels are being compiled in the background ({path}); the next process will use them"
+
+
+def library() -> ctypes.CDLL | None:
+    """The loaded kernels, or None: then `status` says why."""
+    return _find()[0]
+
+
+def status() -> str:
+    """One line for people: which CPU kernels this process has, or why it has none."""
+    return _find()[1]
+
+
+def build() -> Path:
+    """Compile now and wait (seconds), then load: for setup scripts, tests and benchmarks.
+
+    Returns the library's path. Raises NativeBuildError with the compiler's words if it cannot be had.
+    """
+    toolchain = _toolchain()
+    if toolchain is None:
+        raise NativeBuildError("no C compiler found (cc, gcc, clang or $CC)")
+    directory = _private_directory()
+    stem = _stem(toolchain)
+    path = directory / f"{stem}.so"
+    if not path.exists():
+        own = f"{stem}.{os.getpid()}"
+        try:
+            for command in toolchain.commands(directory, own):
+                done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+                if done.returncode:
+                    raise NativeBuildError(f"{shlex.join(command)}\n{done.stderr}")
+            os.replace(directory / f"{own}.tmp.so", path)
+        finally:
+            (directory / f"{own}.o").unlink(missing_ok=True)
+        (directory / f"{stem}.failed").unlink(missing_ok=True)
+    _find.cache_clear()
+    return path

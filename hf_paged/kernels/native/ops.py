@@ -1,0 +1,359 @@
+"""The native CPU implementation: C kernels that read the blocks where they lie. Needs a C compiler, once a machine.
+
+Two kernels, for few new tokens of a sequence and for many; which of them computes a sequence depends on its own lengths
+only. Knows tensors; `native_build` knows compilers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hf_paged.kernels import gather
+from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.native import build as native_build
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# A sequence with at least so many new query rows a KV head is multiplied as matrices (prefill.inc.c); with fewer, it is
+# an item among others. About where the two cross, in fp32 and in bf16, after long prefixes and short ones.
+_PROMPT_ROWS = 64
+# What prefill.inc.c has buffers for: elements of a head, query heads a KV head.
+_PROMPT_MAX_DIM, _PROMPT_MAX_GROUP = 512, 64
+# Queries (of one sequence, or of several that share blocks) that read a chunk together, and their rows a KV head.
+_MAX_ITEM_QUERIES = 16
+_MAX_ITEM_ROWS = 64
+
+Call = ctypes.c_int64 * 39  # struct Call of paged.c
+CALL_KEY, CALL_VALUE, CALL_WORKSPACE = 1, 2, 9  # places of words in it
+_NO_NEW_KV = (0,) * 10
+_local = threading.local()
+
+
+def is_available() -> bool:
+    """Whether this process has the kernels. The first question may start a background build for later processes."""
+    return native_build.library() is not None
+
+
+def status() -> str:
+    """One line for people: which CPU kernels this process has, or why it has none."""
+    return native_build.status()
+
+
+def build() -> None:
+    """Compile the kernels now if they are not in the cache, and use them in this process from now on.
+
+    Raises NativeBuildError if there is no compiler or it fails.
+    """
+    from hf_paged.kernels import ops
+
+    native_build.build()
+    ops.refresh()
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether attention and writes have code for the dtype on this machine (block copies have, for any)."""
+    return dtype in (torch.float32, torch.bfloat16) or (dtype == torch.float16 and bool(_library().hfp_has_f16()))
+
+
+def _library() -> ctypes.CDLL:
+    library = native_build.library()
+    if library is None:
+        raise RuntimeError(f"impl='native': {native_build.status()}; hf_paged.kernels.native.ops.build() compiles them")
+    return library
+
+
+class _Plan:
+    """The work items of one step for one window: made once, used by all layers of the group."""
+
+    __slots__ = ("_memory", "handle", "prompts", "workspace")
+
+    def __init__(
+        self,
+        metadata: AttentionMetadata,
+        shape: tuple[int, int, int, int, int],
+        share: bool,
+    ) -> None:
+        """shape: block size, window, attention chunk (0 = none), query heads a KV head, elements of a head."""
+        library = _library()
+        block_size, window, chunk_size, group, dim = shape
+        query_lens = np.diff(metadata.query_start_loc.numpy())
+        long = query_lens * group >= _PROMPT_ROWS
+        # A single new token is a decode step, however many heads it has.
+        long &= (query_lens > 1) & (group <= _PROMPT_MAX_GROUP and dim <= _PROMPT_MAX_DIM)
+        mine = np.ascontiguousarray((~long).nonzero()[0], dtype=np.int32)
+        self.prompts = np.ascontiguousarray(long.nonzero()[0], dtype=np.int32) if long.any() else None
+        tables = metadata.block_tables
+        lens = metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr(), mine.ctypes.data, len(mine)
+        num_bytes = library.hfp_plan_bytes(*lens, window, chunk_size)
+        # A tensor's memory, which is freed without running Python: Ctrl-C in a finalizer would be lost.
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.handle = self._memory.data_ptr()
+        library.hfp_plan(
+            self.handle,
+            tables.data_ptr(),
+            tables.stride(0),
+            *lens,
+            block_size,
+            window,
+            chunk_size,
+            max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
+            share,
+        )
+        self.workspace: dict[tuple[int, ...], int] = {}  # bytes by shape
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Work items, queries in them, queries with several chunks, partial results."""
+        counts = (ctypes.c_int64 * 4)()
+        _library().hfp_plan_counts(self.handle, counts)
+        return tuple(counts)
+
+
+def workspace(num_bytes: int) -> int:
+    """Address of memory, aligned to 64 bytes, that the next call of this thread may overwrite."""
+    buffer: torch.Tensor | None = getattr(_local, "buffer", None)
+    if buffer is None or buffer.numel() < num_bytes:
+        buffer = _local.buffer = torch.empty(num_bytes + num_bytes // 2, dtype=torch.uint8)
+    return buffer.data_ptr()
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    share: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.paged_attention`. `share`: read blocks that several sequences hold once for all of them."""
+    dtype = query.dtype
+    if not (dtype == key_cache.dtype == value_cache.dtype) or dtype not in _DTYPES:
+        raise ValueError(
+            f"impl='native' needs query and caches of one dtype, fp32, bf16 or fp16; these are {dtype}, "
+            f"{key_cache.dtype} and {value_cache.dtype}"
+        )
+    if out is None:
+        out = torch.empty((*query.shape[:2], value_cache.shape[3]), dtype=dtype)
+    lse = torch.full(query.shape[:2], -torch.inf) if return_lse else None
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
+    call, plan, num_bytes = attention_call(
+        query, key_cache, value_cache, metadata, target, key=key, value=value, sliding_window=sliding_window,
+        chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, share=share,
+    )  # fmt: skip
+    call[CALL_WORKSPACE] = workspace(num_bytes)
+    library = _library()
+    failed = library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0)
+    if plan.prompts is not None:
+        failed |= library.hfp_prefill(
+            call, _DTYPES[dtype], scale, softcap or 0.0, metadata.seq_lens.data_ptr(),
+            metadata.query_start_loc.data_ptr(), plan.prompts.ctypes.data, len(plan.prompts),
+        )  # fmt: skip
+    if failed:
+        raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
+    if target is not out:
+        out.copy_(target)
+    if lse is not None:
+        return out, lse
+    return out
+
+
+def attention_call(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    out: torch.Tensor,
+    *,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    share: bool = True,
+) -> tuple[ctypes.Array[ctypes.c_int64], _Plan, int]:
+    """What the kernels want to know of an attention, the step's plan for it, and how many bytes of workspace it takes,
+    whose address the caller puts in. All as for `ops.paged_attention`; last dimensions contiguous, floats fp32."""
+    library = _library()
+    num_tokens, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, v_head_dim = value_cache.shape
+    window, chunk = sliding_window or 0, chunk_size or 0
+    group = num_heads // num_kv_heads
+    plan_shape = (block_size, window, chunk, group, max(head_dim, v_head_dim))
+    plan_key = ("native", plan_shape, share)
+    plan: _Plan | None = metadata.scratch.get(plan_key)
+    if plan is None:
+        plan = metadata.scratch[plan_key] = _Plan(metadata, plan_shape, share)
+    new_kv = _NO_NEW_KV
+    if key is not None and value is not None:
+        if _is_plain_write(key, value, key_cache, value_cache):
+            slots = metadata.slot_mapping
+            new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, *_write_strides(key, value))
+        else:
+            gather.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+    threads = torch.get_num_threads()
+    shape = (num_heads, num_kv_heads, head_dim, v_head_dim, threads)
+    num_bytes = plan.workspace.get(shape)
+    if num_bytes is None:
+        num_bytes = library.hfp_workspace_bytes(plan.handle, *shape)
+        if plan.prompts is not None:
+            num_bytes = max(num_bytes, library.hfp_prefill_bytes(head_dim, v_head_dim, threads))
+        plan.workspace[shape] = num_bytes
+    k_strides, v_strides = key_cache.stride(), value_cache.stride()
+    call = Call(
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        metadata.block_tables.data_ptr(),
+        plan.handle,
+        0,
+        query.stride(0),
+        query.stride(1),
+        *k_strides[:3],
+        *v_strides[:3],
+        out.stride(0),
+        out.stride(1),
+        metadata.block_tables.stride(0),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        v_head_dim,
+        block_size,
+        window,
+        chunk,
+        threads,
+        *new_kv,
+    )
+    return call, plan, num_bytes
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `ops.write_kv`."""
+    if not _is_plain_write(key, value, key_cache, value_cache):
+        gather.write_kv(key, value, key_cache, value_cache, slot_mapping)
+        return
+    _library().hfp_write_kv(
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.contiguous().data_ptr(),
+        key.shape[0],
+        key.shape[1],
+        (ctypes.c_int64 * 6)(*_write_strides(key, value)),
+        torch.get_num_threads(),
+    )
+
+
+def _is_plain_write(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether writing is copying rows of bytes."""
+    return (
+        key.dtype == key_cache.dtype
+        and value.dtype == value_cache.dtype
+        and key.stride(2) == 1
+        and value.stride(2) == 1
+        and key_cache.is_contiguous()
+        and value_cache.is_contiguous()
+    )
+
+
+def _write_strides(key: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+    """In bytes: from token to token, from head to head, of one head, of key and of value."""
+    k_size, v_size = key.element_size(), value.element_size()
+    k, v = key.stride(), value.stride()
+    return k[0] * k_size, k[1] * k_size, key.shape[2] * k_size, v[0] * v_size, v[1] * v_size, value.shape[2] * v_size
+
+
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
+    """See `ops.copy_blocks`."""
+    if not all(tensor.is_contiguous() or tensor[0].is_contiguous() for tensor in (*caches, *into)):
+        gather.copy_blocks(caches, copies, into)
+        return
+    table: list[int] = []
+    for source, target in zip(caches, into):
+        size = source.element_size()
+        table += (source.data_ptr(), source.stride(0) * size, target.data_ptr(), target.stride(0) * size)
+        table.append(math.prod(source.shape[1:]) * size)
+    _library().hfp_copy_blocks(
+        (ctypes.c_int64 * len(table))(*table),
+        len(caches),
+        copies.contiguous().data_ptr(),
+        copies.shape[0],
+        torch.get_num_threads(),
+    )
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [num_rows, vocab] of a supported dtype, last dimension contiguous -> the first of the largest int64
+    [num_rows], its log-probability fp32 [num_rows], NaN where the logits are. Two passes over each row, no copies.
+    """
+    rows, vocab = logits.shape
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    _library().hfp_greedy(
+        logits.data_ptr(), _DTYPES[logits.dtype], logits.stride(0), rows, vocab, tokens.data_ptr(),
+        logprobs.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """probs fp32 [num_rows, vocab], last dimension contiguous, a generator for each row -> tokens int64 [num_rows].
+
+    They are what `torch.multinomial` draws from one row after the other, and the generators are moved on as by it.
+    Of a generator that other threads draw from meanwhile, both may get the same numbers.
+    """
+    rows, vocab = probs.shape
+    states = {generator: generator.get_state() for generator in generators}
+    addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
+    tokens = torch.empty(rows, dtype=torch.int64)
+    _library().hfp_draw(
+        probs.data_ptr(), probs.stride(0), rows, vocab, addresses, len(states) == rows, tokens.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    for generator, state in states.items():
+        generator.set_state(state)
+    return tokens
+
+
+@functools.cache
+def draws_like_torch() -> bool:
+    """Whether `draw` gives torch's tokens and leaves its generators as it does: both are torch's own affair."""
+    probs = torch.softmax(torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)), dim=-1)
+    mine, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
+    for generator in (mine, theirs):
+        torch.rand(5, generator=generator)  # an odd number of words
+    tokens = draw(probs, [mine] * len(probs))
+    expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
+    return tokens.tolist() == expected and mine.get_state().equal(theirs.get_state())

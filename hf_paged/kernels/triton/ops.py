@@ -1,0 +1,182 @@
+"""The Triton implementation of the operations in `ops`: chooses kernels and tiles, launches them.
+
+Runs on GPUs, and on a CPU under TRITON_INTERPRET=1. Reads no tensor on the host: sizes come from shapes and from the
+upper bounds in the metadata.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.triton import tuning as triton_tuning
+from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, target_of
+from hf_paged.kernels.triton.plan import make_plan
+from hf_paged.kernels.triton.split import reduce_kernel, split_kernel
+from hf_paged.kernels.triton.tuning import Tile
+from hf_paged.kernels.triton.whole import whole_kernel
+from hf_paged.kernels.triton.write import copy_blocks, write_kv
+
+__all__ = ["copy_blocks", "paged_attention", "write_kv"]
+
+# Query lengths up to this are decode (a token, or speculative tokens to verify), longer ones prefill.
+MAX_DECODE_QUERY = 16
+# Decode over so few tiles of keys needs no plan and no reduction.
+MAX_WHOLE_TILES = 4
+# Programs of the split kernel: one wave that keeps enough bytes in flight.
+PROGRAMS_PER_CORE = 2
+_LOG2E = 1.4426950408889634
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.paged_attention`. Tensors need a contiguous last dimension."""
+    if out is None:
+        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
+    launches = attention_launches(
+        query, key_cache, value_cache, metadata, scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes,
+        out, lse, target_of(query.device),
+    )  # fmt: skip
+    for launch in launches:
+        launch.run()
+    return out if lse is None else (out, lse)
+
+
+def attention_launches(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    target: Target,
+) -> list[Launch]:
+    """What `paged_attention` runs on `target`, in order."""
+    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache), ("out", out)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+    if metadata.num_seqs == 0 or query.shape[0] == 0:
+        return []
+    group = query.shape[1] // key_cache.shape[2]
+    head_dim, v_head_dim = query.shape[2], value_cache.shape[3]
+    block_d, block_dv = (max(16, next_power_of_2(n)) for n in (head_dim, v_head_dim))
+    if max(block_d, block_dv) > 512:
+        raise ValueError(f"head sizes {head_dim} and {v_head_dim}: the Triton kernels go up to 512; use impl='torch'")
+    qk_scale, soft = scale * _LOG2E, 0.0
+    if softcap is not None:  # see triton_tile: the scaled score is log2(e^2x) with x the argument of tanh
+        qk_scale, soft = scale * 2 * _LOG2E / softcap, softcap * _LOG2E
+    common: dict[str, Any] = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": metadata.block_tables,
+        "seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "sinks": sinks,
+        "alibi_slopes": alibi_slopes, "out": out, "lse": lse, "num_seqs": metadata.num_seqs,
+        "qk_scale": qk_scale, "softcap": soft,
+        "q_token_stride": query.stride(0), "q_head_stride": query.stride(1),
+        "out_token_stride": out.stride(0), "out_head_stride": out.stride(1),
+        "table_stride": metadata.block_tables.stride(0),
+        "kc_block_stride": key_cache.stride(0), "kc_slot_stride": key_cache.stride(1),
+        "kc_head_stride": key_cache.stride(2), "vc_block_stride": value_cache.stride(0),
+        "vc_slot_stride": value_cache.stride(1), "vc_head_stride": value_cache.stride(2),
+        "NUM_KV_HEADS": key_cache.shape[2], "GROUP": group, "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
+        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_SIZE": key_cache.shape[1],
+        "WINDOW": sliding_window or 0, "CHUNK": chunk_size or 0, "SOFTCAP": softcap is not None,
+        # A negative scale turns the largest product into the smallest score: scale before the maximum then.
+        "SCALE_FIRST": softcap is not None or alibi_slopes is not None or scale <= 0,
+        "SAME_STRIDES": key_cache.stride()[:2] == value_cache.stride()[:2],
+        # The interpreter multiplies the bits of bf16 as integers.
+        "UPCAST": INTERPRET and query.dtype != torch.float32,
+    }  # fmt: skip
+    element_size, largest = query.element_size(), max(block_d, block_dv)
+    max_query = metadata.max_query_len
+    if max_query > MAX_DECODE_QUERY:
+        large = triton_tuning.large_tile(target, element_size, largest)
+        if query.shape[0] == metadata.num_seqs * max_query:  # nothing but prefill
+            return [_whole(common, metadata, query.shape[0], large, min_query=0, full_tiles=True)]
+        small = triton_tuning.small_tile(target, element_size, largest, group)
+        return [
+            *_split(common, metadata, small, target),
+            _whole(common, metadata, query.shape[0], large, min_query=MAX_DECODE_QUERY + 1, full_tiles=True),
+        ]
+    tile = triton_tuning.small_tile(target, element_size, largest, max_query * group)
+    keys = metadata.max_seq_len
+    for size in (sliding_window, chunk_size):
+        keys = min(keys, keys if size is None else size + max_query)
+    if keys <= MAX_WHOLE_TILES * tile.bn:
+        return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=False)]
+    return _split(common, metadata, tile, target)
+
+
+def _whole(
+    common: dict[str, Any],
+    metadata: AttentionMetadata,
+    num_tokens: int,
+    tile: Tile,
+    *,
+    min_query: int,
+    full_tiles: bool,
+) -> Launch:
+    one_tile = metadata.max_query_len * common["GROUP"] <= tile.bm
+    num_tiles = metadata.num_seqs if one_tile else num_tokens * common["GROUP"] // tile.bm + metadata.num_seqs
+    args = common | {
+        "num_tiles": num_tiles, "MIN_QUERY": min_query, "ONE_TILE": one_tile, "FULL_TILES": full_tiles,
+        "BM": tile.bm, "BN": tile.bn, "STAGES": tile.num_stages,
+    }  # fmt: skip
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return Launch(whole_kernel, (num_tiles, common["NUM_KV_HEADS"]), args, options)
+
+
+def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, target: Target) -> list[Launch]:
+    group, heads, window, chunk = common["GROUP"], common["NUM_KV_HEADS"], common["WINDOW"], common["CHUNK"]
+    # Rows of two sequences fit one tile: keys that both see can be read once.
+    share = metadata.num_seqs > 1 and 2 * group <= tile.bm and not (window or chunk)
+    key = ("triton_plan", heads, group, common["BLOCK_SIZE"], window, chunk, common["V_HEAD_DIM"], tile)
+    launches: list[Launch] = []
+    if key not in metadata.scratch:
+        plan, launches = make_plan(
+            metadata, num_programs=target.num_cores * PROGRAMS_PER_CORE, num_kv_heads=heads, group=group,
+            block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, max_query=MAX_DECODE_QUERY,
+            share=share, bm=tile.bm, bn=tile.bn,
+        )  # fmt: skip
+        slots = plan.num_programs + plan.max_items
+        device = metadata.seq_lens.device
+        partial_out = torch.empty(slots * tile.bm * common["V_HEAD_DIM"], dtype=torch.float32, device=device)
+        partial_lse = torch.empty(slots * tile.bm, dtype=torch.float32, device=device)
+        metadata.scratch[key] = plan, partial_out, partial_lse
+    plan, partial_out, partial_lse = metadata.scratch[key]
+    num_seqs = metadata.num_seqs
+    planned = {
+        "units": plan.units, "tile_starts": plan.tile_starts, "item_starts": plan.item_starts,
+        "schedule": plan.schedule, "partial_out": partial_out, "partial_lse": partial_lse,
+        "num_units": num_seqs * 2 if share else num_seqs, "SHARE": share, "BM": tile.bm,
+    }  # fmt: skip
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    args = common | planned | {"BN": tile.bn, "STAGES": tile.num_stages}
+    launches.append(Launch(split_kernel, (plan.num_programs,), args, options))
+    max_query = min(metadata.max_query_len, MAX_DECODE_QUERY)
+    names = ("query_start_loc", "out", "lse", "out_token_stride", "out_head_stride", "NUM_KV_HEADS", "GROUP",
+             "V_HEAD_DIM", "BLOCK_DV", "num_seqs")  # fmt: skip
+    args = {name: common[name] for name in names} | planned
+    args |= {"groups": plan.groups, "max_query": max_query, "SPLITS": max(4, 4096 // common["BLOCK_DV"])}
+    launches.append(Launch(reduce_kernel, (num_seqs * max_query, heads * group), args, {"num_warps": 4}))
+    return launches

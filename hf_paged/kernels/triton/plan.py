@@ -1,0 +1,210 @@
+"""The plan of a split attention step: which program folds which keys of which rows. Made on the device, once a step.
+
+A unit is a range of keys and the tokens that read it: the new tokens of one sequence and its keys, or several sequences
+with one new token each and the keys of their common prefix. A unit is `items` = KV heads x tiles of rows, an item is
+`tiles` of BN keys. All tiles of all items lie in one line, cut into equal runs: program p folds the run
+[p * per_program, (p + 1) * per_program), whatever the lengths of the sequences. Knows lengths and tables; never K or V.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.triton.launch import Launch
+from hf_paged.kernels.triton.tile import lower_bound
+
+# A shorter common prefix is not worth the partial results that sharing it writes and reads.
+MIN_SHARED_KEYS = 256
+# Fewer tiles than this are not worth a program of their own.
+MIN_TILES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All int32. num_units is num_seqs, or twice that with sharing: first the groups, then the sequences.
+
+    units         [num_units, 4]: first sequence, number of tokens, first tile of keys, number of tiles
+    tile_starts   [num_units + 1]: tiles of all items before each unit
+    item_starts   [num_units + 1]: items before each unit
+    schedule      [1 + num_programs]: tiles of a program; the unit that each program starts in
+    groups        [num_seqs]: the shared unit of each sequence (only with sharing)
+    """
+
+    units: torch.Tensor
+    tile_starts: torch.Tensor
+    item_starts: torch.Tensor
+    schedule: torch.Tensor
+    groups: torch.Tensor
+    num_programs: int
+    max_items: int
+    share: bool
+
+
+@triton.jit
+def common_prefix_kernel(
+    block_tables, seq_lens, query_start_loc, shared, members, group_tiles, table_stride,
+    BLOCK_SIZE: tl.constexpr, BN: tl.constexpr, MIN_SHARED: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Program i: shared[i] = tiles of keys that sequence i has in common with sequence i - 1, 0 if not worth it.
+
+    Only sequences with one new token share. Also clears what the plan kernel counts in.
+    """
+    seq = tl.program_id(0)
+    tl.store(members + seq, 0)
+    tl.store(group_tiles + seq, 2147483647)
+    before = tl.maximum(seq - 1, 0)
+    start = tl.load(query_start_loc + seq)
+    alone = (seq == 0) | (tl.load(query_start_loc + seq + 1) - start != 1)
+    alone |= start - tl.load(query_start_loc + before) != 1
+    limit = tl.minimum(tl.load(seq_lens + seq), tl.load(seq_lens + before))
+    limit = tl.where(alone, 0, limit)
+    # The last key of each is its own: every sequence keeps a private part.
+    blocks = tl.maximum(limit - 1, 0) // BLOCK_SIZE
+    own = block_tables + seq.to(tl.int64) * table_stride
+    other = own - table_stride
+    equal = blocks * 0
+    start = blocks * 0
+    while start < blocks:
+        index = start + tl.arange(0, IDS)
+        inside = index < blocks
+        differs = tl.load(own + index, mask=inside, other=0) != tl.load(other + index, mask=inside, other=1)
+        equal = tl.min(tl.where(differs, index, 2147483647))
+        start = tl.where(equal < 2147483647, blocks, start + IDS)
+        equal = tl.minimum(equal, blocks)
+    keys = equal * BLOCK_SIZE
+    tl.store(shared + seq, tl.where(keys >= MIN_SHARED, keys // BN, 0))
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+def plan_kernel(
+    seq_lens, query_start_loc, shared, members, group_tiles, units, tile_starts, item_starts, schedule, groups,
+    num_seqs, num_programs,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    MAX_QUERY: tl.constexpr, SHARE: tl.constexpr, MIN_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program. Sequences with more than MAX_QUERY new tokens are left to another launch. See Plan."""
+    tiles_before = num_seqs * 0
+    items_before = num_seqs * 0
+    num_units = num_seqs
+    tl.store(tile_starts, 0)
+    tl.store(item_starts, 0)
+    if SHARE:
+        num_units = num_seqs * 2
+        groups_before = num_seqs * 0
+        for start in tl.range(0, num_seqs, WIDTH):
+            seqs = start + tl.arange(0, WIDTH)
+            valid = seqs < num_seqs
+            common = tl.load(shared + seqs, mask=valid, other=0)
+            leads = (valid & (common == 0)).to(tl.int32)
+            group = groups_before + tl.cumsum(leads, 0) - 1
+            tl.store(groups + seqs, group, mask=valid)
+            tl.store(units + group * 4, seqs, mask=leads > 0)
+            tl.atomic_add(members + group, 1, mask=valid)
+            tl.atomic_min(group_tiles + group, common, mask=valid & (leads == 0))
+            groups_before += tl.sum(leads)
+        tl.debug_barrier()
+        for start in tl.range(0, num_seqs, WIDTH):
+            unit = start + tl.arange(0, WIDTH)
+            valid = unit < num_seqs
+            count = tl.load(members + unit, mask=valid, other=0)
+            tiles = tl.where(count > 1, tl.load(group_tiles + unit, mask=valid, other=0), 0)
+            items = tl.where(count > 1, tl.cdiv(count * GROUP, BM) * NUM_KV_HEADS, 0)
+            tl.store(units + unit * 4 + 1, count, mask=valid)
+            tl.store(units + unit * 4 + 2, 0, mask=valid)
+            tl.store(units + unit * 4 + 3, tiles, mask=valid)
+            tl.store(tile_starts + 1 + unit, tiles_before + tl.cumsum(items * tiles, 0), mask=valid)
+            tl.store(item_starts + 1 + unit, items_before + tl.cumsum(items, 0), mask=valid)
+            tiles_before += tl.sum(items * tiles)
+            items_before += tl.sum(items)
+        tl.debug_barrier()
+    for start in tl.range(0, num_seqs, WIDTH):
+        seqs = start + tl.arange(0, WIDTH)
+        valid = seqs < num_seqs
+        seq_len = tl.load(seq_lens + seqs, mask=valid, other=0)
+        query_len = tl.load(query_start_loc + 1 + seqs, mask=valid, other=0)
+        query_len -= tl.load(query_start_loc + seqs, mask=valid, other=0)
+        active = (query_len > 0) & (query_len <= MAX_QUERY)
+        first = lower_bound(tl.maximum(seq_len - query_len, 0), WINDOW, CHUNK) // BN
+        if SHARE:
+            group = tl.load(groups + seqs, mask=valid, other=0)
+            first = tl.load(units + group * 4 + 3, mask=valid, other=0)
+        tiles = tl.where(active, tl.cdiv(seq_len, BN) - first, 0)
+        items = tl.where(active, tl.cdiv(query_len * GROUP, BM) * NUM_KV_HEADS, 0)
+        unit = num_units - num_seqs + seqs
+        tl.store(units + unit * 4, seqs, mask=valid)
+        tl.store(units + unit * 4 + 1, query_len, mask=valid)
+        tl.store(units + unit * 4 + 2, first, mask=valid)
+        tl.store(units + unit * 4 + 3, tiles, mask=valid)
+        tl.store(tile_starts + 1 + unit, tiles_before + tl.cumsum(items * tiles, 0), mask=valid)
+        tl.store(item_starts + 1 + unit, items_before + tl.cumsum(items, 0), mask=valid)
+        tiles_before += tl.sum(items * tiles)
+        items_before += tl.sum(items)
+    tl.debug_barrier()
+
+    per_program = tl.maximum(tl.cdiv(tiles_before, num_programs), MIN_TILES)
+    tl.store(schedule, per_program)
+    for start in tl.range(0, num_programs, WIDTH):
+        program = start + tl.arange(0, WIDTH)
+        below = program * 0
+        above = below + num_units
+        width = num_units
+        while width > 0:
+            middle = (below + above) // 2
+            end = tl.load(tile_starts + 1 + middle, mask=below < above, other=0)
+            past = (below < above) & (end <= program * per_program)
+            above = tl.where((below < above) & (end > program * per_program), middle, above)
+            below = tl.where(past, middle + 1, below)
+            width = width // 2
+        tl.store(schedule + 1 + program, below, mask=program < num_programs)
+
+
+def make_plan(
+    metadata: AttentionMetadata,
+    *,
+    num_programs: int,
+    num_kv_heads: int,
+    group: int,
+    block_size: int,
+    sliding_window: int,
+    chunk_size: int,
+    max_query: int,
+    share: bool,
+    bm: int,
+    bn: int,
+) -> tuple[Plan, list[Launch]]:
+    """The plan's tensors, and the launches that fill them. `share`: look for common prefixes; not under a window."""
+    assert not share or not (sliding_window or chunk_size)
+    num_seqs, device = metadata.num_seqs, metadata.seq_lens.device
+    num_units = num_seqs * 2 if share else num_seqs
+    empty = torch.empty(num_units * 6 + 3 + num_programs + num_seqs * 4, dtype=torch.int32, device=device)
+    units, tile_starts, item_starts, schedule, groups, shared, members, group_tiles = empty.split(
+        [num_units * 4, num_units + 1, num_units + 1, 1 + num_programs, *[num_seqs] * 4]
+    )
+    row_tiles = (metadata.num_tokens * group // bm + num_seqs) * (2 if share else 1)
+    plan = Plan(units, tile_starts, item_starts, schedule, groups, num_programs, row_tiles * num_kv_heads, share)
+    launches = []
+    if share:
+        args = {
+            "block_tables": metadata.block_tables, "seq_lens": metadata.seq_lens,
+            "query_start_loc": metadata.query_start_loc, "shared": shared, "members": members,
+            "group_tiles": group_tiles, "table_stride": metadata.block_tables.stride(0), "BLOCK_SIZE": block_size,
+            "BN": bn, "MIN_SHARED": MIN_SHARED_KEYS, "IDS": 1024,
+        }  # fmt: skip
+        launches.append(Launch(common_prefix_kernel, (num_seqs,), args, {"num_warps": 4}))
+    args = {
+        "seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "shared": shared,
+        "members": members, "group_tiles": group_tiles, "units": units, "tile_starts": tile_starts,
+        "item_starts": item_starts, "schedule": schedule, "groups": groups, "num_seqs": num_seqs,
+        "num_programs": num_programs, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "WINDOW": sliding_window,
+        "CHUNK": chunk_size, "MAX_QUERY": max_query, "SHARE": share, "MIN_TILES": MIN_TILES, "BM": bm, "BN": bn,
+        "WIDTH": 256,
+    }  # fmt: skip
+    launches.append(Launch(plan_kernel, (1,), args, {"num_warps": 4}))
+    return plan, launches

@@ -1,0 +1,174 @@
+"""Attention whose work is cut into equal runs of tiles by a plan: decode, verification of a few speculative tokens.
+
+A run that holds all keys of its rows writes the output; the others write partial results, which a second kernel adds by
+their log-sum-exp. Knows a step's tensors and its Plan; never layers.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound
+
+
+@triton.jit(do_not_specialize=["num_units", "num_seqs"])
+def split_kernel(
+    query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    units, tile_starts, item_starts, schedule, partial_out, partial_lse, qk_scale, softcap,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
+    kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+    num_units, num_seqs,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program p folds its run of tiles, item after item. Partial result of item i: slot p + i, unique along the line.
+
+    partial_out fp32 [slots, BM, V_HEAD_DIM], partial_lse fp32 [slots, BM] to base 2.
+    """
+    program = tl.program_id(0)
+    per_program = tl.load(schedule)
+    tile = program * per_program
+    stop = tl.minimum(tile + per_program, tl.load(tile_starts + num_units))
+    unit = tl.load(schedule + 1 + program)
+    while tile < stop:
+        while tl.load(tile_starts + unit + 1) <= tile:
+            unit += 1
+        first_seq = tl.load(units + unit * 4)
+        num_tokens = tl.load(units + unit * 4 + 1)
+        first_tile = tl.load(units + unit * 4 + 2)
+        num_tiles = tl.load(units + unit * 4 + 3)
+        offset = tile - tl.load(tile_starts + unit)
+        item = offset // num_tiles
+        skipped = offset % num_tiles
+        length = tl.minimum(num_tiles - skipped, stop - tile)
+        row_tiles = tl.cdiv(num_tokens * GROUP, BM)
+        head = item // row_tiles
+
+        rows = (item % row_tiles) * BM + tl.arange(0, BM)
+        valid = rows < num_tokens * GROUP
+        index = tl.where(valid, rows // GROUP, num_tokens - 1)
+        heads = head * GROUP + rows % GROUP
+        hi = tl.load(seq_lens + first_seq)
+        private = unit >= num_units - num_seqs
+        if SHARE:  # a shared unit has one token of each of its sequences
+            seqs = first_seq + tl.where(private, 0, index)
+            index = tl.where(private, index, 0)
+            tokens = (tl.load(query_start_loc + seqs) + index).to(tl.int64)
+            positions = tl.load(seq_lens + seqs) - tl.where(private, num_tokens, 1) + index
+        else:
+            tokens = (tl.load(query_start_loc + first_seq) + index).to(tl.int64)
+            positions = hi - num_tokens + index
+        q, slopes, peak, total = load_rows(
+            query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride, q_head_stride, HEAD_DIM, BLOCK_D, UPCAST,
+            private & (skipped == 0),
+        )  # fmt: skip
+        start = (first_tile + skipped) * BN
+        lo = start
+        if WINDOW > 0 or CHUNK > 0:
+            lo = tl.maximum(start, lower_bound(hi - num_tokens, WINDOW, CHUNK))
+        hi = tl.minimum(hi, start + length * BN)
+        acc, peak, total = attend(
+            q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
+            key_cache + head * kc_head_stride, value_cache + head * vc_head_stride,
+            block_tables + first_seq.to(tl.int64) * table_stride, start, hi, lo, hi, positions, slopes,
+            qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
+            SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
+        )  # fmt: skip
+        # A private unit that starts after a shared one is a part as well.
+        if private & (length == num_tiles) & ((first_tile == 0) | (not SHARE)):
+            finish(
+                out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride,
+                NUM_KV_HEADS * GROUP, V_HEAD_DIM, BLOCK_DV,
+            )  # fmt: skip
+        else:
+            slot = (program + tl.load(item_starts + unit) + item).to(tl.int64) * BM
+            lines = slot + tl.arange(0, BM)
+            dims = tl.arange(0, BLOCK_DV)
+            seen = total > 0.0
+            total = tl.where(seen, total, 1.0)
+            result = acc / total[:, None]
+            tl.store(
+                partial_out + lines[:, None] * V_HEAD_DIM + dims[None, :], result,
+                mask=valid[:, None] & (dims < V_HEAD_DIM)[None, :],
+            )  # fmt: skip
+            tl.store(partial_lse + lines, tl.where(seen, peak + tl.log2(total), float("-inf")), mask=valid)
+        tile += length
+
+
+@triton.jit
+def _add_partials(
+    acc, peak, total, partial_out, partial_lse, tile_starts, item_starts, units, per_program, unit, row, head,
+    GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Fold the partial results of one row of a unit into acc [BLOCK_DV], peak and total."""
+    item = head * tl.cdiv(tl.load(units + unit * 4 + 1) * GROUP, BM) + row // BM
+    num_tiles = tl.load(units + unit * 4 + 3)
+    start = tl.load(tile_starts + unit) + item * num_tiles
+    first, last = start // per_program, (start + num_tiles - 1) // per_program
+    slot = tl.load(item_starts + unit) + item
+    dims = tl.arange(0, BLOCK_DV)
+    for base in tl.range(first, last + 1, SPLITS):
+        programs = base + tl.arange(0, SPLITS)
+        inside = programs <= last
+        lines = (programs + slot).to(tl.int64) * BM + row % BM
+        lses = tl.load(partial_lse + lines, mask=inside, other=float("-inf"))
+        mask = inside[:, None] & (dims < V_HEAD_DIM)[None, :]
+        parts = tl.load(partial_out + lines[:, None] * V_HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(lses))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(lses - shift)
+        decay = tl.exp2(peak - shift)
+        acc = acc * decay + tl.sum(weights[:, None] * parts, 0)
+        total = total * decay + tl.sum(weights)
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["num_units", "num_seqs", "max_query"])
+def reduce_kernel(
+    query_start_loc, out, lse, units, tile_starts, item_starts, schedule, groups, partial_out, partial_lse,
+    out_token_stride, out_head_stride, num_units, num_seqs, max_query,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SHARE: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Program (s * max_query + t, h): head h of new token t of sequence s, if its keys were split."""
+    seq = tl.program_id(0) // max_query
+    token = tl.program_id(0) % max_query
+    head = tl.program_id(1)
+    unit = num_units - num_seqs + seq
+    num_tiles = tl.load(units + unit * 4 + 3)
+    if (num_tiles == 0) | (token >= tl.load(units + unit * 4 + 1)):
+        return
+    per_program = tl.load(schedule)
+    row = token * GROUP + head % GROUP
+    row_tiles = tl.cdiv(tl.load(units + unit * 4 + 1) * GROUP, BM)
+    start = tl.load(tile_starts + unit) + (head // GROUP * row_tiles + row // BM) * num_tiles
+    shared = SHARE and tl.load(units + unit * 4 + 2) > 0
+    if (start // per_program == (start + num_tiles - 1) // per_program) & (not shared):
+        return
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    peak = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    if SHARE and shared:
+        group = tl.load(groups + seq)
+        member = seq - tl.load(units + group * 4)
+        acc, peak, total = _add_partials(
+            acc, peak, total, partial_out, partial_lse, tile_starts, item_starts, units, per_program, group,
+            member * GROUP + head % GROUP, head // GROUP, GROUP, V_HEAD_DIM, BLOCK_DV, BM, SPLITS,
+        )  # fmt: skip
+    acc, peak, total = _add_partials(
+        acc, peak, total, partial_out, partial_lse, tile_starts, item_starts, units, per_program, unit,
+        row, head // GROUP, GROUP, V_HEAD_DIM, BLOCK_DV, BM, SPLITS,
+    )  # fmt: skip
+    position = (tl.load(query_start_loc + seq) + token).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DV)
+    result = (acc / total).to(out.dtype.element_ty)
+    tl.store(out + position * out_token_stride + head * out_head_stride + dims, result, mask=dims < V_HEAD_DIM)
+    if lse is not None:
+        tl.store(lse + position * NUM_KV_HEADS * GROUP + head, (peak + tl.log2(total)) * 0.6931471805599453)

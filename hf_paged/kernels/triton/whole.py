@@ -1,0 +1,101 @@
+"""Attention where one program folds all keys of a tile of rows: prefill, chunked prefill, and short decode steps.
+
+Finds its sequence by itself (no plan, no length read by the host). Knows a step's tensors; never layers.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles"])
+def whole_kernel(
+    query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    num_seqs, num_tiles, qk_scale, softcap,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
+    kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, MIN_QUERY: tl.constexpr, ONE_TILE: tl.constexpr,
+    FULL_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (i, h): tile num_tiles - 1 - i of the rows of KV head h; late tiles are long and start first.
+
+    Sequence s owns the tiles from query_start_loc[s] * GROUP // BM + s on: an upper bound of the tiles before it that
+    needs no prefix sum; programs that fall into the slack return. ONE_TILE: tile i is sequence i. Sequences with fewer
+    than MIN_QUERY new tokens are left to another launch. FULL_TILES: tiles that every row sees whole have a loop
+    without masks; else one loop does all (few keys, or few rows).
+    """
+    tile = num_tiles - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    if ONE_TILE:
+        seq = tile
+        row_tile = tile * 0
+    else:
+        seq = tile * 0
+        above = num_seqs
+        while above - seq > 1:
+            middle = (seq + above) // 2
+            if tl.load(query_start_loc + middle) * GROUP // BM + middle <= tile:
+                seq = middle
+            else:
+                above = middle
+        row_tile = tile - (tl.load(query_start_loc + seq) * GROUP // BM + seq)
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    seq_len = tl.load(seq_lens + seq)
+    if (row_tile * BM >= query_len * GROUP) | (query_len < MIN_QUERY):
+        return
+
+    rows = row_tile * BM + tl.arange(0, BM)
+    valid = rows < query_len * GROUP
+    tokens = tl.where(valid, rows // GROUP, query_len - 1)
+    heads = head * GROUP + rows % GROUP
+    positions = seq_len - query_len + tokens
+    tokens = (query_start + tokens).to(tl.int64)
+    q, slopes, peak, total = load_rows(
+        query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride, q_head_stride, HEAD_DIM, BLOCK_D, UPCAST, True
+    )
+    acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+
+    first_position = seq_len - query_len + row_tile * BM // GROUP
+    last_position = seq_len - query_len + tl.minimum((row_tile * BM + BM - 1) // GROUP, query_len - 1)
+    lo = lower_bound(first_position, WINDOW, CHUNK)
+    hi = last_position + 1
+    table = block_tables + seq.to(tl.int64) * table_stride
+    keys = key_cache + head * kc_head_stride
+    values = value_cache + head * vc_head_stride
+    start = lo // BN * BN
+    full_start = start
+    full_end = start
+    if FULL_TILES:
+        if WINDOW > 0 or CHUNK > 0:
+            full_start = tl.cdiv(lower_bound(last_position, WINDOW, CHUNK), BN) * BN
+            acc, peak, total = attend(
+                q, acc, peak, total, keys, values, table, start, tl.minimum(full_start, hi), lo, hi, positions, slopes,
+                qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+                HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
+                SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
+            )  # fmt: skip
+        full_end = tl.maximum(full_start, (first_position + 1) // BN * BN)
+        acc, peak, total = attend(
+            q, acc, peak, total, keys, values, table, full_start, full_end, lo, hi, positions, slopes,
+            qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
+            SCALE_FIRST, SAME_STRIDES, False, BN, STAGES,
+        )  # fmt: skip
+    acc, peak, total = attend(
+        q, acc, peak, total, keys, values, table, full_end, hi, lo, hi, positions, slopes,
+        qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+        HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
+        SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
+    )  # fmt: skip
+    finish(
+        out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride, NUM_KV_HEADS * GROUP,
+        V_HEAD_DIM, BLOCK_DV,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""write_kv and copy_blocks as Triton kernels: fused reshape and block write, fused block copy (SOSP'23 section 5.1).
+
+One launch each, whatever the number of tokens, layers and copies. Knows tensors and slots; never metadata.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+
+
+@triton.jit
+def _write_rows(
+    source, cache, slots, tokens, valid, elements,
+    source_token_stride, source_head_stride, block_stride, slot_stride, head_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    head, dim = elements // HEAD_DIM, elements % HEAD_DIM
+    mask = valid[:, None] & (elements < NUM_HEADS * HEAD_DIM)[None, :]
+    rows = tokens.to(tl.int64)[:, None] * source_token_stride + (head * source_head_stride + dim)[None, :]
+    x = tl.load(source + rows, mask=mask)
+    start = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * slot_stride
+    tl.store(cache + start[:, None] + (head * head_stride + dim)[None, :], x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def write_kv_kernel(
+    key, value, key_cache, value_cache, slot_mapping, num_tokens,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): elements [j * ELEMENTS, ...) of the flattened heads of tokens [i * TOKENS, ...)."""
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slots = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)
+    valid = slots >= 0
+    slots = tl.where(valid, slots, 0)
+    elements = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    _write_rows(
+        key, key_cache, slots, tokens, valid, elements, k_token_stride, k_head_stride,
+        kc_block_stride, kc_slot_stride, kc_head_stride, NUM_HEADS, HEAD_DIM, BLOCK_SIZE,
+    )  # fmt: skip
+    _write_rows(
+        value, value_cache, slots, tokens, valid, elements, v_token_stride, v_head_stride,
+        vc_block_stride, vc_slot_stride, vc_head_stride, NUM_HEADS, V_HEAD_DIM, BLOCK_SIZE,
+    )  # fmt: skip
+
+
+def write_kv_launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> Launch:
+    """Shapes as in `ops.write_kv`. Raises ValueError where the last dimension of a tensor is not contiguous."""
+    for name, tensor in (("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+    num_tokens, num_heads, head_dim = key.shape
+    row = num_heads * max(head_dim, value.shape[2])
+    elements = min(2048, next_power_of_2(row))
+    # Many tokens: 2,048 elements a program, whatever the model. Few: a program each, for latency.
+    tokens = max(1, 2048 // elements) if num_tokens >= 512 else 1
+    args = {
+        "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
+        "num_tokens": num_tokens,
+        "k_token_stride": key.stride(0), "k_head_stride": key.stride(1),
+        "v_token_stride": value.stride(0), "v_head_stride": value.stride(1),
+        "kc_block_stride": key_cache.stride(0), "kc_slot_stride": key_cache.stride(1),
+        "kc_head_stride": key_cache.stride(2), "vc_block_stride": value_cache.stride(0),
+        "vc_slot_stride": value_cache.stride(1), "vc_head_stride": value_cache.stride(2),
+        "NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "V_HEAD_DIM": value.shape[2], "BLOCK_SIZE": key_cache.shape[1],
+        "TOKENS": tokens, "ELEMENTS": elements,
+    }  # fmt: skip
+    grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(row, elements))
+    return Launch(write_kv_kernel, grid, args, {"num_warps": 4})
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `ops.write_kv`."""
+    if key.shape[0]:
+        write_kv_launch(key, value, key_cache, value_cache, slot_mapping).run()
+
+
+@triton.jit
+def copy_blocks_kernel(
+    caches, copies, WORD: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j, k): words [k * WORDS, ...) of copy i in cache j.
+
+    caches int64 [num_caches, 5]: address and words from one block to the next of the source, the same of the target,
+    words of a block. copies int64 [n, 2].
+    """
+    row = caches + tl.program_id(1) * 5
+    src, dst = tl.load(copies + tl.program_id(0) * 2), tl.load(copies + tl.program_id(0) * 2 + 1)
+    source = tl.load(row).to(tl.pointer_type(WORD)) + src * tl.load(row + 1)
+    target = tl.load(row + 2).to(tl.pointer_type(WORD)) + dst * tl.load(row + 3)
+    size = tl.load(row + 4)
+    words = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
+    if ALIGNED:  # then WORD is int64, and two of them move at once
+        source, target, size = tl.multiple_of(source, 16), tl.multiple_of(target, 16), tl.multiple_of(size, 2)
+    tl.store(target + words, tl.load(source + words, mask=words < size), mask=words < size)
+
+
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_COPY_WORDS = 1024
+
+
+@functools.lru_cache(maxsize=64)
+def _cache_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    # Copies of a pool's tensors come every step; the table of their addresses is sent to the device once.
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _spans(caches: list[torch.Tensor], device: torch.device) -> list[tuple[int, int, int]]:
+    """Bytes: address, from one block to the next, of a block."""
+    spans = []
+    for cache in caches:
+        if cache.device != device or not cache[0].is_contiguous():
+            raise ValueError(
+                f"a cache of shape {tuple(cache.shape)}, strides {cache.stride()} on {cache.device}: all must lie on "
+                "one device, each block contiguous"
+            )
+        size = cache.element_size()
+        spans.append((cache.data_ptr(), cache.stride(0) * size, cache[0].numel() * size))
+    return spans
+
+
+def copy_blocks_launch(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> Launch:
+    """See `ops.copy_blocks`. Raises ValueError where a block of a tensor is not one contiguous run of memory."""
+    device = caches[0].device
+    sources = _spans(caches, device)
+    targets = sources if into is caches else _spans(into, device)
+    spans = [(*source[:2], *target) for source, target in zip(sources, targets)]
+    width = next(w for w in _WORDS if all(n % w == 0 for span in spans for n in span))
+    # Addresses stay in bytes.
+    rows = tuple((s, s_step // width, t, t_step // width, size // width) for s, s_step, t, t_step, size in spans)
+    args = {
+        "caches": _cache_table(rows, device),
+        "copies": copies,
+        "WORD": _WORDS[width],
+        "ALIGNED": all(n % 16 == 0 for span in spans for n in span),
+        "WORDS": _COPY_WORDS,
+    }
+    longest = max(row[-1] for row in rows)
+    grid = (copies.shape[0], len(caches), triton.cdiv(longest, _COPY_WORDS))
+    return Launch(copy_blocks_kernel, grid, args, {"num_warps": 4})
+
+
+def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
+    """See `ops.copy_blocks`."""
+    if caches and copies.shape[0] and caches[0].shape[0]:
+        copy_blocks_launch(caches, copies.contiguous(), into).run()

@@ -1,0 +1,378 @@
+"""Whole decode steps of a packed model as CUDA graphs, one for each of some batch sizes, captured when first needed.
+
+A replay runs no Python: it is used only while Python would do what it did at the capture (see `watch`); all other steps
+are left to the caller. Knows models and a step's arrays; never sequences, requests or sampling.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_paged.cache.memory import PagedMemory, StepArrays
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.model.guards import ModelWatch
+from hf_paged.model.packed import PackedModel
+from hf_paged.model.sequential import RowModel
+from hf_paged.model.support import told
+
+# -- the device's part ---------------------------------------------------------------------------------------------
+
+
+class CudaGraphs:
+    """Graphs of one device, in memory that they share: they run one at a time, and none needs what it left there."""
+
+    device_type = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, compute: Callable[[], None]) -> None:
+        """Run it as it will be captured: kernels are compiled and libraries set up, which no capture may do."""
+        self._aside(compute)
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """What replays it, on the current stream and without waiting. Raises RuntimeError if it cannot be captured."""
+        graph = torch.cuda.CUDAGraph()
+
+        def record() -> None:
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                compute()
+
+        try:
+            self._aside(record)
+        except BaseException:
+            self._end_broken_capture()
+            raise
+        return graph.replay
+
+    def _end_broken_capture(self) -> None:
+        """What CUDA itself has refused has ended for CUDA, but not for torch's allocator."""
+        try:
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        except RuntimeError:
+            return  # it has: the error was Python's
+        torch._C._cuda_releasePool(self._device.index, self._pool)
+
+    def _aside(self, work: Callable[[], None]) -> None:
+        """Do it on the stream of captures, which follows the current one and is followed by it."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            try:
+                # Around torch.cuda.graph too, which stays on its stream if the end of a capture raises.
+                with torch.cuda.stream(self._stream):
+                    work()
+            finally:
+                current.wait_stream(self._stream)
+
+
+class NoHostValues(TorchDispatchMode):
+    """Refuses what no graph can do: operations whose value or shape the host must know, copies between host and device.
+
+    Raises RuntimeError before they are done, which leaves the capture whole; an error of CUDA's would break it.
+    """
+
+    _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+    _PUTS = frozenset({torch.ops.aten.index_put, torch.ops.aten.index_put_})
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # in inference mode an operation made of others comes as a whole; its parts tell
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if self._is_refused(func, args, kwargs):
+            raise RuntimeError(f"{func} makes the host wait for the device")
+        return func(*args, **kwargs)
+
+    def _is_refused(self, func: Any, args: Any, kwargs: Any) -> bool:
+        name = func.overloadpacket
+        if name is torch.ops.aten._to_copy:
+            return bool(torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type)
+        if name is torch.ops.aten.copy_:
+            return bool(args[0].device.type != args[1].device.type)
+        if name in self._PUTS and args[2].numel() == 1 and args[2].device.type == "cpu":
+            return False  # torch makes a masked_fill of it
+        if name in self._PUTS or name is torch.ops.aten.index:
+            # Positions are taken as they are; a mask is counted first.
+            return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        return not self._TAGS.isdisjoint(func.tags)
+
+
+# -- what graphs read and write ------------------------------------------------------------------------------------
+
+
+class _Inputs:
+    """What a step tells the device, at addresses that stay: room for `most` sequences of one new token each.
+
+    Rows beyond a step's sequences are sequences too, of one token that reads one slot somebody owns and writes none: so
+    every row has a result, and nothing undefined meets operations that look at all rows (scales of quantised models).
+    """
+
+    def __init__(self, memory: PagedMemory, most: int, longest: int, device: torch.device) -> None:
+        self._block_size = memory.block_size
+        # Rows at multiples of 64 bytes: kernels are compiled for aligned addresses and strides.
+        columns, width = -(-most // 16) * 16, -(-longest // memory.block_size // 16) * 16
+        self.longest = width * memory.block_size
+        # Row 0: tokens, 1: positions, 2: lengths (int32, in its first half), from 3 on: slots, a row each group.
+        self._numbers = torch.zeros(3 + len(memory.groups), columns, dtype=torch.int64, device=device)
+        self._tables = [torch.zeros(most, width, dtype=torch.int32, device=device) for _ in memory.groups]
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+
+    def fill(self, tokens: np.ndarray, step: StepArrays, size: int) -> None:
+        """Send a step padded to `size` sequences, without waiting for the device."""
+        count, pin = len(tokens), self._numbers.is_cuda
+        # New memory every time: torch reuses pinned memory when the copies from it are done.
+        host = torch.empty(self._numbers.shape, dtype=torch.int64, device="cpu", pin_memory=pin)
+        numbers = host.numpy()
+        lengths = numbers[2].view(np.int32)
+        numbers[0, :count], numbers[1, :count], lengths[:count], numbers[3:, :count] = (
+            tokens, step.positions, step.seq_lens, step.slots,
+        )  # fmt: skip
+        numbers[:2, count:size], lengths[count:size], numbers[3:, count:size] = 0, 1, -1
+        self._numbers.copy_(host, non_blocking=True)
+        for target, table, slots in zip(self._tables, step.block_tables, step.slots):
+            padded = torch.empty(size, table.shape[1], dtype=torch.int32, device="cpu", pin_memory=pin)
+            padded.numpy()[:count] = table
+            # The first slot of the block that the first sequence writes to: written now or before.
+            padded.numpy()[count:] = slots[0] // self._block_size if count else 0
+            target[:size, : table.shape[1]].copy_(padded, non_blocking=True)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [at least `most`]."""
+        return self._numbers[0]
+
+    def of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[AttentionMetadata]]:
+        """Tokens and positions int64 [size], and metadata, one record a group, with nothing derived from it yet."""
+        tokens, positions, lengths, *slots = self._numbers
+        return tokens[:size], positions[:size], [
+            AttentionMetadata(
+                block_tables=table[:size],
+                seq_lens=lengths.view(torch.int32)[:size],
+                query_start_loc=self._starts[: size + 1],
+                slot_mapping=row[:size],
+                max_query_len=1,
+                max_seq_len=self.longest,  # of all steps to come: launches are sized by it
+            )
+            for table, row in zip(self._tables, slots)
+        ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Captured:
+    """Graphs by batch size, and all that they read and write beside the model's weights and the K/V at `key`.
+
+    logits [most, vocab]: one buffer for all, or each graph would keep its own.
+    """
+
+    key: tuple[object, ...]
+    device: CudaGraphs
+    inputs: _Inputs
+    watch: ModelWatch
+    logits: torch.Tensor | None = None
+    replays: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+
+# Of models whose engine was closed. A graph knows addresses only, so it serves any engine whose K/V lies where that of
+# the closed one lay.
+_parked: weakref.WeakKeyDictionary[torch.nn.Module, _Captured] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def forget_graphs(model: torch.nn.Module | None = None) -> None:
+    """Free what closed engines have left for the next one (on one model, or on all)."""
+    with _lock:
+        if model is None:
+            _parked.clear()
+        else:
+            _parked.pop(model, None)
+
+
+# -- decode steps --------------------------------------------------------------------------------------------------
+
+
+MOST_VARIANTS = 8
+"""Each takes memory for its graphs and time for capturing them; the steps of further ones are computed eagerly."""
+
+
+def padded_size(count: int, most: int) -> int:
+    """The batch size whose graph computes `count` sequences: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., at most `most`."""
+    power = 1 << max(count - 1, 0).bit_length()
+    if count <= 8:
+        return min(power, most)
+    step = max(8, power // 16)
+    return min(-(-count // step) * step, most)
+
+
+class GraphedSteps:
+    """Decode steps of one packed model, at most `most` sequences of at most `longest` tokens (rounded up) in each.
+
+    `must`: raise UnsupportedModelError where a step cannot be a graph's; otherwise it is declined, with a warning for
+    each reason. replays: how many steps graphs have computed.
+    """
+
+    def __init__(self, packed: PackedModel, most: int, longest: int, *, must: bool) -> None:
+        self._packed = packed
+        self._most = most
+        self._longest = longest
+        self._must = must
+        self._captured: dict[object, _Captured] = {}  # by variant
+        self._is_off = False
+        self._told: set[str] = set()
+        self.replays = 0
+
+    def forward(
+        self,
+        tokens: np.ndarray,
+        step: StepArrays,
+        variant: object = None,
+        late: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
+        """tokens int64 [num_seqs], one new token of each sequence -> logits [num_seqs, vocab], until the next call for
+        this variant. None: compute this step without a graph.
+
+        late: fills in, in the device's tokens int64 [at least num_seqs], those that the host does not know.
+
+        variant: which of several things, known to the caller, the model computes in turn (with which adapters, say).
+        Each has graphs of its own, up to MOST_VARIANTS of them.
+        """
+        if self._is_off:
+            return None
+        captured = self._captured.get(variant)
+        if captured is None and len(self._captured) == MOST_VARIANTS:
+            self._decline(f"there are graphs for {MOST_VARIANTS} sets of adapters already")
+            return None
+        captured = captured or self._take()
+        if captured.watch.changed():
+            captured = self._new()
+        self._captured[variant] = captured
+        obstacle = captured.watch.obstacle or _obstacle_of_modes(self._packed.model.device.type)
+        if step.max_seq_len > captured.inputs.longest:
+            obstacle = f"a sequence is longer than the {captured.inputs.longest} tokens that there are tables for"
+        if obstacle is not None:
+            self._decline(obstacle)
+            return None
+        size = padded_size(len(tokens), self._most)
+        captured.inputs.fill(tokens, step, size)
+        if late is not None:
+            late(captured.inputs.tokens)
+        if size not in captured.replays and not self._capture(captured, size):
+            return None
+        captured.replays[size]()
+        self.replays += 1
+        assert captured.logits is not None
+        return captured.logits[: len(tokens)]
+
+    @torch.inference_mode()
+    def try_one(self) -> None:
+        """Capture a step of one sequence now (all padding: nothing is written), to find out whether it can be done."""
+        self.forward(np.zeros(0, dtype=np.int64), self._packed.memory.step_arrays([], []))
+        self.replays = 0
+
+    def close(self) -> None:
+        """Leave the graphs to the next engine on the model."""
+        captured = max(self._captured.values(), key=lambda captured: len(captured.replays), default=None)
+        self._captured, self._is_off = {}, True
+        if captured is not None and captured.replays:
+            with _lock:
+                _parked[self._packed.model] = captured
+
+    def _key(self) -> tuple[object, ...]:
+        return self._most, self._longest, self._packed.memory.block_size, self._packed.memory.layout
+
+    def _take(self) -> _Captured:
+        with _lock:
+            captured = _parked.pop(self._packed.model, None)
+        return captured if captured is not None and captured.key == self._key() else self._new()
+
+    def _new(self) -> _Captured:
+        model = self._packed.model
+        inputs = _Inputs(self._packed.memory, self._most, self._longest, model.device)
+        return _Captured(self._key(), CudaGraphs(model.device), inputs, ModelWatch(model))
+
+    def _capture(self, captured: _Captured, size: int) -> bool:
+        """Capture a step of `size` sequences, with the inputs as they are; its K/V is written on the way."""
+
+        def compute() -> None:
+            logits = self._packed.forward(*captured.inputs.of(size))
+            if captured.logits is None:
+                captured.logits = logits.new_empty(self._most, logits.shape[1])
+            captured.logits[:size].copy_(logits)
+
+        def without_the_host() -> None:
+            with NoHostValues():
+                compute()
+
+        captured.device.warm_up(compute)
+        name = type(self._packed.model).__name__
+        try:
+            replay = captured.device.capture(without_the_host)
+        except RuntimeError as error:
+            reason = f"{name} cannot be captured ({told(error)})"
+        else:
+            if not captured.watch.changed():
+                captured.replays[size] = replay
+                return True
+            reason = f"{name} replaces tensors of its own at every step"
+        self._captured, self._is_off = {}, True
+        self._decline(reason)
+        return False
+
+    def _decline(self, reason: str) -> None:
+        if self._must:
+            raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"decode steps run without CUDA graphs: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def _obstacle_of_modes(device_type: str) -> str | None:
+    """Modes of this thread that a replay would not see."""
+    if torch.is_autocast_enabled(device_type):
+        return "autocast is on"
+    if torch._C._len_torch_dispatch_stack():
+        return "a TorchDispatchMode is active"
+    return None
+
+
+def graphed_steps(model: PackedModel | RowModel, most: int, cuda_graphs: bool | None) -> GraphedSteps | None:
+    """Graphs for the decode steps of an engine whose K/V has its final place. None if there shall be none.
+
+    cuda_graphs: True or False, or None: on a CUDA device, where it can be done. Raises ValueError for True where it
+    cannot.
+    """
+    if cuda_graphs is False:
+        return None
+    device = model.model.device
+    obstacle = None
+    if device.type != CudaGraphs.device_type:
+        obstacle = f"the model is on {device}, not on a CUDA device"
+    elif not isinstance(model, PackedModel):
+        obstacle = "the model computes one sequence at a time (hf_paged.check tells why)"
+    if obstacle is not None:
+        if cuda_graphs:
+            raise ValueError(f"cuda_graphs=True: {obstacle}; leave it out")
+        return None
+    assert isinstance(model, PackedModel)
+    longest = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    capacity = model.memory.groups[0].pool.num_blocks * model.memory.block_size
+    if longest is None or any(manager.sliding_window is None for manager in model.memory.managers):
+        longest = min(longest or capacity, capacity)  # layers that see everything hold it all
+    steps = GraphedSteps(model, most, longest, must=bool(cuda_graphs))
+    if cuda_graphs:
+        steps.try_one()
+    return steps

@@ -1,0 +1,138 @@
+"""One sequence at a time through the model's own attention: what serves models that cannot run packed.
+
+K/V is in the same blocks as in a packed step, gathered for each layer (the dense view); what layers keep beside it
+(recurrent states, convolutions) is kept here for each sequence. Knows models and the ids of sequences; never requests
+or sampling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.model.support import PROBE_ERRORS, logits_tolerance, told
+
+_ERRORS = (*PROBE_ERRORS, AssertionError)  # some models assert that a prompt comes in one piece
+
+
+class RowModel:
+    """A model bound to a PagedMemory of one group. `forward` computes the next tokens of one sequence.
+
+    Invariant: a sequence that has been computed at all has its states in `_caches`, as they are after its computed
+    tokens; `fork` and `free` follow what happens to its block table.
+
+    `is_incremental`: results depend on how a sequence is cut into forwards (a recurrent layer takes up its state for
+    one token only, a windowed cache hands out what it then holds, some models take no second piece of a prompt). Such
+    a sequence must be computed as generate does it: the whole prompt, then one token at a time.
+    """
+
+    def __init__(self, model: Any, memory: PagedMemory) -> None:
+        self.model = model
+        self.memory = memory
+        self._blank = PagedKVCache(model.config, memory=memory)
+        beside = [layer for layer in self._blank.layers if type(layer) is not PagedLayer]
+        # Layers that read another layer's K/V, or none, keep a placeholder.
+        self._has_states = any(type(layer).__name__ != "DummyLayer" for layer in beside)
+        windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._blank.layers)
+        self._caches: dict[int, PagedKVCache] = {}
+        self._parameters = inspect.signature(model.forward).parameters
+        self.is_incremental = not self._probe() or self._has_states or windows
+
+    @torch.no_grad()
+    def _probe(self) -> bool:
+        """Whether a prompt in two pieces comes to what it comes to in one.
+
+        Raises UnsupportedModelError if not even generate's own cut comes to what generate computes.
+        """
+        ids = torch.arange(5, device=self.model.device)[None]
+        plain = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=3,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        expected = torch.cat(plain.logits).float()
+        tokens = plain.sequences[:, : ids.shape[1] + 2]
+        try:
+            same = self._close(self._logits(tokens, (5, 1, 1)), expected)
+        except UnsupportedModelError:
+            raise
+        except _ERRORS as error:
+            raise self._unsupported(told(error)) from None
+        if not same:
+            raise self._unsupported("its logits are not those of generate")
+        try:
+            return self._close(self._logits(tokens, (2, 3, 1, 1))[1:], expected)
+        except _ERRORS:
+            return False
+
+    def _logits(self, tokens: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
+        """Logits fp32 [len(cuts), vocab] after each piece of tokens int64 [1, sum(cuts)].
+
+        Another sequence is computed between the pieces: a model that keeps a state in its modules cannot do that.
+        """
+        cache, done, logits = PagedKVCache(self.model.config), 0, []
+        other, others = PagedKVCache(self.model.config), tokens.flip(1)
+        for count in cuts:
+            logits.append(self._call(cache, tokens[:, done : done + count], done).float())
+            self._call(other, others[:, done : done + count], done)
+            done += count
+            if cache.get_seq_length() != done:
+                raise self._unsupported(f"it keeps {cache.get_seq_length()} entries for {done} tokens")
+        return torch.stack(logits)
+
+    def _close(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        finite = torch.isfinite(right)
+        difference = (left - right)[finite].abs().max()
+        return bool(difference <= logits_tolerance(self.model.dtype) * right[finite].abs().max())
+
+    def _unsupported(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{type(self.model).__name__} cannot be computed one sequence at a time ({reason}); "
+            "use model.generate(..., cache_implementation='paged')"
+        )
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """`child_id` has computed what `parent_id` has."""
+        if self._has_states:
+            self._caches[child_id] = self._caches[parent_id].copy_states()
+
+    def free(self, seq_id: int) -> None:
+        self._caches.pop(seq_id, None)
+
+    def forward(self, seq_id: int, input_ids: torch.Tensor, num_computed: int) -> torch.Tensor:
+        """input_ids int64 [num_new], after `num_computed` tokens in the cache -> logits [vocab_size] after the last.
+
+        The tokens' slots must have been appended; their K/V is in the blocks afterwards.
+        """
+        cache = self._blank
+        if self._has_states:
+            if num_computed == 0:
+                self._caches[seq_id] = self._blank.copy_states()
+            cache = self._caches[seq_id]
+        cache.view_row(seq_id, num_computed)
+        try:
+            return self._call(cache, input_ids[None], num_computed)
+        finally:
+            cache.release_row()
+
+    def _call(self, cache: PagedKVCache, input_ids: torch.Tensor, num_computed: int) -> torch.Tensor:
+        kwargs: dict[str, Any] = {}
+        if "logits_to_keep" in self._parameters:
+            kwargs["logits_to_keep"] = 1
+        if "position_ids" in self._parameters:
+            # As generate does: not every model asks its cache where it is.
+            end = num_computed + input_ids.shape[1]
+            kwargs["position_ids"] = torch.arange(num_computed, end, device=input_ids.device)[None]
+        output = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, **kwargs)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits

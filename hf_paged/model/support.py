@@ -1,0 +1,409 @@
+"""What hf_paged can do with a model, found by mechanism: by running it on a handful of tokens, never by its name.
+
+`check(model)` is the public answer; the generate hook and the engine ask the same function before they allocate.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.model.adapters import unwrapped
+from hf_paged.model.packed import PackedModel
+
+Mode = Literal["native", "dense view", "state", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSupport:
+    """One layer: how its cache is kept, and why. Sizes are None where the layer keeps no K/V of its own."""
+
+    index: int
+    mode: Mode
+    reason: str
+    sliding_window: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SupportReport:
+    """What will happen when this model is asked for a paged cache.
+
+    `supported`: it will run, with the results of plain generate. `native`: in our kernels, sequences packed;
+    otherwise through the dense view (K/V in blocks, gathered for the model's own attention: exact, slower).
+    `native_length`: native only for sequences of at most so many tokens (None: no such limit).
+    `counts_padding`: the model numbers tokens of a left-padded batch with the padding; packed rows have none.
+    """
+
+    model: str
+    supported: bool
+    native: bool
+    reason: str
+    layers: tuple[LayerSupport, ...]
+    kernels: str = ""
+    native_length: int | None = None
+    counts_padding: bool = False
+
+    def __str__(self) -> str:
+        verdict = "native" if self.native else "dense view" if self.supported else "refused"
+        lines = [f"{self.model}: {verdict}: {self.reason}"]
+        for first, last in _runs(self.layers):
+            layer = self.layers[first]
+            where = f"layer {first}" if first == last else f"layers {first}-{last}"
+            sizes = ""
+            if layer.num_kv_heads is not None:
+                dims = f"{layer.head_dim}" + (f"/{layer.v_head_dim}" if layer.v_head_dim != layer.head_dim else "")
+                sizes = f", {layer.num_kv_heads} KV heads of size {dims}"
+            window = f", sliding window {layer.sliding_window}" if layer.sliding_window is not None else ""
+            lines.append(f"  {where}: {layer.mode}{sizes}{window}: {layer.reason}")
+        if self.native_length is not None:
+            lines.append(
+                f"  beyond {self.native_length} tokens: dense view: the rotary embedding changes with the length there"
+            )
+        if self.kernels:
+            lines.append(f"  kernels: {self.kernels}")
+        return "\n".join(lines)
+
+
+def _runs(layers: tuple[LayerSupport, ...]) -> list[tuple[int, int]]:
+    """(first, last) of consecutive layers that say the same."""
+    runs: list[tuple[int, int]] = []
+    for index, layer in enumerate(layers):
+        if runs and _same(layers[runs[-1][0]], layer):
+            runs[-1] = (runs[-1][0], index)
+        else:
+            runs.append((index, index))
+    return runs
+
+
+def _same(a: LayerSupport, b: LayerSupport) -> bool:
+    names = ("mode", "reason", "sliding_window", "num_kv_heads", "head_dim", "v_head_dim")
+    return all(getattr(a, name) == getattr(b, name) for name in names)
+
+
+_reports: weakref.WeakKeyDictionary[nn.Module, tuple[object, SupportReport]] = weakref.WeakKeyDictionary()
+
+
+def check(model: Any) -> SupportReport:
+    """Say, layer by layer, what `cache_implementation="paged"` and the engine will do with `model`, and why.
+
+    Runs the model on a few tokens the first time (no gradient, no change to the model or the random state) and
+    remembers the answer. Raises TypeError for something that is not a transformers model.
+    """
+    from transformers import PreTrainedModel
+
+    model = unwrapped(model)
+    if not isinstance(model, PreTrainedModel):
+        hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
+        raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
+    stamp = (model.dtype, model.device, model.config._attn_implementation_internal, drops_cache(model))
+    known = _reports.get(model)
+    if known is None or known[0] != stamp:
+        known = (stamp, _examine(model))
+        _reports[model] = known
+    return known[1]
+
+
+def drops_cache(model: nn.Module) -> bool:
+    """Whether transformers runs this model without its cache: gradient checkpointing in training mode."""
+    return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def refuse_unsupported(model: Any) -> SupportReport:
+    """The report of a supported model; raises UnsupportedModelError otherwise."""
+    report = check(model)
+    if not report.supported:
+        raise UnsupportedModelError(f"{report.model} cannot use a paged cache: {report.reason}")
+    return report
+
+
+def _examine(model: Any) -> SupportReport:
+    name = type(model).__name__
+    config = model.config
+
+    def refused(reason: str) -> SupportReport:
+        return SupportReport(name, False, False, reason, ())
+
+    if config.is_encoder_decoder:
+        return refused(
+            "it is an encoder-decoder model, whose cross-attention cache does not grow; "
+            "call generate without cache_implementation"
+        )
+    if not model.can_generate():
+        return refused("it has no language-modelling head; load it with AutoModelForCausalLM")
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        state = sorted({"cache_params", "state", "mems", "past_buckets_states"} & parameters.keys())
+        why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
+        return refused(
+            f"its forward takes no past_key_values: {why}, so there is no K/V cache to page; "
+            "call generate without cache_implementation"
+        )
+    if not model._supports_default_dynamic_cache():
+        return refused(
+            "it keeps its state in a cache class of its own, not in layers of K/V; "
+            "call generate without cache_implementation"
+        )
+    kept = PagedKVCache(config).layers
+    if not any(isinstance(layer, PagedLayer) for layer in kept):
+        return refused(
+            "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; "
+            "call generate without cache_implementation"
+        )
+    states = sorted({_kind(layer) for layer in kept if type(layer) is not PagedLayer and _kind(layer) != "DummyLayer"})
+    if states:
+        return _examine_dense(model, f"it keeps more than K/V, a state a row ({', '.join(states)})")
+    try:
+        layers, counts_padding = _probe_packed(model)
+    except UnsupportedModelError as error:
+        return _examine_dense(model, str(error))
+    except PROBE_ERRORS as error:
+        # A model that cannot run packed is not an error of ours to raise: the dense view is there for it.
+        return _examine_dense(model, f"it does not run on a packed row ({told(error)})")
+    return SupportReport(
+        name,
+        True,
+        True,
+        "every layer attends through AttentionInterface",
+        layers,
+        _kernels(model.device),
+        _rotary_limit(model),
+        counts_padding,
+    )
+
+
+def _kind(layer: Any) -> str:
+    """The transformers class that a cache layer is, or was made from."""
+    return str(getattr(layer, "kind", type(layer).__name__))
+
+
+PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+
+
+def _examine_dense(model: Any, why: str) -> SupportReport:
+    name = type(model).__name__
+    cache = PagedKVCache(model.config)
+    try:
+        _probe_dense(model, cache)
+    except UnsupportedModelError as error:
+        return SupportReport(name, False, False, str(error), ())
+    except PROBE_ERRORS as error:
+        reason = f"it does not run over a paged cache ({told(error)}); call generate without cache_implementation"
+        return SupportReport(name, False, False, reason, ())
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, PagedStateLayer):
+            reason = f"K/V in blocks, gathered for the model's own attention; the rest as {_kind(layer)} keeps it"
+            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
+        elif isinstance(layer, PagedLayer):
+            reason = "K/V in blocks, gathered for the model's own attention"
+            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
+        elif _kind(layer) == "DummyLayer":
+            layers.append(LayerSupport(index, "none", "this layer keeps no cache"))
+        else:
+            layers.append(LayerSupport(index, "state", f"kept per row by transformers' {_kind(layer)}"))
+    return SupportReport(name, True, False, why, tuple(layers))
+
+
+def _rotary_limit(model: Any) -> int | None:
+    """The length up to which rotary frequencies do not depend on the longest sequence of the batch."""
+    limits = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        kinds = kinds if isinstance(kinds, dict) else {None: kinds}
+        parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        for layer_type, kind in kinds.items():
+            if kind == "longrope":
+                own = parameters if layer_type is None else parameters[layer_type]
+                limits.append(int(own["original_max_position_embeddings"]))
+            elif "dynamic" in kind:
+                limits.append(int(module.original_max_seq_len))
+    return min(limits, default=None)
+
+
+def _kernels(device: torch.device) -> str:
+    from hf_paged.kernels import ops
+    from hf_paged.kernels.native import ops as native_ops
+
+    impl = ops.default_impl(device)
+    return f"{impl} ({native_ops.status()})" if device.type == "cpu" else impl
+
+
+def told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+# -- trying it out -----------------------------------------------------------------------------------------------
+
+_LENGTHS = (5, 3)
+
+
+def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
+    """Two left-padded rows, as generate would give them to the model: int64 [2, 5] each."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=model.device) % vocab
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        batch["position_ids"] = positions
+    return batch
+
+
+def _without_drawing(model: Any) -> Any:
+    """Leave the random state as it is, whatever the model draws."""
+    return torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
+
+
+@torch.no_grad()
+def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
+    """Run two sequences packed, prefill and one decode step, and compare with the model's own padded forward."""
+    memory = PagedMemory(2, growable=True)
+    packed = PackedModel(model, memory)
+    batch = _padded_batch(model)
+    rows = [ids[-length:] for ids, length in zip(batch["input_ids"], _LENGTHS)]
+    with _without_drawing(model):
+        got: list[list[torch.Tensor]] = [[], []]
+        for counts in ([length - 1 for length in _LENGTHS], [1, 1]):
+            starts = [sum(map(len, row)) for row in got]
+            memory.append([(0, counts[0]), (1, counts[1])])
+            metadata, positions = memory.step_metadata([0, 1], counts, model.device)
+            step = torch.cat([row[start : start + n] for row, start, n in zip(rows, starts, counts)])
+            logits = packed.forward(step, positions, metadata)
+            for parts, part in zip(got, torch.split(logits, counts)):
+                parts.append(part)
+        expected = model(**batch, use_cache=False, return_dict=True).logits
+        _refuse_own_inputs(model, batch)
+    if not model.training:
+        for parts, own, length in zip(got, expected, _LENGTHS):
+            _compare(torch.cat(parts), own[-length:], "packed", model.dtype)
+    return _native_layers(model, packed), packed.cache.numbers_tokens
+
+
+def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
+    handles = {handle.layer_idx: handle for handle in packed.cache.handles}
+    layers = []
+    for index, layer in enumerate(PagedKVCache(model.config).layers):
+        handle = handles.get(index)
+        if handle is None:
+            layers.append(LayerSupport(index, "none", "reads another layer's K/V, or keeps no cache"))
+            continue
+        seen, kept = handle.sliding_window or handle.chunk_size, getattr(layer, "sliding_window", None)
+        if kept is not None and kept != seen:
+            raise UnsupportedModelError(
+                f"layer {index} keeps a window of {kept} tokens but attends to {seen or 'all'}, so what it sees "
+                "depends on when it computes; this model needs the dense view"
+            )
+        key, value = handle.kv
+        layers.append(
+            LayerSupport(
+                index,
+                "native",
+                "attends through AttentionInterface",
+                sliding_window=handle.sliding_window,
+                num_kv_heads=key.shape[2],
+                head_dim=key.shape[3],
+                v_head_dim=value.shape[3],
+            )
+        )
+    return tuple(layers)
+
+
+def _refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    """A model that prepares its inputs in its own way must come to what transformers' own way comes to."""
+    from transformers import DynamicCache, GenerationMixin
+
+    if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
+        return
+    for prefill in (True, False):
+        options: dict[str, Any] = {
+            "input_ids": batch["input_ids"],
+            "attention_mask": batch["attention_mask"],
+            "past_key_values": DynamicCache(config=model.config),
+            "use_cache": True,
+            "logits_to_keep": 1,
+            "is_first_iteration": prefill,
+            "next_sequence_length": None if prefill else 1,
+        }
+        own = model.prepare_inputs_for_generation(**options)
+        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
+        for name in own.keys() | plain.keys():
+            a, b = own.get(name), plain.get(name)
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                same = torch.equal(a, b)
+            else:
+                same = a is b or (not isinstance(a or b, torch.Tensor) and (a or None) == (b or None))
+            if not same:
+                raise UnsupportedModelError(f"its prepare_inputs_for_generation makes its own {name}")
+
+
+@torch.no_grad()
+def _probe_dense(model: Any, cache: PagedKVCache) -> None:
+    """Prefill and one decode step over `cache`, compared with the same over the model's own cache."""
+    from transformers import DynamicCache
+
+    batch = _padded_batch(model)
+    with _without_drawing(model):
+        actual, expected = (_two_steps(model, batch, past) for past in (cache, DynamicCache(config=model.config)))
+    # Under gradient checkpointing transformers drops every cache that is given in training.
+    if not cache.num_rows and not drops_cache(model):
+        raise UnsupportedModelError(
+            "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
+        )
+    if not model.training:
+        _compare(actual, expected, "paged", model.dtype)
+
+
+def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
+    """Logits of the last token after a prefill of all tokens but one, and after that one."""
+    logits = []
+    for start, stop in ((0, 4), (4, 5)):
+        inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
+        options: dict[str, Any] = {"past_key_values": past, "use_cache": True}
+        if _takes_ordinary_inputs(model):
+            first = start == 0
+            inputs = model.prepare_inputs_for_generation(
+                **inputs, **options, is_first_iteration=first, next_sequence_length=None if first else 1
+            )
+        else:
+            inputs = {name: v if name == "attention_mask" else v[:, start:] for name, v in inputs.items()} | options
+        logits.append(model(**inputs, return_dict=True).logits[:, -1])
+    return torch.cat(logits)
+
+
+def _takes_ordinary_inputs(model: Any) -> bool:
+    """Whether generate is the one of all models, which calls prepare_inputs_for_generation with ordinary arguments."""
+    from transformers import GenerationMixin
+
+    return type(model).generate is GenerationMixin.generate
+
+
+def logits_tolerance(dtype: torch.dtype) -> float:
+    """Share of the largest logit by which two ways of computing the same may differ in this dtype."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
+
+
+def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str, dtype: torch.dtype) -> None:
+    if actual.shape != expected.shape:
+        raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
+    error = (actual.float() - expected.float()).abs().max().item()
+    scale = expected.float().abs().max().item()
+    if not error <= logits_tolerance(dtype) * max(scale, 1e-6):
+        raise UnsupportedModelError(
+            f"its {what} logits differ from its own by {error:.2g} (largest logit {scale:.2g}): "
+            "something in its forward depends on the batch layout"
+        )

@@ -1,0 +1,178 @@
+"""The bf16 kernels for decoder layers: linear layers, norms, rotation, and the two parts of a layer."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.kernels.native import build as native_build
+
+pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+
+ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 70, 131)
+SHAPES = ((64, 64), (32, 32), (96, 192), (200, 576), (7, 33), (100, 40), (1, 1), (576, 160))  # columns, depth
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    native_build.build()
+    if not fused_ops.is_available():
+        pytest.skip("these kernels need AMX")
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> int:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    return request.param
+
+
+def packed(*linears: nn.Linear) -> list[fused_ops.PackedLinear]:
+    arena = fused_ops.WeightArena([(linear.out_features, linear.in_features) for linear in linears])
+    for linear, part in zip(linears, arena.parts, strict=True):
+        fused_ops.pack(linear.weight, part)
+    parts = zip(linears, arena.parts, strict=True)
+    return [fused_ops.PackedLinear(part, linear.bias, *linear.weight.shape) for linear, part in parts]
+
+
+def random_norm(size: int) -> fused_ops.Norm:
+    return fused_ops.Norm(torch.randn(size).bfloat16(), 1e-5)
+
+
+def torch_norm(norm: fused_ops.Norm, rows: torch.Tensor) -> torch.Tensor:
+    """As transformers' modules write it."""
+    wide = rows.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * wide.bfloat16()
+
+
+def torch_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(shape: tuple[int, int], bias: bool) -> None:
+    columns, depth = shape
+    linear = nn.Linear(depth, columns, bias=bias).bfloat16()
+    (layer,) = packed(linear)
+    with torch.no_grad():
+        for rows in ROWS:
+            x = torch.randn(1, rows, depth).bfloat16()
+            got = fused_ops.linear(layer, x)
+            exact = nn.functional.linear(x.double(), linear.weight.double(), None if not bias else linear.bias.double())
+            # fp32 sums, rounded once: half of the last place, and what cancels in the sum.
+            bound = exact.abs() * 2**-8 + x.double().abs() @ linear.weight.double().abs().T * 2**-20
+            assert ((got.double() - exact).abs() <= bound).all(), rows
+            alone = torch.cat([fused_ops.linear(layer, x[:, i : i + 1]) for i in range(rows)], dim=1)
+            assert got.equal(alone), f"of {rows} rows, one depends on the others"
+
+
+def test_linear_takes_any_strides_and_shapes() -> None:
+    linear = nn.Linear(64, 96, bias=False).bfloat16()
+    (layer,) = packed(linear)
+    x = torch.randn(2, 64, 5).bfloat16().transpose(1, 2)
+    flat = fused_ops.linear(layer, x.reshape(10, 64))
+    assert fused_ops.linear(layer, x).equal(flat.view(2, 5, 96))
+    assert fused_ops.linear(layer, x[:0]).shape == (0, 5, 96)
+
+
+def test_linear_refuses_other_rows() -> None:
+    (layer,) = packed(nn.Linear(64, 96).bfloat16())
+    for rows in (torch.randn(1, 2, 63).bfloat16(), torch.randn(1, 2, 64)):
+        with pytest.raises(ValueError, match="depth 64"):
+            fused_ops.linear(layer, rows)
+
+
+def test_linear_carries_what_is_not_finite() -> None:
+    linear = nn.Linear(64, 40, bias=False).bfloat16()
+    (layer,) = packed(linear)
+    x = torch.randn(1, 3, 64).bfloat16()
+    x[0, 1, 5] = torch.nan
+    x[0, 2, 7] = torch.inf
+    got = fused_ops.linear(layer, x)
+    assert got[0, 0].isfinite().all() and got[0, 1].isnan().all() and not got[0, 2].isfinite().any()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("size", [16, 48, 64, 528, 576, 2048, 4096, 16384])
+def test_norm_is_torchs_bit_for_bit(size: int) -> None:
+    rows = (torch.randn(1, 90, size) * torch.logspace(-3, 3, 90)[:, None]).bfloat16()
+    norm = random_norm(size)
+    assert fused_ops.rms_norm(norm, rows).equal(torch_norm(norm, rows))
+    rows[0, 3, 5], rows[0, 4, 6] = torch.nan, torch.inf
+    theirs, ours = torch_norm(norm, rows), fused_ops.rms_norm(norm, rows)
+    assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_rotation_is_torchs_bit_for_bit(heads: tuple[int, int], dim: int) -> None:
+    query, key = (torch.randn(1, 33, n, dim).bfloat16().transpose(1, 2) for n in heads)
+    cos, sin = torch.randn(2, 1, 33, dim).bfloat16()
+    for q, k in ((query, key), (query.contiguous(), key.contiguous())):
+        rotated = fused_ops.rotate(q, k, cos, sin)
+        for ours, x in zip(rotated, (q, k), strict=True):
+            assert ours.equal(torch_rotate(x, cos, sin))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("head_norms", "bias"), list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("rows", [1, 8, 16, 33, 130])
+def test_parts_of_a_layer_are_their_operations(rows: int, head_norms: bool, bias: bool) -> None:
+    depth, heads, kv_heads, dim, inner = 96, 4, 2, 32, 160
+    sizes = {
+        "q": (depth, heads * dim), "k": (depth, kv_heads * dim), "v": (depth, kv_heads * dim),
+        "o": (heads * dim, depth), "gate": (depth, inner), "up": (depth, inner), "down": (inner, depth),
+    }  # fmt: skip
+    linears = packed(*(nn.Linear(*size, bias=bias).bfloat16() for size in sizes.values()))
+    q, k, v, o, gate, up, down = linears
+    x = torch.randn(1, rows, depth).bfloat16()
+    cos, sin = torch.randn(2, 1, rows, dim).bfloat16()
+    before = fused_ops.LayerIn(
+        random_norm(depth), q, k, v, *((random_norm(dim), random_norm(dim)) if head_norms else (None, None)), dim
+    )
+    after = fused_ops.LayerOut(o, random_norm(depth), gate, up, down)
+
+    normed = torch_norm(before.norm, x)
+    expected = []
+    for linear, norm in ((q, before.query_norm), (k, before.key_norm), (v, None)):
+        of_heads = fused_ops.linear(linear, normed).view(1, rows, -1, dim)
+        expected.append((of_heads if norm is None else torch_norm(norm, of_heads)).transpose(1, 2))
+    expected[:2] = [torch_rotate(part, cos, sin) for part in expected[:2]]
+    for ours, theirs in zip(fused_ops.layer_in(before, x, cos, sin), expected, strict=True):
+        assert ours.equal(theirs)
+
+    attended = torch.randn(1, rows, heads * dim).bfloat16() * 4
+    middle = x + fused_ops.linear(o, attended)
+    normed = torch_norm(after.norm, middle)
+    product = nn.functional.silu(fused_ops.linear(gate, normed)) * fused_ops.linear(up, normed)
+    assert fused_ops.layer_out(after, attended, x).equal(middle + fused_ops.linear(down, product))
+
+
+def test_every_value_of_silu() -> None:
+    """Through the MLP of a layer whose gate gives its bias, whose up gives 1, and whose down passes on what it gets."""
+    values = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16)
+    silu = nn.functional.silu(values)
+    # The matrix unit takes subnormal numbers for zero.
+    values = values[(silu.abs() >= torch.finfo(torch.bfloat16).tiny) & silu.isfinite()]
+    values = nn.functional.pad(values, (0, -len(values) % 32))
+    nothing, identity = (nn.Linear(32, 32, bias=False).bfloat16() for _ in range(2))
+    nothing.weight.data.zero_()
+    identity.weight.data = torch.eye(32).bfloat16()
+    zero, one = packed(nothing, identity)
+    up = zero._replace(bias=torch.ones(32).bfloat16())
+    x = torch.zeros(1, 1, 32).bfloat16()
+    ours = [
+        fused_ops.layer_out(fused_ops.LayerOut(zero, random_norm(32), zero._replace(bias=gate), up, one), x, x)
+        for gate in values.split(32)
+    ]
+    assert torch.cat(ours, dim=2).flatten().equal(nn.functional.silu(values))

@@ -1,0 +1,422 @@
+"""Norms, rotations and whole decoder layers by native kernels: for whom, the same bits, and no trace left."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine
+from hf_paged.fused import overrides as fused_overrides
+from hf_paged.fused.cpu import decoder as fused_decoder
+from hf_paged.fused.cpu import norms as fused_norms
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.fused.cpu import stack as fused_stack
+from hf_paged.fused.cpu import walk as fused_walk
+from hf_paged.fused.cpu import weights as fused_weights
+from hf_paged.integration.attention import MaskPattern
+from hf_paged.kernels.native import build as native_build
+from tests import models
+
+pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# Configs, and how many of their two layers the kernels compute.
+KNOWN = {
+    "llama": (lambda: transformers.LlamaConfig(**SIZES), 2),
+    "llama-biased": (lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True), 2),
+    "qwen2": (lambda: transformers.Qwen2Config(**SIZES), 2),
+    "qwen3": (lambda: transformers.Qwen3Config(**SIZES), 2),
+    "mistral": (lambda: transformers.MistralConfig(**SIZES, sliding_window=8), 2),
+    # One layer sees all, the other a window: two groups of blocks.
+    "qwen3-windows": (
+        lambda: transformers.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        2,
+    ),
+    # Its second layer does not rotate; a step of one token could not tell.
+    "smollm3": (lambda: transformers.SmolLM3Config(**SIZES, no_rope_layers=[1, 0]), 1),
+    # It scales what its layers add to the residual.
+    "granite": (lambda: transformers.GraniteConfig(**SIZES, residual_multiplier=0.5), 0),
+    "llama-gelu": (lambda: transformers.LlamaConfig(**SIZES, hidden_act="gelu"), 0),
+    "gemma3": (lambda: transformers.Gemma3TextConfig(**SIZES, sliding_window=8), 0),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    native_build.build()
+    if not fused_ops.is_available():
+        pytest.skip("these kernels need AMX")
+
+
+@pytest.fixture(params=KNOWN)
+def known(request: pytest.FixtureRequest) -> tuple[Any, int]:
+    make, count = KNOWN[request.param]
+    return build(make()), count
+
+
+def build(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:  # ones and zeros would hide what is done with them
+            parameter.data += torch.randn_like(parameter) * 0.2
+    return model
+
+
+def tokens_and_logprobs(model: Any, **options: Any) -> list[tuple[list[int], list[float]]]:
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with Engine(model, CacheConfig(num_blocks=128, block_size=4), **options) as engine:
+        outputs = engine.generate(models.prompts(3, 40, 17), config)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def layers_of(model: Any) -> list[Any]:
+    weights = fused_weights.packed_weights(model, True)
+    assert weights is not None
+    return fused_decoder._known[weights]._layers
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    with monkeypatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of a stack computed."""
+    seen: list[int] = []
+    run = fused_stack.Stack.run
+
+    def spy(stack: Any, rows: Any, cos: Any, sin: Any, caches: Any, step: Any) -> Any:
+        seen.append(len(caches))
+        return run(stack, rows, cos, sin, caches, step)
+
+    monkeypatch.setattr(fused_stack.Stack, "run", spy)
+    return seen
+
+
+def switched_off(patch: pytest.MonkeyPatch, *, norms: bool) -> None:
+    patch.setattr(fused_overrides, "native_decoder", lambda *_: None)
+    if norms:
+        patch.setattr(fused_overrides, "native_layers", lambda *_: None)
+
+
+def test_the_same_bits(known: tuple[Any, int], without_kernels: pytest.MonkeyPatch) -> None:
+    model, count = known
+    got = tokens_and_logprobs(model, prepack=True)
+    assert sum(layer._verdict is True for layer in layers_of(model)) == count
+    for norms in (False, True):
+        switched_off(without_kernels, norms=norms)
+        assert tokens_and_logprobs(model, prepack=True) == got
+
+
+def test_norms_and_rotations_without_packed_weights(
+    known: tuple[Any, int], without_kernels: pytest.MonkeyPatch
+) -> None:
+    model, _ = known
+    got = tokens_and_logprobs(model, prepack=False)
+    switched_off(without_kernels, norms=True)
+    assert tokens_and_logprobs(model, prepack=False) == got
+
+
+def test_generate_too() -> None:
+    model = build(KNOWN["llama"][0]())
+    ids = torch.arange(3, 33)[None]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    paged = model.generate(ids, **options, cache_implementation="paged")
+    assert paged.equal(model.generate(ids, **options))
+
+
+def test_what_is_recognised() -> None:
+    llama, gemma = (build(KNOWN[name][0]()) for name in ("llama", "gemma3"))
+    norms = [module for module in llama.modules() if type(module).__name__ == "LlamaRMSNorm"]
+    assert len(norms) == 5 and all(fused_norms.norm_of(norm) is not None for norm in norms)
+    assert not any(fused_norms.norm_of(module) is not None for module in gemma.modules())
+    assert fused_norms.norm_of(torch.nn.LayerNorm(64).bfloat16()) is None
+    assert fused_norms.native_layers(models.build("llama")) is None  # fp32
+
+    # A norm that computes like Llama's for weights of one, and only for these.
+    class Wide(type(norms[0])):  # type: ignore[misc]
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            wide = rows.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return (self.weight.float() * wide).to(rows.dtype)
+
+    assert fused_norms.norm_of(Wide(64, 1e-6).bfloat16()) is None
+
+
+def test_no_trace_is_left() -> None:
+    model = build(KNOWN["qwen3"][0]())
+    namespace = vars(__import__(type(model).__module__, fromlist=["x"]))
+    before = namespace["apply_rotary_pos_emb"]
+    tokens_and_logprobs(model, prepack=True)
+    assert namespace["apply_rotary_pos_emb"] is before
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_other_threads_compute_as_always() -> None:
+    model = build(KNOWN["llama"][0]())
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+    wrong: list[int] = []
+    done = threading.Event()
+
+    def others() -> None:
+        with torch.no_grad():
+            while not done.is_set():
+                if not model(ids).logits.equal(expected):
+                    wrong.append(1)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for _ in range(3):
+            tokens_and_logprobs(model, prepack=True)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
+
+
+def test_hooks_inside_a_layer_are_called(lines: list[int]) -> None:
+    model = build(KNOWN["llama"][0]())
+    seen: list[torch.Size] = []
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+        (prompt,) = models.prompts(9)
+        first = engine.generate([prompt], config)[0].outputs[0].token_ids
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: seen.append(out.shape))
+        assert engine.generate([prompt], config)[0].outputs[0].token_ids == first
+        assert len(seen) == 4
+        hook.remove()
+        lines.clear()
+        engine.generate([prompt], config)
+        assert len(seen) == 4 and lines == [2, 2, 2]
+        turned = model.model.layers[1].register_forward_hook(lambda _, __, out: out.flip(-1))
+        engine.clear_prefix_cache()
+        other = engine.generate([prompt], config)[0].outputs[0]
+        turned.remove()
+    assert other.logprobs and other.token_ids != first
+
+
+def test_replaced_parts_and_changed_weights() -> None:
+    model = build(KNOWN["llama"][0]())
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    (prompt,) = models.prompts(9)
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+
+        def check() -> list[int]:
+            engine.clear_prefix_cache()
+            got = engine.generate([prompt], config)[0].outputs[0].token_ids
+            with Engine(model, CacheConfig(num_blocks=64), prepack=False) as plain:
+                assert plain.generate([prompt], config)[0].outputs[0].token_ids == got
+            return got
+
+        results = [check()]
+        with torch.no_grad():
+            model.model.layers[0].mlp.gate_proj.weight.add_(0.3)
+            model.model.layers[1].input_layernorm.weight.mul_(-1)
+        results.append(check())
+        model.model.layers[0].input_layernorm.weight = torch.nn.Parameter(torch.randn(64).bfloat16())
+        results.append(check())
+        model.model.layers[1].input_layernorm.weight.data = torch.randn(64).bfloat16()
+        results.append(check())
+        model.model.layers[1].post_attention_layernorm = torch.nn.LayerNorm(64).bfloat16()
+        model.model.layers[0].self_attn.v_proj = torch.nn.Linear(64, 64, bias=False).bfloat16()
+        results.append(check())
+        model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+        results.append(check())
+        # Fewer columns than were packed, and more.
+        for module, inner in ((model.model.layers[1].mlp, 64), (model.model.layers[0].mlp, 160)):
+            for linear, shape in (
+                (module.gate_proj, (inner, 64)),
+                (module.up_proj, (inner, 64)),
+                (module.down_proj, (64, inner)),
+            ):
+                linear.weight = torch.nn.Parameter(torch.randn(shape).bfloat16())
+        results.append(check())
+    assert len({tuple(result) for result in results}) == 7
+
+
+# -- layers ahead of their turn: in decode steps one native call computes all that follow each other -------------------
+
+
+def deep(layers: int = 5, **options: Any) -> Any:
+    return build(transformers.LlamaConfig(**(SIZES | {"num_hidden_layers": layers} | options)))
+
+
+def same_as_one_by_one(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float]]]:
+    got = tokens_and_logprobs(model, prepack=True)
+    with patch.context() as context:
+        context.setattr(fused_walk, "MOST_AHEAD", 0)
+        assert tokens_and_logprobs(model, prepack=True) == got
+    return got
+
+
+def test_one_call_computes_all_layers(lines: list[int], without_kernels: pytest.MonkeyPatch) -> None:
+    model = deep()
+    got = same_as_one_by_one(model, without_kernels)
+    assert set(lines) == {5} and len(lines) == 11  # the first token comes with the prompt
+    switched_off(without_kernels, norms=True)
+    assert tokens_and_logprobs(model, prepack=True) == got
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3-windows", "llama-biased"])
+def test_masks_groups_and_biases_in_one_call(name: str, lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    same_as_one_by_one(build(KNOWN[name][0]()), monkeypatch)
+    assert set(lines) == {2} and len(lines) == 11
+
+
+def test_layers_that_are_not_native_cut_the_line(lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.SmolLM3Config(**(SIZES | {"num_hidden_layers": 7}), no_rope_layers=[1, 1, 1, 0, 1, 1, 1])
+    same_as_one_by_one(build(config), monkeypatch)
+    assert set(lines) == {3}
+
+
+def test_layers_of_different_sizes_are_not_in_one_line(lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep()
+    mlp = model.model.layers[3].mlp  # as pruning leaves it
+    for linear, shape in ((mlp.gate_proj, (64, 64)), (mlp.up_proj, (64, 64)), (mlp.down_proj, (64, 64))):
+        linear.weight = torch.nn.Parameter(linear.weight[: shape[0], : shape[1]].clone())
+    same_as_one_by_one(model, monkeypatch)
+    assert set(lines) == {3}
+
+
+def changed(_: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.flip(-1)
+
+
+def changed_in_place(_: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.mul_(0.5)
+
+
+def given_another(_: Any, inputs: Any) -> Any:
+    return (inputs[0] * 0.5, *inputs[1:])
+
+
+def given_other_angles(_: Any, inputs: Any, kwargs: Any) -> Any:
+    cos, sin = kwargs["position_embeddings"]
+    return inputs, kwargs | {"position_embeddings": (sin, cos)}
+
+
+def given_another_mask(_: Any, inputs: Any, kwargs: Any) -> Any:
+    return inputs, kwargs | {"attention_mask": MaskPattern(sliding_window=3)}
+
+
+MEDDLERS = {
+    "result": lambda layer: layer.register_forward_hook(changed),
+    "result in place": lambda layer: layer.register_forward_hook(changed_in_place),
+    "input": lambda layer: layer.register_forward_pre_hook(given_another),
+    "angles": lambda layer: layer.register_forward_pre_hook(given_other_angles, with_kwargs=True),
+    "mask": lambda layer: layer.register_forward_pre_hook(given_another_mask, with_kwargs=True),
+}
+
+
+@pytest.mark.parametrize("meddle", MEDDLERS)
+def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one decode step to the next somebody starts to change what goes from layer to layer, and stops again."""
+    model = deep()
+    config = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def run() -> list[tuple[list[int], list[float]]]:
+        with Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=True) as engine:
+            for prompt in models.prompts(3, 40, 17):
+                engine.add_request(prompt, config)
+            outputs = []
+            for step in range(16):
+                if step == 5:
+                    handle = MEDDLERS[meddle](model.model.layers[2])
+                if step == 11:
+                    handle.remove()
+                outputs += engine.step()
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs if o.finished]
+
+    got = run()
+    ahead = list(lines)
+    with monkeypatch.context() as context:
+        context.setattr(fused_walk, "MOST_AHEAD", 0)
+        expected = run()
+    assert got == expected
+    untouched = tokens_and_logprobs(model, prepack=True)
+    assert [logprobs[5:12] for _, logprobs in got] != [logprobs[5:12] for _, logprobs in untouched]
+    # All at first; then the layers on either side of the meddler; when it has gone, all again, unless what it did could
+    # not be told from what the model itself did.
+    assert ahead[0] == 5 and min(ahead) in (2, 3) and ahead[-1] in (5, 2, 3)
+
+
+def test_results_between_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep()
+    seen: list[list[torch.Tensor]] = []
+    handles = [
+        layer.register_forward_hook(lambda _, __, out: seen[-1].append(out.clone())) for layer in model.model.layers
+    ]
+    for most in (256, 0):
+        monkeypatch.setattr(fused_walk, "MOST_AHEAD", most)
+        seen.append([])
+        tokens_and_logprobs(model, prepack=True)
+    for handle in handles:
+        handle.remove()
+    steps = 11 * 5  # in the engine's check of the model others came before
+    assert all(map(torch.equal, seen[0][-steps:], seen[1][-steps:])) and len(seen[1]) > steps
+
+
+def test_two_engines_take_turns_on_one_model(lines: list[int]) -> None:
+    model = deep()
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
+    alone = tokens_and_logprobs(model, prepack=True)
+    engines = [Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=True) for _ in range(2)]
+    found: list[list[Any]] = [[], []]
+    for engine in engines:
+        for prompt in models.prompts(3, 40, 17):
+            engine.add_request(prompt, config)
+    for _ in range(9):
+        for engine, outputs in zip(engines, found, strict=True):
+            outputs += [output for output in engine.step() if output.finished]
+    for engine, outputs in zip(engines, found, strict=True):
+        engine.close()
+        assert [o.outputs[0].token_ids for o in outputs] == [tokens[:9] for tokens, _ in alone]
+    assert set(lines) == {5}
+
+
+def test_a_closed_engine_s_blocks_are_free() -> None:
+    model = deep(2)
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    engine = Engine(model, CacheConfig(num_blocks=64), prepack=True)
+    engine.generate(models.prompts(9), config)
+    keys = weakref.ref(engine._memory.groups[0].pool[0].key)
+    engine.close()
+    assert keys() is None
+
+
+def test_changed_biases_count() -> None:
+    model = build(KNOWN["llama-biased"][0]())
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    (prompt,) = models.prompts(9)
+    results = []
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+        for change in range(4):
+            linear = model.model.layers[1].mlp.up_proj
+            if change == 1:
+                linear.bias = torch.nn.Parameter(torch.randn_like(linear.bias))
+            if change == 2:
+                linear.bias.data = torch.randn_like(linear.bias)
+            if change == 3:
+                linear.bias = None
+            engine.clear_prefix_cache()
+            results.append(engine.generate([prompt], config)[0].outputs[0].logprobs)
+            with Engine(model, CacheConfig(num_blocks=64), prepack=False) as plain:
+                assert plain.generate([prompt], config)[0].outputs[0].logprobs == results[-1]
+    assert len({tuple(result) for result in results}) == 4

@@ -1,0 +1,221 @@
+"""`hf_paged.prepack`: packed weights for the generate door."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import models
+import pytest
+import torch
+from conftest import state_of
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged.fused.cpu import weights as fused_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "samples": {"do_sample": True, "temperature": 2.5, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
+}
+
+
+def generate(model: Any, mode: str = "greedy", lengths: tuple[int, ...] = (5, 12, 1), **options: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    return model.generate(
+        **models.batch(*lengths), **MODES[mode], max_new_tokens=10, eos_token_id=None, pad_token_id=0, **options
+    )
+
+
+@pytest.fixture
+def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each forward with packed weights."""
+    calls: list[int] = []
+    enter = fused_weights.PackedWeights.enter
+
+    def noted(self: fused_weights.PackedWeights) -> None:
+        calls.append(1)
+        enter(self)
+
+    monkeypatch.setattr(fused_weights.PackedWeights, "enter", noted)
+    return calls
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_tokens(family: str, mode: str, packed_calls: list[int]) -> None:
+    model = models.build(family)
+    plain = generate(model, mode)
+    assert generate(model, mode, cache_implementation="paged").equal(plain) and not packed_calls
+    before = state_of(model)
+    hf_paged.prepack(model)
+    assert generate(model, mode, cache_implementation="paged").equal(plain)
+    assert len(packed_calls) >= 10
+    assert state_of(model) == before
+    assert generate(model, mode).equal(plain)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_to_the_bit(mode: str) -> None:
+    """With no more than 32 rows in a step, torch takes the sums in the same order."""
+    model = models.build("llama").bfloat16()
+    expected = generate(model, mode, cache_implementation="paged")
+    hf_paged.prepack(model)
+    assert generate(model, mode, cache_implementation="paged").equal(expected)
+
+
+def test_weights_that_change_are_followed() -> None:
+    model = models.build("llama")
+    hf_paged.prepack(model)
+    first = generate(model, cache_implementation="paged")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.5)
+    second = generate(model, cache_implementation="paged")
+    assert second.equal(generate(model)) and not second.equal(first)
+    model.lm_head = torch.nn.Linear(32, models.VOCAB, bias=False)
+    third = generate(model, cache_implementation="paged")
+    assert third.equal(generate(model)) and not third.equal(second)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_released_weights_are_gone(everything: bool, packed_calls: list[int]) -> None:
+    model = models.build("llama")
+    hf_paged.prepack(model)
+    generate(model, cache_implementation="paged")
+    copies = weakref.ref(fused_weights._packed[model])
+    hf_paged.release_memory(None if everything else model)
+    gc.collect()
+    assert copies() is None
+    packed_calls.clear()
+    generate(model, cache_implementation="paged")
+    assert not packed_calls
+
+
+def test_an_engine_alone_packs_for_no_call(packed_calls: list[int]) -> None:
+    model = models.build("llama")
+    with hf_paged.Engine(model, prepack=True) as engine:
+        hf_paged.release_memory(model)  # it keeps what it uses
+        engine.generate(models.prompts(5), GenerationConfig(max_new_tokens=4))
+    assert packed_calls
+    packed_calls.clear()
+    generate(model, cache_implementation="paged")
+    assert not packed_calls
+
+
+def test_what_cannot_be_packed() -> None:
+    with pytest.raises(ValueError, match="float16 cannot be packed"):
+        hf_paged.prepack(models.build("llama").half())
+
+
+def test_a_peft_wrapper(packed_calls: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), config).eval()
+    plain = generate(model)
+    hf_paged.prepack(model)
+    assert generate(model, cache_implementation="paged").equal(plain) and packed_calls
+    hf_paged.release_memory(model)
+    packed_calls.clear()
+    assert generate(model, cache_implementation="paged").equal(plain) and not packed_calls
+
+
+@pytest.mark.parametrize("door", ["generate", "engine"])
+def test_merged_adapters_count(door: str) -> None:
+    """PEFT changes the weights where autograd does not see it."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), config).eval()
+    (prompt,) = models.prompts(7)
+    options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if door == "generate":
+        hf_paged.prepack(model)
+    with hf_paged.Engine(model, prepack=True) as engine:
+
+        def paged() -> list[int]:
+            if door == "engine":
+                engine.clear_prefix_cache()
+                return engine.generate([prompt], options)[0].outputs[0].token_ids
+            tokens = model.generate(input_ids=prompt[None], generation_config=options, cache_implementation="paged")
+            return tokens[0, 7:].tolist()
+
+        seen = []
+        for change in (None, "merge_adapter", "unmerge_adapter"):
+            if change is not None:
+                getattr(model, change)()
+            plain = model.generate(input_ids=prompt[None], generation_config=options)[0, 7:].tolist()
+            seen.append(paged())
+            assert seen[-1] == plain, change
+        assert seen[0] == seen[1] == seen[2]
+    with model.disable_adapter():
+        assert model.generate(input_ids=prompt[None], generation_config=options)[0, 7:].tolist() != seen[0]
+
+
+def test_a_model_that_is_no_longer_what_it_was() -> None:
+    model = models.build("llama")
+    hf_paged.prepack(model)
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda rows: -forward(rows)
+    assert generate(model, cache_implementation="paged").equal(generate(model))
+    del model.lm_head.forward
+    assert generate(model, cache_implementation="paged").equal(generate(model))
+    model.half()
+    with pytest.raises(ValueError, match=r"prepack was called .* call release_memory\(model\)"):
+        generate(model, cache_implementation="paged")
+    hf_paged.release_memory(model)
+    model.float()
+    assert generate(model, cache_implementation="paged").equal(generate(model))
+
+
+def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
+    model = models.build("llama")
+    options = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with hf_paged.Engine(model, prepack=True) as engine:
+        expected = [output.outputs[0].token_ids for output in engine.generate(models.prompts(5, 9), options)]
+        found = []
+
+        def work() -> None:
+            for _ in range(5):
+                outputs = engine.generate(models.prompts(5, 9), options, progress=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        layers = sum(type(module) is torch.nn.Linear for module in model.modules())
+        while thread.is_alive():
+            hf_paged.release_memory(model)
+            hf_paged.prepack(model)
+            assert len(fused_weights._packed[model]._layers) == layers
+        thread.join()
+    assert found == [expected] * 5
+
+
+def test_threads() -> None:
+    model = models.build("llama")
+    expected = {mode: generate(model, mode) for mode in ("greedy", "beams")}
+    hf_paged.prepack(model)
+    found: list[bool] = []
+
+    def work(mode: str) -> None:
+        for _ in range(4):
+            result = model.generate(
+                **models.batch(5, 12, 1),
+                **MODES[mode],
+                max_new_tokens=10,
+                eos_token_id=None,
+                pad_token_id=0,
+                cache_implementation="paged",
+            )
+            found.append(result.equal(expected[mode]))
+
+    threads = [threading.Thread(target=work, args=(mode,)) for mode in expected for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 16
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -1,0 +1,577 @@
+"""Requests with adapters of their own in one engine, against `generate` with that adapter active."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import models
+import pytest
+import torch
+from test_engine import OPTIONS, assert_idle, config, solo
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.model import adapters
+
+peft = pytest.importorskip("peft")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # what PEFT asks
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Adapter . was active which is now deleted:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
+]
+
+BASE = "__base__"
+NAMES = ("x", "y", "z", BASE)
+TARGETS = {"x": ["q_proj", "v_proj", "down_proj"], "y": ["v_proj", "o_proj", "up_proj"], "z": ["k_proj", "down_proj"]}
+
+
+def lora(targets: Any, **options: Any) -> Any:
+    """With random weights, strong enough to change the text."""
+    return peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False, **options)
+
+
+def with_transformers(model: Any = None, targets: dict[str, Any] | None = None) -> Any:
+    model = models.build("llama") if model is None else model
+    for name, modules in (targets or TARGETS).items():
+        model.add_adapter(lora(modules), name)
+    return model.eval()
+
+
+def with_peft(model: Any = None, targets: dict[str, Any] | None = None) -> Any:
+    (first, modules), *others = (targets or TARGETS).items()
+    wrapped = peft.get_peft_model(models.build("llama") if model is None else model, lora(modules), first)
+    for name, modules in others:
+        wrapped.add_adapter(name, lora(modules))
+    return wrapped.eval()
+
+
+def inner(model: Any) -> Any:
+    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
+
+
+@contextmanager
+def activated(model: Any, name: str | None) -> Iterator[None]:
+    """PEFT's own way to have only that adapter at work; the model is as it was afterwards."""
+    layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
+    before = [(m._active_adapter, m._disable_adapters) for m in layers]
+    gradients = [p.requires_grad for p in model.parameters()]
+    wrappers = [m for m in model.modules() if isinstance(m, peft.utils.other.AuxiliaryTrainingWrapper)]
+    wrapped = [(m._active_adapter, m._disable_adapters) for m in wrappers]
+    if name == BASE:
+        for module in layers + wrappers:
+            module.enable_adapters(False)
+    elif name is not None:
+        model.set_adapter(name)
+    try:
+        yield
+    finally:
+        for module, values in zip(layers + wrappers, before + wrapped):
+            module._active_adapter, module._disable_adapters = values
+        for parameter, flag in zip(model.parameters(), gradients):
+            parameter.requires_grad = flag
+
+
+def expected(model: Any, name: str | None, prompt: torch.Tensor, options: GenerationConfig) -> list[list[int]]:
+    with activated(model, name):
+        return solo(inner(model), prompt, options)[0]
+
+
+def tokens(output: hf_paged.RequestOutput) -> list[list[int]]:
+    assert output.error is None
+    return [one.token_ids for one in output.outputs]
+
+
+def state(model: Any) -> list[Any]:
+    """All that a step may touch, down to which attributes a layer has of its own."""
+    own = [
+        {name: value for name, value in vars(module).items() if name in ("_active_adapter", "_disable_adapters")}
+        for module in model.modules()
+    ]
+    ids = [{name: id(value) for name, value in values.items()} for values in own]
+    return [own, ids, [p.requires_grad for p in model.parameters()], [p._version for p in model.parameters()]]
+
+
+def finish(engine: Engine) -> dict[str, hf_paged.RequestOutput]:
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update({output.request_id: output for output in engine.step() if output.finished})
+    return outputs
+
+
+def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Forwards of every step to come."""
+    counts: list[int] = []
+    model, run = engine._runner._model, engine._runner.run
+    forward = model.forward
+
+    def one_step(*args: Any) -> Any:
+        counts.append(0)
+        return run(*args)
+
+    def one_forward(*args: Any) -> Any:
+        counts[-1] += 1
+        return forward(*args)
+
+    monkeypatch.setattr(engine._runner, "run", one_step)
+    monkeypatch.setattr(model, "forward", one_forward)
+    return counts
+
+
+# -- the same answers ---
+
+
+def wanted(count: int, seed: int = 0) -> list[tuple[str | None, torch.Tensor, GenerationConfig]]:
+    """Every way to decode with every adapter, in the end; what is active on the model too."""
+    names = itertools.cycle([*NAMES, None])
+    lengths = [1 + (7 * n) % 37 for n in range(count)]
+    options = itertools.cycle(map(config, OPTIONS))
+    return list(zip(names, models.prompts(*lengths, seed=seed), options))
+
+
+def assert_as_generate(model: Any, cache: CacheConfig, scheduler: SchedulerConfig | None, count: int) -> Any:
+    requests = wanted(count)
+    names, prompts, options = zip(*requests)
+    before = state(model)
+    with Engine(model, cache, scheduler) as engine:
+        outputs = engine.generate(prompts, options, adapter=names)
+        assert_idle(engine)
+        stats = engine.stats()
+    assert state(model) == before
+    for request, output in zip(requests, outputs):
+        assert tokens(output) == expected(model, *request), request[0]
+    return stats
+
+
+@pytest.mark.parametrize("make", [with_peft, with_transformers])
+def test_neighbours_with_other_adapters(make: Callable[[], Any]) -> None:
+    model = make()
+    (prompt,) = models.prompts(9)
+    texts = [expected(model, name, prompt, config("greedy")) for name in NAMES]
+    assert all(left != right for left, right in itertools.combinations(texts, 2)), "adapters must matter"
+    stats = assert_as_generate(model, CacheConfig(memory="64MiB"), None, 60)
+    assert stats.cow_copies > 0
+
+
+def test_every_family(family: str) -> None:
+    targets = dict.fromkeys("xy", "all-linear")
+    model = with_transformers(models.build(family), targets)
+    requests = [(name, *rest) for name, (_, *rest) in zip(itertools.cycle(["x", BASE, "y"]), wanted(24))]
+    names, prompts, options = zip(*requests)
+    with Engine(model, CacheConfig(memory="64MiB")) as engine:
+        outputs = engine.generate(prompts, options, adapter=names)
+    for request, output in zip(requests, outputs):
+        assert tokens(output) == expected(model, *request)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_a_small_pool_and_short_steps(preemption: Any) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=24, preemption=preemption)
+    stats = assert_as_generate(with_peft(), CacheConfig(num_blocks=26, block_size=4), scheduler, 60)
+    assert stats.preemptions_recompute + stats.preemptions_swap > 0
+
+
+def test_models_that_cannot_run_packed() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": models.VOCAB}
+    bloom = BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.6, eos_token_id=models.EOS)).eval()
+    model = with_transformers(bloom, dict.fromkeys("xyz", "all-linear"))
+    stats = assert_as_generate(model, CacheConfig(num_blocks=30, block_size=4), None, 20)
+    assert stats.preemptions_recompute + stats.preemptions_swap > 0
+
+
+def test_packed_weights_of_linear_layers() -> None:
+    """The copies are of the layers that adapters wrap, and of those that they bring along."""
+    model = with_peft()
+    (prompt,) = models.prompts(9)
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+        outputs = engine.generate([prompt] * 4, config("greedy"), adapter=NAMES)
+    assert [tokens(o) for o in outputs] == [expected(model, name, prompt, config("greedy")) for name in NAMES]
+
+
+def test_modules_that_an_adapter_replaces() -> None:
+    """modules_to_save and trainable tokens: PEFT keeps them in wrappers, not in layers."""
+    model = peft.get_peft_model(models.build("llama"), lora(TARGETS["x"], modules_to_save=["lm_head"]), "x")
+    model.add_adapter("y", lora(TARGETS["y"]))
+    model.add_adapter("z", lora(TARGETS["z"], trainable_token_indices=[3, 4, 5, 6, 7]))
+    model.eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name or "trainable_tokens_delta" in name:
+                parameter.normal_(std=0.6)
+    assert any("trainable_tokens_delta" in name for name, _ in model.named_parameters())
+    prompts, options = models.prompts(9, 5, 20), config("greedy", max_new_tokens=20)
+    before = state(model)
+    requests = [(name, prompt, options) for prompt in prompts for name in NAMES]
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        outputs = engine.generate([p for _, p, _ in requests], options, adapter=[name for name, *_ in requests])
+    assert state(model) == before
+    for request, output in zip(requests, outputs):
+        assert tokens(output) == expected(model, *request), request[0]
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "VeraConfig", "OFTConfig"])
+def test_other_kinds_of_adapters(kind: str) -> None:
+    options: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+    if kind == "IA3Config":
+        options["feedforward_modules"] = []
+    if kind == "OFTConfig":
+        options |= {"oft_block_size": 8, "use_cayley_neumann": False}
+    make = getattr(peft, kind)
+    model = peft.get_peft_model(models.build("llama"), make(**options), "x")
+    model.add_adapter("y", make(**options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith((".x", ".y", ".x.weight", ".y.weight")):
+                parameter.add_(torch.randn_like(parameter))
+    model.eval()
+    (prompt,) = models.prompts(9)
+    names = ("x", "y", BASE)
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        outputs = engine.generate([prompt] * 3, config("greedy"), adapter=names)
+    texts = [tokens(output) for output in outputs]
+    assert texts == [expected(model, name, prompt, config("greedy")) for name in names]
+    assert texts[0] != texts[1] != texts[2] != texts[0]
+
+
+# -- steps ---
+
+
+def test_one_forward_for_each_adapter_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_transformers()
+    model.set_adapter("y")
+    prompts = models.prompts(5, 9, 3, 7, 6, 4)
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        counts = counted(engine, monkeypatch)
+        outputs = engine.generate(prompts, config("greedy"), adapter=["x", None, BASE, "y", "z", "x"])
+        assert all(output.error is None for output in outputs)
+        assert counts[0] == max(counts) == 4, "x, y (which is active too), z, and none"
+        counts.clear()
+        switched: list[Any] = []
+        make = adapters._Switch.__init__
+
+        def noted(self: Any, layers: list[Any], names: Any) -> None:
+            switched.extend(layers)
+            make(self, layers, names)
+
+        monkeypatch.setattr(adapters._Switch, "__init__", noted)
+        engine.generate(prompts, config("greedy"), adapter=["y", None, "y", None, None, "y"])
+        assert set(counts) == {1}
+        assert not switched
+
+
+def test_rows_of_a_step_are_in_the_order_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_transformers()
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        run = engine._runner.run
+        seen = []
+
+        def noted(output: Any, *args: Any) -> Any:
+            result = run(output, *args)
+            seen.append((result.seqs, [seq for seq, _ in output.scheduled]))
+            return result
+
+        monkeypatch.setattr(engine._runner, "run", noted)
+        engine.generate(
+            models.prompts(5, 5, 5, 5, 5), config("four samples", seed=None), adapter=["x", "y", "x", BASE, "y"]
+        )
+    assert len(seen) > 5
+    assert all(left == right for left, right in seen)
+
+
+def test_abort_beside_others() -> None:
+    model = with_peft()
+    prompts, options = models.prompts(5, 9, 7), config("greedy", min_new_tokens=5)
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        for name, prompt in zip("xyz", prompts):
+            engine.add_request(prompt, options, request_id=name, adapter=name)
+        engine.step()
+        assert engine.abort("y")
+        outputs = finish(engine)
+        assert_idle(engine)
+    assert outputs.pop("y").outputs[0].finish_reason == "abort"
+    for name, output in outputs.items():
+        assert tokens(output) == expected(model, name, prompts["xyz".index(name)], options)
+
+
+def test_a_forward_that_raises_fails_the_requests_of_its_adapter_only() -> None:
+    model = with_peft()
+    prompts = models.prompts(5, 9, 7, 4)
+    before = state(model)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no such device")
+
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        for name, prompt in zip(NAMES, prompts):
+            engine.add_request(prompt, config("beams"), request_id=name, adapter=name)
+        engine.step()
+        layer = inner(model).model.layers[1].self_attn.v_proj
+        handle = layer.lora_A["y"].register_forward_pre_hook(broken)
+        outputs = finish(engine)
+        handle.remove()
+        assert_idle(engine)
+        failed = outputs.pop("y")
+        assert failed.error == "the forward failed: RuntimeError: no such device"
+        assert failed.outputs[0].finish_reason == "error"
+        for name, output in outputs.items():
+            assert tokens(output) == expected(model, name, prompts[NAMES.index(name)], config("beams"))
+        # All of a step, too.
+        handle = layer.lora_A["y"].register_forward_pre_hook(broken)
+        (output,) = engine.generate([prompts[0]], config("greedy"), adapter="y")
+        handle.remove()
+        assert output.error == failed.error
+        assert_idle(engine)
+    assert state(model) == before
+
+
+def test_two_engines_on_one_model_in_two_threads() -> None:
+    model = with_transformers()
+    prompts, options = models.prompts(5, 9, 7), config("greedy", max_new_tokens=40)
+    answers: dict[str, list[Any]] = {}
+    before = state(model)
+
+    def work(name: str) -> None:
+        with Engine(model, CacheConfig(num_blocks=64)) as engine:
+            answers[name] = [tokens(o) for o in engine.generate(prompts, options, adapter=name)]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in NAMES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert state(model) == before
+    for name in NAMES:
+        assert answers[name] == [expected(model, name, prompt, options) for prompt in prompts]
+
+
+# -- prefixes ---
+
+
+def test_prefixes_are_shared_within_an_adapter() -> None:
+    model = with_peft()
+    (prompt,) = models.prompts(40)
+    options = config("greedy")
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+
+        def ask(name: str | None) -> int:
+            (output,) = engine.generate([prompt], options, adapter=name)
+            assert tokens(output) == expected(model, name, prompt, options)
+            return output.metrics.num_cached_tokens
+
+        assert [ask(name) for name in NAMES] == [0, 0, 0, 0]
+        assert [ask(name) for name in NAMES] == [32, 32, 32, 32]
+        assert ask(None) == 32, "what is active is adapter x"
+        with model.disable_adapter():
+            assert ask(None) == 32
+
+
+def test_a_prefix_that_is_held_belongs_to_an_adapter() -> None:
+    model = with_peft()
+    (prompt,) = models.prompts(40)
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        assert engine.cache_prefix(prompt, adapter="y") == 32
+        outputs = engine.generate([prompt] * 2, config("greedy"), adapter=["y", "x"])
+        assert [output.metrics.num_cached_tokens for output in outputs] == [32, 0]
+        assert not engine.release_prefix(prompt)
+        assert not engine.release_prefix(prompt, adapter="x")
+        assert engine.release_prefix(prompt, adapter="y")
+
+
+def test_weights_changed_in_place_are_new_weights() -> None:
+    model = with_peft()
+    (prompt,) = models.prompts(40)
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        (first,) = engine.generate([prompt], config("greedy"), adapter="y")
+        with torch.no_grad():
+            inner(model).model.layers[0].self_attn.v_proj.lora_B["y"].weight.mul_(-1)
+        (second,) = engine.generate([prompt], config("greedy"), adapter="y")
+        assert tokens(second) == expected(model, "y", prompt, config("greedy")) != tokens(first)
+
+
+# -- adapters come and go ---
+
+
+def test_none_is_what_was_active_on_arrival() -> None:
+    model = with_transformers()
+    (prompt,) = models.prompts(9)
+    options = config("greedy")
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        for name in "xyz":
+            model.set_adapter(name)
+            engine.add_request(prompt, options, request_id=name)
+        model.disable_adapters()
+        engine.add_request(prompt, options, request_id=BASE)
+        model.enable_adapters()
+        model.set_adapter(["x", "y"])
+        engine.add_request(prompt, options, request_id="both")
+        engine.step()
+        model.set_adapter("z")
+        before = state(model)
+        outputs = finish(engine)
+        assert state(model) == before
+        assert model.active_adapters() == ["z"]
+    for name in NAMES:
+        assert tokens(outputs[name]) == expected(model, name, prompt, options)
+    model.set_adapter(["x", "y"])
+    assert tokens(outputs["both"]) == solo(model, prompt, options)[0]
+
+
+def test_layers_that_are_switched_one_by_one() -> None:
+    model = with_transformers()
+    model.set_adapter("x")
+    layers = inner(model).model.layers
+    layers[0].self_attn.v_proj.set_adapter("y")
+    layers[1].mlp.down_proj.enable_adapters(False)
+    (prompt,) = models.prompts(9)
+    wanted = solo(model, prompt, config("greedy"))[0]
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        engine.add_request(prompt, config("greedy"), request_id="mixed")
+        layers[1].mlp.down_proj.enable_adapters(True)
+        model.set_adapter("z")
+        engine.add_request(prompt, config("greedy"), request_id="z")
+        outputs = finish(engine)
+    assert tokens(outputs["mixed"]) == wanted
+    assert tokens(outputs["z"]) == expected(model, "z", prompt, config("greedy"))
+
+
+def test_adapters_loaded_into_a_running_engine() -> None:
+    model = models.build("llama")
+    (prompt,) = models.prompts(40)
+    options = config("greedy")
+    plain = solo(model, prompt, options)[0]
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        engine.add_request(prompt, options, request_id="before")
+        engine.add_request(prompt, options, request_id="base", adapter=BASE)
+        engine.step()
+        model.add_adapter(lora(TARGETS["x"]), "x")  # which makes it active
+        engine.add_request(prompt, options, request_id="x")
+        engine.step()
+        model.add_adapter(lora("all-linear"), "y")
+        model.eval()
+        engine.add_request(prompt, options, request_id="y", adapter="y")
+        outputs = finish(engine)
+        assert_idle(engine)
+    assert tokens(outputs["before"]) == tokens(outputs["base"]) == plain
+    for name in "xy":
+        assert tokens(outputs[name]) == expected(model, name, prompt, options) != plain
+
+
+@pytest.mark.parametrize("make", [with_peft, with_transformers])
+def test_an_adapter_that_is_deleted_and_loaded_again(make: Callable[[], Any]) -> None:
+    model = make()
+    (prompt,) = models.prompts(40)
+    options = config("greedy")
+    scheduler = SchedulerConfig(max_num_seqs=3)
+    with Engine(model, CacheConfig(num_blocks=64), scheduler) as engine:
+        for request_id in ("y", "x", BASE, "y that waits"):
+            engine.add_request(prompt, options, request_id=request_id, adapter=request_id.split()[0])
+        engine.step()
+        model.delete_adapter("y")
+        with pytest.raises(ValueError, match="adapter='y' is not loaded: choose one of 'x', 'z' or '__base__'"):
+            engine.add_request(prompt, options, adapter="y")
+        if make is with_peft:
+            model.add_adapter("y", lora(TARGETS["y"]))
+        else:
+            model.add_adapter(lora(TARGETS["y"]), "y")
+        model.eval()
+        engine.add_request(prompt, options, request_id="y again", adapter="y")
+        outputs = finish(engine)
+        assert_idle(engine)
+    for request_id in ("y", "y that waits"):
+        error = outputs.pop(request_id).error
+        assert error is not None and "adapter 'y' was deleted or replaced" in error
+    assert outputs["y again"].metrics.num_cached_tokens == 0
+    for request_id, output in outputs.items():
+        assert tokens(output) == expected(model, request_id.split()[0], prompt, options)
+
+
+def test_adapters_unloaded_from_a_running_engine() -> None:
+    model = with_peft()
+    (prompt,) = models.prompts(9)
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        for name in ("x", BASE):
+            engine.add_request(prompt, config("greedy"), request_id=name, adapter=name)
+        engine.step()
+        plain = model.unload()
+        outputs = finish(engine)
+    assert outputs["x"].error is not None and "adapter 'x' was deleted" in outputs["x"].error
+    assert tokens(outputs[BASE]) == solo(plain, prompt, config("greedy"))[0]
+
+
+# -- what is refused ---
+
+
+def test_what_is_refused_on_arrival() -> None:
+    (prompt,) = models.prompts(5)
+    model = with_peft()
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        known = "choose one of 'x', 'y', 'z' or '__base__', or load it with load_adapter"
+        for wrong in ("d", "", 1, ["x"]):
+            with pytest.raises(ValueError) as caught:
+                engine.add_request(prompt, config("greedy"), adapter=wrong)
+            assert str(caught.value) == f"adapter={wrong!r} is not loaded: {known}"
+        for ask in (engine.generate, engine.stream):
+            with pytest.raises(ValueError, match="adapter='d' is not loaded"):
+                ask([prompt, prompt], config("greedy"), adapter=["x", "d"])
+            with pytest.raises(ValueError, match="1 adapters for 2 prompts: give one, or one for each"):
+                ask([prompt, prompt], config("greedy"), adapter=["x"])
+        with pytest.raises(ValueError, match="adapter='d' is not loaded"):
+            engine.cache_prefix(prompt, adapter="d")
+        assert_idle(engine)
+        model.peft_config["p"] = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+        with pytest.raises(ValueError, match="'p' is of the kind PROMPT_TUNING, which changes the inputs of generate"):
+            engine.add_request(prompt, config("greedy"), adapter="p")
+        del model.peft_config["p"]
+        assert tokens(engine.generate([prompt], config("greedy"), adapter="x")[0])
+    plain = models.shared("llama")
+    with Engine(plain, CacheConfig(num_blocks=64)) as engine:
+        with pytest.raises(ValueError, match="adapter='x' is not loaded: the model has no adapters; load it with"):
+            engine.add_request(prompt, config("greedy"), adapter="x")
+        (output,) = engine.generate([prompt], config("greedy"), adapter=BASE)
+        assert tokens(output) == solo(plain, prompt, config("greedy"))[0]
+
+
+def test_merged_adapters_cannot_be_switched() -> None:
+    model = with_peft()
+    (prompt,) = models.prompts(9)
+    options = config("greedy")
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        engine.add_request(prompt, options, request_id="y", adapter="y")
+        engine.add_request(prompt, options, request_id="active")
+        engine.step()
+        model.merge_adapter(["x"])
+        for name in ("x", "y", BASE):
+            with pytest.raises(ValueError, match=f"adapter='{name}': adapter 'x' is merged .* call unmerge_adapter"):
+                engine.add_request(prompt, options, adapter=name)
+        engine.add_request(prompt, options, request_id="merged")
+        outputs = finish(engine)
+        assert outputs["y"].error is not None and "adapter 'x' was merged into the weights" in outputs["y"].error
+        wanted = solo(inner(model), prompt, options)[0]
+        assert tokens(outputs["active"]) == tokens(outputs["merged"]) == wanted
+        model.unmerge_adapter()
+        (output,) = engine.generate([prompt], options, adapter="y")
+        assert tokens(output) == expected(model, "y", prompt, options)
+
+
+def test_adapters_that_need_more_than_rows() -> None:
+    model = models.build("llama")
+    model.add_adapter(lora(TARGETS["x"]), "x")
+    model.add_adapter(lora(TARGETS["y"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]), "y")
+    (prompt,) = models.prompts(9)
+    with Engine(model.eval(), CacheConfig(num_blocks=64)) as engine:
+        for name in ("y", None):
+            with pytest.raises(
+                ValueError, match=r"adapter 'y' is switched on by tokens of the prompt \(alora_invocation"
+            ):
+                engine.add_request(prompt, config("greedy"), adapter=name)
+        (output,) = engine.generate([prompt], config("greedy"), adapter="x")
+        assert tokens(output) == expected(model, "x", prompt, config("greedy"))

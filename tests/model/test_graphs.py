@@ -1,0 +1,590 @@
+"""Decode steps as graphs, with tapes for CUDA graphs: the tokens of plain generate, and Python where it is due."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import tape
+import torch
+from tape import TapedGraphs
+from test_engine import assert_as_solo, assert_idle, config, requests
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
+from hf_paged.cache.kv_pool import KVPool
+from hf_paged.model import graphs
+from hf_paged.model.graphs import NoHostValues, padded_size
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
+    pytest.mark.filterwarnings("error:decode steps run without CUDA graphs:RuntimeWarning"),
+]
+
+
+NEVER = models.VOCAB  # as EOS: no request ends before its last token
+NO_PREFIXES = SchedulerConfig(prefix_caching=False)
+
+
+@pytest.fixture(autouse=True)
+def _taped(monkeypatch: pytest.MonkeyPatch) -> None:
+    tape.install(monkeypatch)
+
+
+def opened(model: Any, num_blocks: int = 200, scheduler: SchedulerConfig | None = None, **options: Any) -> Engine:
+    """An engine of small blocks, with NaN in every slot."""
+    engine = Engine(model, CacheConfig(num_blocks=num_blocks, block_size=4), scheduler, **options)
+    for tensor in tensors_of(engine):
+        tensor.fill_(torch.nan)
+    return engine
+
+
+def tensors_of(engine: Engine) -> list[torch.Tensor]:
+    return [tensor for group in engine._memory.groups for layer in group.pool._layers.values() for tensor in layer]
+
+
+def captured_of(engine: Engine) -> Any:
+    (captured,) = engine._graphs._captured.values()
+    return captured
+
+
+def generated(engine: Engine, prompts: list[torch.Tensor], **options: Any) -> list[list[int]]:
+    outputs = engine.generate(prompts, config("greedy", **{"eos_token_id": NEVER, **options}))
+    assert [output.error for output in outputs] == [None] * len(prompts)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def plain(model: Any, prompts: list[torch.Tensor], **options: Any) -> list[list[int]]:
+    made = config("greedy", **{"eos_token_id": NEVER, **options})
+    return [
+        model.generate(input_ids=p[None], generation_config=made, attention_mask=torch.ones_like(p[None]))[
+            0, len(p) :
+        ].tolist()
+        for p in prompts
+    ]
+
+
+# -- the same answers ------------------------------------------------------------------------------------------------
+
+
+def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
+    model = models.shared(family)
+    wanted = requests(24)
+    prompts, configs = [p for p, _ in wanted], [c for _, c in wanted]
+    with opened(model, 400) as engine:
+        outputs = engine.generate(prompts, configs)
+        assert_idle(engine)
+        stats = engine.stats()
+    assert stats.graph_replays == stats.steps - 1 and TapedGraphs.captures > 1  # the batch grows and shrinks
+    assert_as_solo(model, outputs, wanted)
+    with opened(model, 400, cuda_graphs=False) as engine:
+        eager = engine.generate(prompts, configs)
+        assert engine.stats().graph_replays == 0
+    for ours, theirs in zip(outputs, eager):
+        for one, other in zip(ours.outputs, theirs.outputs):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preemption(family: str, preemption: Any) -> None:
+    model = models.shared(family)
+    wanted = requests(16, seed=1)
+    scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=24, preemption=preemption)
+    with opened(model, 14 if family == "mistral" else 26, scheduler) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert_idle(engine)
+        stats = engine.stats()
+    assert stats.preemptions_recompute + stats.preemptions_swap > 0 and stats.graph_replays > 20
+    assert_as_solo(model, outputs, wanted)
+
+
+def test_arrivals_and_aborts_over_all_sizes() -> None:
+    model = models.shared("llama")
+    rng = random.Random(0)
+    prompts = models.prompts(*(rng.randrange(1, 30) for _ in range(24)))
+    outputs: dict[str, hf_paged.RequestOutput] = {}
+    with opened(model, 400, SchedulerConfig(max_num_seqs=20)) as engine:
+        waiting = dict(enumerate(prompts))
+        while waiting or engine.has_unfinished_requests():
+            for index in list(waiting)[:1]:
+                engine.add_request(
+                    waiting.pop(index), config("greedy", max_new_tokens=40, eos_token_id=NEVER), request_id=str(index)
+                )
+            if len(waiting) == 4:
+                assert engine.abort("13") and engine.abort("17")
+            outputs.update({o.request_id: o for o in engine.step()})
+            engine.check_integrity()
+        sizes = sorted(captured_of(engine).replays)
+        assert_idle(engine)
+    assert sizes == [1, 2, 4, 8, 16, 20]
+    for index, expected in enumerate(plain(model, prompts, max_new_tokens=40)):
+        tokens = outputs[str(index)].outputs[0].token_ids
+        assert tokens == expected[: len(tokens)] and (len(tokens) < 40) == (index in (13, 17))
+
+
+def test_tables_grow_between_replays(family: str) -> None:
+    """From one block to many, and past the window of those that have one; three rows in a graph of four."""
+    model = models.shared(family)
+    prompts = models.prompts(1, 2, 9)
+    with opened(model) as engine:
+        assert generated(engine, prompts, max_new_tokens=120) == plain(model, prompts, max_new_tokens=120)
+        stats = engine.stats()
+    assert (stats.graph_replays, TapedGraphs.captures) == (119, 1)
+
+
+def test_a_replay_writes_the_slots_of_its_tokens_only(family: str) -> None:
+    """Padding rows write nothing, stale entries of the tables do no harm."""
+    model = models.shared(family)
+    with opened(model) as engine:
+        for prompt in models.prompts(3, 14, 30):
+            engine.add_request(prompt, config("greedy", max_new_tokens=30, eos_token_id=NEVER))
+        for _ in range(12):
+            engine.step()
+        before = [tensor.clone() for tensor in tensors_of(engine)]
+        seqs = [seq for group in engine._scheduler.groups for seq in group.live]
+        expected = set()
+        engine.step()
+        for manager in engine._memory.managers:
+            expected |= {manager.slots(seq.seq_id, end - 1, end)[0] for seq in seqs if (end := seq.num_computed_tokens)}
+        assert engine.stats().graph_replays > 8 and len(expected) >= 3
+        changed: set[int] = set()
+        for old, new in zip(before, tensors_of(engine)):
+            same = (old == new) | (old.isnan() & new.isnan())
+            changed |= set((~same.flatten(2).all(-1)).flatten().nonzero()[:, 0].tolist())
+        assert changed == expected
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 20, 256, 1000])
+def test_padded_sizes(most: int) -> None:
+    sizes = [padded_size(count, most) for count in range(1, most + 1)]
+    assert all(count <= size <= most for count, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes) and sizes[-1] == most
+    for count, size in enumerate(sizes, 1):
+        assert size < 2 * count if count <= 8 else size - count < max(8, count / 8)
+    assert len(set(sizes)) < 50
+    if most == 256:
+        assert sorted(set(sizes))[:6] == [1, 2, 4, 8, 16, 24]
+
+
+# -- Python where it is due ------------------------------------------------------------------------------------------
+
+
+def count_calls(model: Any) -> tuple[list[int], Callable[..., None]]:
+    calls = [0]
+
+    def hook(*_: Any) -> None:
+        calls[0] += 1
+
+    return calls, hook
+
+
+def test_a_hook_is_called_in_every_step_while_it_is_there() -> None:
+    model = models.build("llama")
+    calls, hook = count_calls(model)
+    prompts = models.prompts(5, 9)
+    with opened(model) as engine:
+        for prompt in prompts:
+            engine.add_request(prompt, config("greedy", max_new_tokens=30, eos_token_id=NEVER))
+        for _ in range(10):
+            engine.step()
+        replays = engine.stats().graph_replays
+        assert replays == 9
+        for register in (
+            model.model.layers[1].mlp.register_forward_hook,
+            model.lm_head.register_forward_pre_hook,
+            nn.modules.module.register_module_forward_pre_hook,
+        ):
+            calls[0] = 0
+            handle = register(hook)
+            try:
+                with pytest.warns(RuntimeWarning, match="without CUDA graphs: .* forward hook"):
+                    engine.step()
+                engine.step()  # nothing is said twice
+            finally:
+                handle.remove()
+            assert calls[0] >= 2 and engine.stats().graph_replays == replays
+            engine.step()
+            replays += 1
+            assert engine.stats().graph_replays == replays
+        outputs = {o.request_id: o for _ in range(20) for o in engine.step()}
+    assert [o.outputs[0].token_ids for o in outputs.values()] == plain(model, prompts, max_new_tokens=30)
+
+
+def replace_weight(model: Any) -> None:
+    layer = model.model.layers[0].mlp
+    layer.down_proj.weight = nn.Parameter(layer.down_proj.weight.detach() * -1.5)
+
+
+def replace_data(model: Any) -> None:
+    weight = model.lm_head.weight
+    weight.data = weight.data.flip(0).contiguous()
+
+
+def replace_module(model: Any) -> None:
+    model.model.layers[1] = models.build("llama", seed=5).model.layers[0]
+    model.model.layers[1].self_attn.layer_idx = 1
+    model.model.layers[1].self_attn.config = model.config
+
+
+def replace_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: -type(mlp).forward(mlp, x)
+
+
+def replace_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.Tanh().eval()
+
+
+@pytest.mark.parametrize("change", [replace_weight, replace_data, replace_module, replace_forward, replace_activation])
+def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None:
+    model = models.build("llama")
+    prompts = models.prompts(5, 9)
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+        before = generated(engine, prompts)
+        change(model)
+        after = generated(engine, prompts)
+        assert after == plain(model, prompts) != before
+        assert TapedGraphs.captures == 2 and engine.stats().graph_replays == 18
+
+
+def test_weights_changed_in_place_are_the_same_weights() -> None:
+    model = models.build("llama")
+    prompts = models.prompts(5, 9)
+    with opened(model) as engine:
+        before = generated(engine, prompts)
+        model.train()  # and back, between two steps
+        with torch.no_grad():
+            for parameter in model.model.layers[0].parameters():
+                parameter.mul_(-1.5)
+        model.eval()
+        assert generated(engine, prompts) == plain(model, prompts) != before
+        assert TapedGraphs.captures == 1
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # what PEFT asks
+def test_the_active_adapter_is_the_one_that_computes() -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj", "down_proj"], lora_alpha=64, init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), options)
+    model.add_adapter("other", options)
+    model.eval()
+    prompts = models.prompts(5, 9)
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    seen = []
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+
+        def compare() -> None:
+            seen.append(generated(engine, prompts))
+            assert seen[-1] == plain(model, prompts)
+
+        compare()
+        model.set_adapter("other")
+        compare()
+        layer.scaling["other"] *= -1.0
+        compare()
+        with model.disable_adapter():
+            compare()
+        model.merge_adapter()
+        compare()
+        replays = engine.stats().graph_replays
+    assert len({str(tokens) for tokens in seen}) == 4  # a merged adapter says what it said before
+    assert replays == 5 * 9 and TapedGraphs.captures == 5
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_every_adapter_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj", "down_proj"], lora_alpha=64, init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), options)
+    model.add_adapter("other", options)
+    model.eval()
+    prompts = models.prompts(5, 9, 7)
+    expected = []
+    for name, prompt in zip(["default", "other"], prompts, strict=False):
+        model.set_adapter(name)
+        expected += plain(model, [prompt])
+    with model.disable_adapter():
+        expected += plain(model, [prompts[2]])
+    chosen = ["default", "other", "__base__"]
+    made = config("greedy", eos_token_id=NEVER)
+
+    def run(engine: Engine) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in engine.generate(prompts, made, adapter=chosen)]
+
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+        # All three in every step: what one replay gives must outlive the next one.
+        assert run(engine) == run(engine) == expected
+        assert TapedGraphs.captures == 3 and engine.stats().graph_replays == 2 * 9 * 3
+    monkeypatch.setattr(graphs, "MOST_VARIANTS", 2)
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+        with pytest.warns(RuntimeWarning, match="without CUDA graphs: there are graphs for 2 sets of adapters"):
+            assert run(engine) == expected
+        assert engine.stats().graph_replays == 9 * 2
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode, reason", [(lambda: torch.autocast("cpu", torch.bfloat16), "autocast"), (Watching, "TorchDispatchMode")]
+)
+def test_modes_of_the_caller_see_every_operation(mode: Callable[[], AbstractContextManager[Any]], reason: str) -> None:
+    model = models.shared("llama")
+    with opened(model) as engine:
+        engine.add_request(models.prompts(5)[0], config("greedy", eos_token_id=NEVER))
+        for _ in range(3):
+            engine.step()
+        with mode(), pytest.warns(RuntimeWarning, match=reason):
+            engine.step()
+        assert engine.stats().graph_replays == 2
+        engine.step()
+        assert engine.stats().graph_replays == 3 and TapedGraphs.captures == 1
+
+
+def test_training_mode_is_no_graphs() -> None:
+    model = models.build("llama").train()
+    prompts = models.prompts(5, 9)
+    with opened(model) as engine, pytest.warns(RuntimeWarning, match="training mode"):
+        assert generated(engine, prompts) == plain(model, prompts)
+        assert engine.stats().graph_replays == TapedGraphs.captures == 0
+
+
+def test_sequences_longer_than_the_tables() -> None:
+    model = models.shared("llama")
+    (prompt,) = models.prompts(50)
+    with opened(model) as engine, pytest.warns(RuntimeWarning, match="longer than the 64 tokens"):
+        engine._graphs._longest = 50
+        assert generated(engine, [prompt], max_new_tokens=40) == plain(model, [prompt], max_new_tokens=40)
+        assert engine.stats().graph_replays == 14
+
+
+# -- models that cannot be captured ------------------------------------------------------------------------------------
+
+
+class Asking(nn.Module):
+    """Looks at a value, as routers of experts do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.isfinite().all() else x
+
+
+class Replacing(nn.Module):
+    """Keeps what it saw last in a buffer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x[0, 0].clone()
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("wrapper, reason", [(Asking, "_local_scalar_dense"), (Replacing, "replaces tensors")])
+def test_what_cannot_be_captured_is_computed_eagerly_and_said(wrapper: type[nn.Module], reason: str) -> None:
+    model = models.build("llama")
+    model.model.layers[0].mlp = wrapper(model.model.layers[0].mlp).eval()
+    prompts = models.prompts(5, 9)
+    with opened(model) as engine:
+        with pytest.warns(RuntimeWarning, match=f"LlamaForCausalLM .*{reason}") as warned:
+            tokens = generated(engine, prompts)
+        assert len(warned) == 1
+        assert generated(engine, prompts) == tokens
+        assert engine.stats().graph_replays == 0
+    assert tokens == plain(model, prompts)
+    with pytest.raises(UnsupportedModelError, match=f"cuda_graphs=True: .*{reason}.*leave it out"):
+        opened(model, cuda_graphs=True)
+
+
+def test_true_means_every_decode_step() -> None:
+    model = models.build("llama")
+    prompts = models.prompts(5, 9)
+    with opened(model, cuda_graphs=True) as engine:
+        assert TapedGraphs.captures == 1 and engine.stats().graph_replays == 0
+        assert all(tensor.isnan().all() for tensor in tensors_of(engine))
+        assert generated(engine, prompts) == plain(model, prompts)
+        handle = model.lm_head.register_forward_hook(lambda *_: None)
+        (output,) = engine.generate(prompts[:1], config("greedy"))
+        assert output.error is not None and "cuda_graphs=True: a Linear has a forward hook" in output.error
+        handle.remove()
+        assert generated(engine, prompts) == plain(model, prompts)
+    model.train()
+    with pytest.raises(UnsupportedModelError, match="cuda_graphs=True: the model is in training mode"):
+        opened(model, cuda_graphs=True)
+
+
+def test_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TapedGraphs, "device_type", "cuda")
+    model = models.shared("llama")
+    with pytest.raises(ValueError, match=r"cuda_graphs=True: the model is on cpu.*leave it out"):
+        Engine(model, cuda_graphs=True)
+    with opened(model) as engine:
+        generated(engine, models.prompts(5))
+        assert engine.stats().graph_replays == 0
+
+
+def test_a_model_computed_row_by_row_has_none() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=models.VOCAB, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with pytest.raises(ValueError, match="cuda_graphs=True: the model computes one sequence at a time"):
+        Engine(model, cuda_graphs=True)
+    Engine(model).close()
+
+
+def test_an_interrupt_in_a_capture_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.shared("llama")
+    prompts = models.prompts(5, 9)
+    capture = TapedGraphs.capture
+    done = []
+
+    def interrupted(self: TapedGraphs, compute: Callable[[], None]) -> Callable[[], None]:
+        if not done:
+            done.append(True)
+            compute()
+            raise KeyboardInterrupt
+        return capture(self, compute)
+
+    monkeypatch.setattr(TapedGraphs, "capture", interrupted)
+    with opened(model) as engine:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(prompt, config("greedy", eos_token_id=NEVER), request_id=str(index))
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                engine.step()
+        outputs = {o.request_id: o for _ in range(12) for o in engine.step()}
+        assert engine.stats().graph_replays == 9
+    assert [outputs[str(i)].outputs[0].token_ids for i in range(2)] == plain(model, prompts)
+
+
+# -- engines after one another -----------------------------------------------------------------------------------------
+
+
+def test_a_later_engine_takes_over_graphs_whose_memory_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    prompts = models.prompts(5, 9)
+    expected = plain(model, prompts)
+    monkeypatch.setattr(KVPool, "release", lambda self: None)
+    with opened(model) as first:
+        assert generated(first, prompts) == expected
+    with opened(model) as second:  # K/V elsewhere
+        assert generated(second, prompts) == expected and TapedGraphs.captures == 2
+
+    def settle(engine: Engine) -> None:
+        """Where the second had its K/V."""
+        for group, other in zip(engine._memory.groups, second._memory.groups):
+            group.pool._layers = other.pool._layers
+
+    with opened(model) as third:
+        settle(third)
+        assert generated(third, prompts) == expected
+        assert (TapedGraphs.captures, third.stats().graph_replays) == (2, 9)
+        with opened(model) as fourth:  # beside the third: what that uses is its own
+            settle(fourth)
+            assert generated(fourth, prompts) == expected and TapedGraphs.captures == 3
+    assert model in graphs._parked
+    hf_paged.release_memory(model)
+    assert model not in graphs._parked
+
+
+def test_graphs_that_wait_do_not_keep_their_model() -> None:
+    model = models.build("llama")
+    with opened(model) as engine:
+        generated(engine, models.prompts(5))
+        captured_of(engine).replays = {1: lambda: None}  # a tape has its model's tensors, a CUDA graph has not
+    gone = weakref.ref(model)
+    assert len(graphs._parked) == 1
+    del model, engine
+    gc.collect()
+    assert gone() is None and len(graphs._parked) == 0
+
+
+# -- what makes the host wait ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.to("meta"),
+        lambda x: torch.zeros(2, 3, device="meta").copy_(x),
+        lambda x: x.index_put_((x > 0,), torch.ones(6)),
+        lambda x: x.repeat_interleave(torch.tensor([1, 2]), 0),
+        lambda x: torch.equal(x, x),
+        lambda x: x.unique(),
+    ],
+)
+def test_waiting_is_refused_before_it_is_done(work: Callable[[torch.Tensor], Any]) -> None:
+    for context in (torch.no_grad(), torch.inference_mode()):
+        x = torch.ones(2, 3)
+        with context, NoHostValues(), pytest.raises(RuntimeError, match="makes the host wait"):
+            work(x)
+
+
+def test_what_does_not_wait_is_not_refused() -> None:
+    x, index = torch.randn(4, 6), torch.tensor([2, 0])
+    expected = (x.double()[index] @ torch.ones(6, 2).double(), torch.where(x > 0, x, 0), x.masked_fill(x > 0, 1.0))
+    with torch.inference_mode(), NoHostValues():
+        y = x.clone()
+        y[x > 0] = 1.0
+        actual = (x.to(torch.float64)[index] @ torch.ones(6, 2).double(), torch.where(x > 0, x, 0), y)
+    for one, other in zip(actual, expected):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("family, longest", [("llama", 96), ("gemma3", 96), ("mistral", models.MAX_POSITIONS)])
+def test_tables_are_as_long_as_a_sequence_can_be(family: str, longest: int) -> None:
+    """What no layer sees any more takes no block, so that windows alone do not bound a sequence."""
+    with opened(models.shared(family), num_blocks=24) as engine:
+        assert engine._graphs._longest == longest
+
+
+def test_padding_reads_a_slot_that_the_step_owns() -> None:
+    with opened(models.shared("mistral")) as engine:
+        memory = engine._memory
+        memory.append([("a", 7), ("b", 30)])
+        memory.step_done(["a", "b"])
+        memory.append([("a", 1), ("b", 1)])
+        inputs = graphs._Inputs(memory, 20, 100, torch.device("cpu"))
+        step = memory.step_arrays(["a", "b"], [1, 1])
+        inputs.fill(np.array([7, 8]), step, 4)
+        tokens, positions, (metadata,) = inputs.of(4)
+        assert (tokens.tolist(), positions.tolist()) == ([7, 8, 0, 0], [7, 30, 0, 0])
+        assert metadata.seq_lens.tolist() == [8, 31, 1, 1] and metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+        assert metadata.slot_mapping.tolist() == [*step.slots[0], -1, -1]
+        own = memory.managers[0].block_table("a")[-1]
+        assert metadata.block_tables[2:, 0].tolist() == [own, own]
+        assert metadata.max_query_len == 1 and metadata.max_seq_len >= 100
+        for seq in ("a", "b"):
+            memory.free(seq)
+
+
+def test_seeded_samples_and_beams_beside_each_other() -> None:
+    """Steps of one request with several sequences: as many rows, one graph's."""
+    model = models.shared("llama")
+    wanted = [(p, config(name)) for p, name in zip(models.prompts(6, 11), ("four samples", "beams to the end"))]
+    with opened(model, cuda_graphs=True) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert engine.stats().graph_replays >= engine.stats().steps - 2 and engine.stats().cow_copies > 0
+    assert_as_solo(model, outputs, wanted)
+    assert isinstance(wanted[0][1], GenerationConfig)
