@@ -10,15 +10,34 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.ops import workspace
 
-_Linear = ctypes.c_int64 * 9  # struct Linear of layers.inc.c
+
+def _words(*fields: str | tuple[str, np.dtype]) -> np.dtype:
+    """A C struct of 64-bit integers and addresses, and of other such structs."""
+    return np.dtype([(field, np.int64) if isinstance(field, str) else field for field in fields])
+
+
+# The structs of the kernels' C code, field by field.
+PACKED = _words("weight", "bias", "columns")
+LAYER_IN = _words(
+    "x", "rows", "depth", "head_dim", "norm", "query_norm", "key_norm", ("query", PACKED), ("key", PACKED),
+    ("value", PACKED), "cos", "sin", "new_query", "new_key", "new_value", "workspace", "threads",
+)  # fmt: skip
+LAYER_OUT = _words(
+    "x", "residual", "rows", "x_depth", "depth", "norm", ("output", PACKED), ("gate", PACKED), ("up", PACKED),
+    ("down", PACKED), "out", "workspace", "threads",
+)  # fmt: skip
+
+# For single calls, which fill in every field: arrays of words are made faster than records.
+_Linear = ctypes.c_int64 * 9  # struct Linear
 _Rotate = ctypes.c_int64 * 15  # struct Rotate
-LayerInCall = ctypes.c_int64 * 23  # struct LayerIn
-LayerOutCall = ctypes.c_int64 * 21  # struct LayerOut
+_LayerIn = ctypes.c_int64 * (LAYER_IN.itemsize // 8)
+_LayerOut = ctypes.c_int64 * (LAYER_OUT.itemsize // 8)
 _Eps = ctypes.c_double * 3
 _LARGE_PAGE = 1 << 21
 
@@ -56,7 +75,7 @@ class PackedLinear(NamedTuple):
     depth: int
 
     def words(self) -> tuple[int, int, int]:
-        """struct Packed of layers.inc.c"""
+        """A PACKED record."""
         return self.part.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), self.columns
 
 
@@ -157,7 +176,7 @@ def layer_in(
     query = rows.new_empty((1, tokens, layer.query.columns // dim, dim))
     key = rows.new_empty((1, tokens, layer.key.columns // dim, dim))
     value = torch.empty_like(key)
-    call = LayerInCall(
+    call = _LayerIn(
         rows.data_ptr(), tokens, depth, dim, *layer.words,
         cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
         workspace(library.hfp_layer_in_workspace(tokens, depth)), torch.get_num_threads(),
@@ -190,7 +209,7 @@ def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -
     library = _library()
     tokens, x_depth, depth, inner = residual.shape[1], layer.output.depth, layer.output.columns, layer.gate.columns
     out = torch.empty_like(residual)
-    call = LayerOutCall(
+    call = _LayerOut(
         attended.data_ptr(), residual.data_ptr(), tokens, x_depth, depth, *layer.words, out.data_ptr(),
         workspace(library.hfp_layer_out_workspace(tokens, x_depth, depth, inner)), torch.get_num_threads(),
     )  # fmt: skip

@@ -6,14 +6,14 @@ Knows tensors, not modules.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged.fused.cpu.ops import LayerIn, LayerInCall, LayerOut, LayerOutCall
+from hf_paged.fused.cpu.ops import LAYER_IN, LAYER_OUT, LayerIn, LayerOut, PackedLinear
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
@@ -44,16 +44,26 @@ class Stack:
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
         self._layers = list(layers)  # keeps their tensors, of which only addresses are used below
         before, _, after = layers[0]
-        self._ins = _words(len(layers), LayerInCall)
-        self._ins[:, 2:4] = before.query.depth, before.head_dim
-        self._ins[:, 4:16] = [layer.before.words for layer in layers]
+        # What stays from step to step; `run` fills in the rest of a copy.
+        self._ins, self._outs = np.zeros(len(layers), LAYER_IN), np.zeros(len(layers), LAYER_OUT)
+        self._ins["depth"], self._ins["head_dim"] = before.query.depth, before.head_dim
+        self._outs["x_depth"], self._outs["depth"] = after.output.depth, after.output.columns
+        for record, layer in zip(self._ins, layers, strict=True):
+            part = layer.before
+            for name, norm in (("norm", part.norm), ("query_norm", part.query_norm), ("key_norm", part.key_norm)):
+                record[name] = 0 if norm is None else norm.weight.data_ptr()
+            _fill(record, query=part.query, key=part.key, value=part.value)
+        for record, layer in zip(self._outs, layers, strict=True):
+            record["norm"] = layer.after.norm.weight.data_ptr()
+            _fill(record, output=layer.after.output, gate=layer.after.gate, up=layer.after.up, down=layer.after.down)
         self._in_eps = np.array([tuple(layer.before.eps) for layer in layers])
-        self._outs = _words(len(layers), LayerOutCall)
-        self._outs[:, 3:5] = after.output.depth, after.output.columns
-        self._outs[:, 5:18] = [layer.after.words for layer in layers]
         self._out_eps = np.array([layer.after.norm.eps for layer in layers])
         self._scales = np.array([(layer.attention.scale, layer.attention.softcap or 0.0) for layer in layers])
-        self._windows = [layer.attention[2:] for layer in layers]
+        self._windows = [(layer.attention.sliding_window, layer.attention.chunk_size) for layer in layers]
+
+    def is_of(self, layers: Sequence[StackLayer]) -> bool:
+        """Whether it was made of these very objects."""
+        return len(layers) == len(self._layers) and all(map(is_, layers, self._layers))
 
     def run(
         self,
@@ -78,7 +88,7 @@ class Stack:
         with torch.inference_mode(False):  # so that it counts its changes, which the caller wants to know of
             results = torch.empty((count, *rows.shape), dtype=rows.dtype)
 
-        calls = _words(count, native_ops.Call)
+        calls = np.zeros((count, native_ops.Call._length_), dtype=np.int64)
         num_bytes = max(
             library.hfp_layer_in_workspace(tokens, before.query.depth),
             library.hfp_layer_out_workspace(tokens, after.output.depth, after.output.columns, after.gate.columns),
@@ -101,12 +111,12 @@ class Stack:
         ends = results.data_ptr() + np.arange(count) * rows.nbytes
         starts = np.concatenate(([rows.data_ptr()], ends[:-1]))
         ins, outs = self._ins.copy(), self._outs.copy()  # other threads may be running them too
-        ins[:, 0], ins[:, 1] = starts, tokens
-        ins[:, 16:] = (
-            cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), workspace, threads
-        )  # fmt: skip
-        outs[:, 0], outs[:, 1], outs[:, 2] = attended.data_ptr(), starts, tokens
-        outs[:, 18], outs[:, 19:] = ends, (workspace, threads)
+        ins["x"], outs["residual"], outs["out"] = starts, starts, ends
+        ins["cos"], ins["sin"] = cos.data_ptr(), sin.data_ptr()
+        ins["new_query"], ins["new_key"], ins["new_value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        outs["x"] = attended.data_ptr()
+        for records in (ins, outs):
+            records["rows"], records["workspace"], records["threads"] = tokens, workspace, threads
         library.hfp_decode_layers(
             ins.ctypes.data, self._in_eps.ctypes.data, calls.ctypes.data, self._scales.ctypes.data, outs.ctypes.data,
             self._out_eps.ctypes.data, count,
@@ -120,5 +130,6 @@ def layer_sizes(before: LayerIn, after: LayerOut) -> tuple[int, ...]:
     return before.head_dim, *(size for linear in linears for size in (linear.columns, linear.depth))
 
 
-def _words(count: int, call: type[ctypes.Array[ctypes.c_int64]]) -> np.ndarray:
-    return np.zeros((count, call._length_), dtype=np.int64)
+def _fill(record: np.void, **linears: PackedLinear) -> None:
+    for name, linear in linears.items():
+        record[name] = linear.words()
