@@ -32,8 +32,8 @@ class KVGroup:
 class MemoryStats:
     """Counts in blocks and bytes at one moment (over all groups).
 
-    bytes_reserved: size of the K/V tensors. bytes_touched: of the blocks that have ever been handed out; on a CPU the
-    system gives memory for no more than these. bytes_used: of the blocks that sequences hold. bytes_filled: of the slots
+    bytes_reserved: size of the K/V tensors. bytes_touched: of the blocks that have ever been handed out; on a CPU only
+    these take memory of the system. bytes_used: of the blocks that sequences hold. bytes_filled: of the slots
     that hold a token.
     """
 

@@ -64,9 +64,10 @@ class EngineStats:
 
     used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
     blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
-    ever been handed out (on a CPU, the system gives memory for no more than these). kv_waste_ratio: share of the used blocks' slots that hold no token (what
-    Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the same sequences would take in addition
-    without sharing. graph_replays: those of the steps that a CUDA graph computed. Counters count since the start.
+    ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
+    blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
+    same sequences would take in addition without sharing. graph_replays: those of the steps that a CUDA graph computed.
+    Counters count since the start.
     """
 
     num_blocks: int
