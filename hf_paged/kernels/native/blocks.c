@@ -1,22 +1,24 @@
 /* Writes K/V into slots, and copies blocks: rows of bytes, whatever their dtype. */
 #include "kernels.h"
 
-/* Strides and sizes in bytes: k_token, k_head, k_row (one head) of `key`, then the same of `value`. The caches are
- * contiguous. Slots below 0 are skipped. */
+/* strides, in bytes: k_token, k_head, k_row (the size of one head) of `key`, the same of `value`; from block to block, slot
+ * to slot and head to head of key_cache, the same of value_cache. Slots below 0 are skipped. */
 HFP_EXPORT void hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache,
-                             const int64_t *slots, int64_t num_tokens, int64_t num_kv_heads, const int64_t *strides,
-                             int64_t threads) {
+                             const int64_t *slots, int64_t num_tokens, int64_t num_kv_heads, int64_t block_size,
+                             const int64_t *strides, int64_t threads) {
     const int64_t k_token = strides[0], k_head = strides[1], k_row = strides[2];
     const int64_t v_token = strides[3], v_head = strides[4], v_row = strides[5];
+    const int64_t *kc = strides + 6, *vc = strides + 9;
     const int64_t bytes = num_tokens * num_kv_heads * (k_row + v_row);
     (void)threads, (void)bytes;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && bytes > 1 << 16)
     for (int64_t t = 0; t < num_tokens; t++) {
         if (slots[t] < 0) continue;
-        char *k = key_cache + slots[t] * num_kv_heads * k_row, *v = value_cache + slots[t] * num_kv_heads * v_row;
+        const int64_t block = slots[t] / block_size, inside = slots[t] % block_size;
+        char *k = key_cache + block * kc[0] + inside * kc[1], *v = value_cache + block * vc[0] + inside * vc[1];
         for (int64_t h = 0; h < num_kv_heads; h++) {
-            memcpy(k + h * k_row, key + t * k_token + h * k_head, (size_t)k_row);
-            memcpy(v + h * v_row, value + t * v_token + h * v_head, (size_t)v_row);
+            memcpy(k + h * kc[2], key + t * k_token + h * k_head, (size_t)k_row);
+            memcpy(v + h * vc[2], value + t * v_token + h * v_head, (size_t)v_row);
         }
     }
 }

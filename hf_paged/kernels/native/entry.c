@@ -19,7 +19,7 @@ HFP_EXPORT int64_t hfp_prefill_bytes(int64_t head_dim, int64_t v_head_dim, int64
 HFP_EXPORT int hfp_attention(const Call *call, int dtype, double scale, double softcap) {
     if (call->new_key)
         hfp_write_kv(call->new_key, call->new_value, (char *)call->key, (char *)call->value, call->slots,
-                     call->num_tokens, call->num_kv_heads, call->strides, call->threads);
+                     call->num_tokens, call->num_kv_heads, call->block_size, call->strides, call->threads);
     if (!call->plan->num_items) return 0; /* nothing but prompts */
     if (dtype == 0) return attention_f32(call, (float)scale, (float)softcap), 0;
 #if HAS_AMX

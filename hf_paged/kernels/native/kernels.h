@@ -16,7 +16,7 @@ typedef struct {
     int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk_size, threads;
     const char *new_key, *new_value; /* K/V of the step's tokens, to be written first; NULL: they are in the cache */
     const int64_t *slots;
-    int64_t num_tokens, strides[6]; /* as hfp_write_kv takes them */
+    int64_t num_tokens, strides[12]; /* as hfp_write_kv takes them */
 } Call;
 
 /* Sequences whose new tokens are many. seq_lens, starts: of all sequences; seqs: which ones. */
@@ -77,5 +77,6 @@ void prefill_amx(const Call *call, const Prompts *prompts, float scale, float so
 
 int hfp_attention(const Call *call, int dtype, double scale, double softcap);
 void hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache, const int64_t *slots,
-                  int64_t num_tokens, int64_t num_kv_heads, const int64_t *strides, int64_t threads);
+                  int64_t num_tokens, int64_t num_kv_heads, int64_t block_size, const int64_t *strides,
+                  int64_t threads);
 #endif
