@@ -1,4 +1,4 @@
-"""The C structs that kernels take, and the signatures of the library's entry points. Field for field as in the headers."""
+"""The C structs that the kernels take, field for field as in the headers, and the signatures of the entry points."""
 
 from __future__ import annotations
 
