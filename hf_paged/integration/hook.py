@@ -91,7 +91,7 @@ def is_installed() -> bool:
 
 
 def original(name: str) -> Callable[..., Any]:
-    """The GenerationMixin method of that name below ours: transformers' own, unless other code had replaced it before."""
+    """The GenerationMixin method below ours: transformers' own, unless other code had replaced it before."""
     return _wrappers[name].function
 
 

@@ -277,7 +277,7 @@ def test_a_class_patched_later_stays(prepacked: Any, monkeypatch: pytest.MonkeyP
         else:
             with pytest.raises(ValueError, match=r"Linear\.forward has been replaced; call release_memory"):
                 paged()
-        with pytest.raises(ValueError, match="prepack=True: torch.nn.Linear.forward has been replaced"):
+        with pytest.raises(ValueError, match=r"prepack=True: torch\.nn\.Linear\.forward has been replaced"):
             Engine(model, CacheConfig(num_blocks=64), prepack=True)
     assert paged() == first
 

@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.fused.cpu.ops import LAYER_IN, LAYER_OUT, LayerIn, LayerOut, PackedLinear
+from hf_paged.fused.cpu import structs
+from hf_paged.fused.cpu.ops import LayerIn, LayerOut
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.structs import Call
+
+# A record for each layer, of the structs that the kernels take.
+_LAYER_IN, _CALL, _LAYER_OUT = np.dtype(structs.LayerIn), np.dtype(Call), np.dtype(structs.LayerOut)
 
 
 class Attention(NamedTuple):
@@ -43,19 +47,9 @@ class Stack:
     def __init__(self, layers: Sequence[StackLayer]) -> None:
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
         self._layers = list(layers)  # keeps their tensors, of which only addresses are used below
-        before, _, after = layers[0]
         # What stays from step to step; `run` fills in the rest of a copy.
-        self._ins, self._outs = np.zeros(len(layers), LAYER_IN), np.zeros(len(layers), LAYER_OUT)
-        self._ins["depth"], self._ins["head_dim"] = before.query.depth, before.head_dim
-        self._outs["x_depth"], self._outs["depth"] = after.output.depth, after.output.columns
-        for record, layer in zip(self._ins, layers, strict=True):
-            part = layer.before
-            for name, norm in (("norm", part.norm), ("query_norm", part.query_norm), ("key_norm", part.key_norm)):
-                record[name] = 0 if norm is None else norm.weight.data_ptr()
-            _fill(record, query=part.query, key=part.key, value=part.value)
-        for record, layer in zip(self._outs, layers, strict=True):
-            record["norm"] = layer.after.norm.weight.data_ptr()
-            _fill(record, output=layer.after.output, gate=layer.after.gate, up=layer.after.up, down=layer.after.down)
+        self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])
+        self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])
         self._in_eps = np.array([tuple(layer.before.eps) for layer in layers])
         self._out_eps = np.array([layer.after.norm.eps for layer in layers])
         self._scales = np.array([(layer.attention.scale, layer.attention.softcap or 0.0) for layer in layers])
@@ -88,7 +82,7 @@ class Stack:
         with torch.inference_mode(False):  # so that it counts its changes, which the caller wants to know of
             results = torch.empty((count, *rows.shape), dtype=rows.dtype)
 
-        calls = np.zeros(count, dtype=np.dtype(Call))
+        calls = np.zeros(count, _CALL)
         num_bytes = max(
             library.hfp_layer_in_workspace(tokens, before.query.depth),
             library.hfp_layer_out_workspace(tokens, after.output.depth, after.output.columns, after.gate.columns),
@@ -101,7 +95,7 @@ class Stack:
                 query, *caches[members[0]], step[members[0]], attended, key=key, value=value, sliding_window=window,
                 chunk_size=chunk,
             )  # fmt: skip
-            calls[members] = np.frombuffer(call, dtype=calls.dtype)
+            calls[members] = np.frombuffer(call, _CALL)
             num_bytes = max(num_bytes, needed)
         workspace, threads = native_ops.workspace(num_bytes), torch.get_num_threads()
         calls["key"] = [key_cache.data_ptr() for key_cache, _ in caches]
@@ -128,8 +122,3 @@ def layer_sizes(before: LayerIn, after: LayerOut) -> tuple[int, ...]:
     """What must be the same for the layers of a Stack."""
     linears = before.query, before.key, before.value, after.output, after.gate, after.up, after.down
     return before.head_dim, *(size for linear in linears for size in (linear.columns, linear.depth))
-
-
-def _fill(record: np.void, **linears: PackedLinear) -> None:
-    for name, linear in linears.items():
-        record[name] = linear.words()
