@@ -28,6 +28,7 @@ from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, Recor
 from hf_paged.generation.engine.sizing import draws_dropout, window_groups
 from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
 from hf_paged.model.adapters import unwrapped
+from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import forget_graphs
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.support import SupportReport, refuse_unsupported
@@ -104,8 +105,9 @@ _idle_lock = threading.Lock()
 
 
 def _kind_of(model: Any) -> _Kind:
-    device = model.device.type
-    return model.dtype, model.device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    device = device_of(model)
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return model.dtype, device, autocast
 
 
 def _take_memory(model: nn.Module, key: _MemoryKey) -> PagedMemory:
@@ -225,8 +227,8 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
     """Everything that can be refused before transformers starts."""
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     inputs = args[0] if args else kwargs.get("inputs")
+    report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
     check_inputs(model, inputs, generation_config, kwargs)
-    report = refuse_unsupported(model)
     observed = bool(_recorders.get())
     obstacle = _argument_obstacle(model, report, kwargs)
     return _Call(model, report, CallRecord(report.model), observed, obstacle, prompt_length(inputs, kwargs))
@@ -336,7 +338,9 @@ def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> st
         if getattr(config, name):
             return f"{name} shows tensors of the padded batch"
     for name, value in model_kwargs.items():
-        if value is not None and name not in _PACKED_KWARGS:
+        # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
+        is_empty = value is None or (isinstance(value, dict) and not value)
+        if not is_empty and name not in _PACKED_KWARGS:
             return f"the model is given {name}"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:

@@ -15,6 +15,7 @@ from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
 from hf_paged.model.adapters import lock_of, unwrapped
+from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
 from hf_paged.model.support import SupportReport, refuse_unsupported
@@ -135,7 +136,7 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
     """One forward, so that every layer has told the shape of its K/V. On a GPU it is as large as a step may be, so
     that what is free afterwards is free in every step.
     """
-    memory, device = bound.memory, bound.model.device
+    memory, device = bound.memory, device_of(bound.model)
     count = 1 if isinstance(bound, RowModel) else TRIAL_TOKENS
     if device.type == "cuda":
         limit = getattr(bound.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
@@ -163,8 +164,8 @@ def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: Schedul
         num_blocks, source = cache_config.memory_bytes // bytes_per_block, f"memory={cache_config.memory!r}"
     else:
         fraction = cache_config.memory_fraction
-        free = _free_bytes(model.device)
-        share = DEFAULT_FRACTION.get(model.device.type, 0.3) if fraction is None else fraction
+        free = _free_bytes(device_of(model))
+        share = DEFAULT_FRACTION.get(device_of(model).type, 0.3) if fraction is None else fraction
         num_blocks, source = int(free * share) // bytes_per_block, f"{share:g} of {free} free bytes"
         if fraction is None:
             num_blocks = min(num_blocks, _most_blocks(model, cache_config, scheduler_config))
