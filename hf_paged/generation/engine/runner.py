@@ -82,7 +82,7 @@ class Runner:
         if now != self._made_for:
             (dtype, device), (new_dtype, new_device) = self._made_for, now
             raise UnsupportedModelError(
-                f"this engine was made for a model in {dtype} on {device}, which is in {new_dtype} on {new_device} now; "
+                f"this engine was made for a model in {dtype} on {device}, now in {new_dtype} on {new_device}; "
                 "change the model back, or close the engine and make a new one"
             )
 
