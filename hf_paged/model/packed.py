@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,16 @@ class PackedStep:
             override.undo(self)
 
 
+def uncompiled(model: Any) -> Callable[..., Any]:
+    """What to call for the model's forward: of one that `model.compile()` has compiled, the forward in Python.
+
+    Lengths differ from step to step, and each new one would compile it again. Modules in it that were compiled by
+    themselves stay so.
+    """
+    call: Callable[..., Any] = model if model._compiled_call_impl is None else model._call_impl
+    return call
+
+
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step; the model itself is left as it was.
 
@@ -121,7 +131,7 @@ class PackedModel:
         step = PackedStep(self.cache, self._configs, self._overrides)
         try:
             step.enter()
-            output = self.model(
+            output = uncompiled(self.model)(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
                 past_key_values=self.cache,
