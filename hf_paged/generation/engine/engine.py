@@ -261,7 +261,7 @@ class Engine:
             if self._scheduler.has_unfinished():
                 # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
                 # own may keep tensors for later.
-                with torch.no_grad(), torch.inference_mode(self._is_packed):
+                with torch.inference_mode(self._is_packed), torch.no_grad():  # inference_mode(False) turns gradients on
                     self._stepper.step(self._changed)
         finally:
             try:
