@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil  # noqa: E402
@@ -66,9 +66,10 @@ def _arguments() -> argparse.Namespace:
 
 def _soak(args: argparse.Namespace, start: int, stop: int) -> None:
     import pytest
-    import sabotage
-    from soaking.rounds import Round
-    from soaking.world import World
+
+    from tests import sabotage
+    from tests.soaking.rounds import Round
+    from tests.soaking.world import World
 
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()

@@ -6,9 +6,10 @@ import gc
 
 import psutil
 import pytest
-import sabotage
-from soaking.rounds import Report, Round
-from soaking.world import KINDS, World
+
+from tests import sabotage
+from tests.soaking.rounds import Report, Round
+from tests.soaking.world import KINDS, World
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),

@@ -7,9 +7,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import models
 import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+
+from tests import models
 
 NUM_OPTIONS = 80
 STOPS = list(range(3, 20))

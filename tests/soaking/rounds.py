@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import models
 import torch
 
 from hf_paged import CacheConfig, Engine, RequestOutput, SchedulerConfig
-from soaking.options import FAULT, RaisingCriterion, RaisingProcessor, options
-from soaking.world import ADAPTERS, BASE, KINDS, NUM_PROMPTS, UNNOTICED, World, prompts
+from tests import models
+from tests.soaking.options import FAULT, RaisingCriterion, RaisingProcessor, options
+from tests.soaking.world import ADAPTERS, BASE, KINDS, NUM_PROMPTS, UNNOTICED, World, prompts
 
 CAN_PAUSE = hasattr(Engine, "pause")
 

@@ -11,11 +11,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import models
 import torch
 from torch import nn
 
-from soaking.options import options
+from tests import models
+from tests.soaking.options import options
 
 KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom", "lfm2", "lora")
 NUM_VERSIONS = 3
