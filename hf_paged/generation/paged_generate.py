@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,13 +20,20 @@ from torch import nn
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
-from hf_paged.config import CacheConfig
+from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.cpu.weights import forget_weights
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
-from hf_paged.generation.engine.sizing import draws_dropout, window_groups
-from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
+from hf_paged.generation.engine.sizing import blocks_in_memory, draws_dropout, window_groups
+from hf_paged.generation.validation import (
+    check_counts,
+    check_inputs,
+    check_pool,
+    extends_positions,
+    prompt_length,
+    refuse_no_cache,
+)
 from hf_paged.model.adapters import unwrapped
 from hf_paged.model.graphs import forget_graphs
 from hf_paged.model.packed import PackedModel
@@ -98,7 +105,7 @@ def record_calls() -> Iterator[list[CallRecord]]:
 # -- memory kept between calls -------------------------------------------------------------------------------------
 
 _Kind = tuple[Any, ...]  # what the model's K/V is made of
-_MemoryKey = tuple[_Kind, int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
+_MemoryKey = tuple[_Kind, int, tuple[tuple[frozenset[int] | None, int | None], ...]]
 _idle: weakref.WeakKeyDictionary[nn.Module, dict[_MemoryKey, PagedMemory]] = weakref.WeakKeyDictionary()
 _idle_lock = threading.Lock()
 
@@ -108,15 +115,19 @@ def _kind_of(model: Any) -> _Kind:
     return model.dtype, model.device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
-def _take_memory(model: nn.Module, key: _MemoryKey) -> PagedMemory:
+def _take_memory(model: nn.Module, key: _MemoryKey, max_blocks: int | None) -> PagedMemory:
+    """The memory that the last such call gave back, or a new one; of at most `max_blocks` a group (None: no limit)."""
     with _idle_lock:
         kept = _idle.get(model, {})
         memory = kept.pop(key, None)
         for other in [other for other in kept if other[0] != key[0]]:
             del kept[other]  # of what the model was
-    if memory is not None:
+    if memory is not None and (
+        max_blocks is None or all(manager.allocator.num_blocks <= max_blocks for manager in memory.managers)
+    ):
+        memory.max_blocks = max_blocks
         return memory
-    _, block_size, max_blocks, windows = key
+    _, block_size, windows = key
     return PagedMemory(block_size, windows=windows, growable=True, max_blocks=max_blocks)
 
 
@@ -224,6 +235,9 @@ def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     """Everything that can be refused before transformers starts."""
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    if isinstance(kwargs.get("cache_config"), CacheConfig):
+        # A GenerationConfig holds what JSON can hold.
+        kwargs["cache_config"] = asdict(kwargs["cache_config"])
     inputs = args[0] if args else kwargs.get("inputs")
     check_inputs(model, inputs, generation_config, kwargs)
     report = refuse_unsupported(model)
@@ -263,10 +277,9 @@ def prepare_cache_for_generation(
     config, model_kwargs = values["generation_config"], values["model_kwargs"]
     # Seen and served: the assistant of an assisted call, which copies this config, is a call of its own.
     config.cache_implementation = None
-    cache_config = _cache_config(config)
-    if config.use_cache is False:
-        raise ValueError("use_cache=False contradicts cache_implementation='paged'; drop one of them")
-    check_counts(config)
+    cache_config = as_config(CacheConfig, config.cache_config, "cache_config")
+    refuse_no_cache(config.use_cache)
+    check_counts(vars(config))
     given = model_kwargs.get("past_key_values")
     call.returned = bool(config.return_dict_in_generate) or config.is_assistant
     obstacle = call.obstacle or _config_obstacle(config, model_kwargs, str(values["generation_mode"].value))
@@ -279,6 +292,7 @@ def prepare_cache_for_generation(
         call.cache, call.memory, call.given = given, given.memory, True
         call.record.start(call.memory)
         return None
+    num_blocks = _max_blocks(model, call.report, cache_config)
     call.expand = max(config.num_beams, config.num_return_sequences)
     if obstacle is None:
         # A cache that the caller will own is one group: it may be cropped, continued, read.
@@ -287,17 +301,15 @@ def prepare_cache_for_generation(
         at_once = min(sum(lengths), MAX_PREFILL_TOKENS, config.prefill_chunk_size or MAX_PREFILL_TOKENS)
         # Blocks that leave every window between two chunks of prompts are not needed together.
         if at_once == sum(lengths) or any(window is None for _, window in windows):
-            check_pool(lengths, cache_config.block_size, cache_config.num_blocks)
-        call.key = (_kind_of(model), cache_config.block_size, cache_config.num_blocks, windows)
-        call.memory = _take_memory(model, call.key)
+            check_pool(lengths, cache_config, num_blocks)
+        call.key = (_kind_of(model), cache_config.block_size, windows)
+        call.memory = _take_memory(model, call.key, num_blocks)
         call.record.start(call.memory)
         model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
         return None
-    check_pool(
-        [call.prompt_length] * values["batch_size"] * call.expand, cache_config.block_size, cache_config.num_blocks
-    )
-    call.key = (_kind_of(model), cache_config.block_size, cache_config.num_blocks, ((None, None),))
-    call.memory = _take_memory(model, call.key)
+    check_pool([call.prompt_length] * values["batch_size"] * call.expand, cache_config, num_blocks)
+    call.key = (_kind_of(model), cache_config.block_size, ((None, None),))
+    call.memory = _take_memory(model, call.key, num_blocks)
     call.record.start(call.memory)
     call.cache = PagedKVCache(model.config, memory=call.memory)
     if config.is_assistant:
@@ -314,16 +326,13 @@ def _prompt_lengths(call: _Call, batch_size: int, mask: torch.Tensor | None) -> 
     return lengths
 
 
-def _cache_config(generation_config: Any) -> CacheConfig:
-    options = generation_config.cache_config
-    if options is None:
-        return CacheConfig()
-    if not isinstance(options, dict):
-        options = dict(vars(options))
-    try:
-        return CacheConfig(**options)
-    except TypeError:
-        raise ValueError(f"cache_config={options!r}: a paged cache takes 'block_size' and 'num_blocks' here") from None
+def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig) -> int | None:
+    """Blocks of a group that a call may use; None: as many as its tokens need."""
+    if cache_config.memory is None and cache_config.memory_fraction is None:
+        return cache_config.num_blocks
+    _, _, autocast = _kind_of(model)
+    itemsize = (autocast or model.dtype).itemsize
+    return blocks_in_memory(cache_config, report.kv_values_per_token * itemsize * cache_config.block_size, model.device)
 
 
 def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
