@@ -26,6 +26,7 @@ from hf_paged.fused.cpu.weights import forget_weights
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import blocks_in_memory, draws_dropout, window_groups
+from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.validation import (
     check_counts,
     check_inputs,
@@ -104,41 +105,19 @@ def record_calls() -> Iterator[list[CallRecord]]:
 
 # -- memory kept between calls -------------------------------------------------------------------------------------
 
-_Kind = tuple[Any, ...]  # what the model's K/V is made of
-_MemoryKey = tuple[_Kind, int, tuple[tuple[frozenset[int] | None, int | None], ...]]
-_idle: weakref.WeakKeyDictionary[nn.Module, dict[_MemoryKey, PagedMemory]] = weakref.WeakKeyDictionary()
+_idle: weakref.WeakKeyDictionary[nn.Module, IdlePools] = weakref.WeakKeyDictionary()
 _idle_lock = threading.Lock()
 
 
-def _kind_of(model: Any) -> _Kind:
-    device = model.device.type
-    return model.dtype, model.device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-
-
-def _take_memory(model: nn.Module, key: _MemoryKey, max_blocks: int | None) -> PagedMemory:
-    """The memory that the last such call gave back, or a new one; of at most `max_blocks` a group (None: no limit)."""
+def _idle_pools(model: nn.Module) -> IdlePools:
     with _idle_lock:
-        kept = _idle.get(model, {})
-        memory = kept.pop(key, None)
-        for other in [other for other in kept if other[0] != key[0]]:
-            del kept[other]  # of what the model was
-    if memory is not None and (
-        max_blocks is None or all(manager.allocator.num_blocks <= max_blocks for manager in memory.managers)
-    ):
-        memory.max_blocks = max_blocks
-        return memory
-    _, block_size, windows = key
-    return PagedMemory(block_size, windows=windows, growable=True, max_blocks=max_blocks)
-
-
-def _give_back(model: nn.Module, key: _MemoryKey, memory: PagedMemory) -> None:
-    with _idle_lock:
-        _idle.setdefault(model, {})[key] = memory
+        return _idle.setdefault(model, IdlePools())
 
 
 def release_memory(model: nn.Module | None = None) -> None:
-    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls, CUDA graphs,
-    packed weights (what `prepack` has asked for too)."""
+    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls (that of the last
+    call, and up to three pools of other kinds of call within 1 GiB), CUDA graphs, packed weights (what `prepack` has
+    asked for too)."""
     model = unwrapped(model)
     forget_graphs(model)
     forget_weights(model)
@@ -162,7 +141,7 @@ class _Call:
     observed: bool
     obstacle: str | None  # why the call's arguments need transformers' loop, as far as they tell by themselves
     prompt_length: int  # padding included
-    key: _MemoryKey | None = None
+    key: MemoryKey | None = None
     memory: PagedMemory | None = None
     cache: PagedKVCache | None = None
     decoder: PackedDecoder | None = None
@@ -180,7 +159,7 @@ class _Call:
             self.cache.reset()
         if any(len(manager) for manager in self.memory.managers):
             return  # an error struck inside a verb: this memory is not reused
-        _give_back(self.model, self.key, self.memory)
+        _idle_pools(self.model).give_back(self.key, self.memory)
 
 
 _current: ContextVar[_Call | None] = ContextVar("hf_paged_call", default=None)
@@ -302,14 +281,14 @@ def prepare_cache_for_generation(
         # Blocks that leave every window between two chunks of prompts are not needed together.
         if at_once == sum(lengths) or any(window is None for _, window in windows):
             check_pool(lengths, cache_config, num_blocks)
-        call.key = (_kind_of(model), cache_config.block_size, windows)
-        call.memory = _take_memory(model, call.key, num_blocks)
+        call.key = (kind_of(model), cache_config.block_size, num_blocks, windows)
+        call.memory = _idle_pools(model).take(call.key)
         call.record.start(call.memory)
         model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
         return None
     check_pool([call.prompt_length] * values["batch_size"] * call.expand, cache_config, num_blocks)
-    call.key = (_kind_of(model), cache_config.block_size, ((None, None),))
-    call.memory = _take_memory(model, call.key, num_blocks)
+    call.key = (kind_of(model), cache_config.block_size, num_blocks, ((None, None),))
+    call.memory = _idle_pools(model).take(call.key)
     call.record.start(call.memory)
     call.cache = PagedKVCache(model.config, memory=call.memory)
     if config.is_assistant:
@@ -330,7 +309,7 @@ def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig) ->
     """Blocks of a group that a call may use; None: as many as its tokens need."""
     if cache_config.memory is None and cache_config.memory_fraction is None:
         return cache_config.num_blocks
-    _, _, autocast = _kind_of(model)
+    _, _, autocast = kind_of(model)
     itemsize = (autocast or model.dtype).itemsize
     return blocks_in_memory(cache_config, report.kv_values_per_token * itemsize * cache_config.block_size, model.device)
 
