@@ -28,6 +28,7 @@ from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, Recor
 from hf_paged.generation.engine.sizing import blocks_in_memory, draws_dropout, window_groups
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.validation import (
+    check_cache,
     check_counts,
     check_inputs,
     check_pool,
@@ -220,6 +221,8 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
     inputs = args[0] if args else kwargs.get("inputs")
     check_inputs(model, inputs, generation_config, kwargs)
     report = refuse_unsupported(model)
+    if kwargs.get("past_key_values") is not None:
+        check_cache(report, kwargs["past_key_values"])
     observed = bool(_recorders.get())
     obstacle = _argument_obstacle(model, report, kwargs)
     return _Call(model, report, CallRecord(report.model), observed, obstacle, prompt_length(inputs, kwargs))

@@ -18,7 +18,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.model.adapters import unwrapped
-from hf_paged.model.support import check
+from hf_paged.model.support import SupportReport, check
 
 # -- both doors ----------------------------------------------------------------------------------------------------
 
@@ -98,6 +98,23 @@ def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[s
         check_prompts(model, ids, "input_ids")
         if mask is not None:
             _check_mask("input_ids", ids, mask, cache)
+
+
+def check_cache(report: SupportReport, cache: PagedKVCache) -> None:
+    """Raises ValueError for a cache whose layers are not those of the model that is to continue it."""
+    remedy = "pass a cache that this model has filled, or an empty hf_paged.PagedKVCache(model.config)"
+    if cache.num_layers not in (None, len(report.layers)):
+        raise ValueError(
+            f"past_key_values has {cache.num_layers} layers, {report.model} {len(report.layers)}: it belongs to "
+            f"another model; {remedy}"
+        )
+    for layer in report.layers:
+        stored, own = cache.sizes_of(layer.index), (layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
+        if stored is not None and own[0] is not None and stored != own:
+            raise ValueError(
+                f"layer {layer.index} of past_key_values has {stored[0]} K/V heads of size {stored[1]}, that of "
+                f"{report.model} {own[0]} of size {own[1]}: it belongs to another model; {remedy}"
+            )
 
 
 def prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:

@@ -89,7 +89,7 @@ def _open(
     _tell_size(model, cache_config, num_blocks, bytes_per_block)
     for group in memory.groups:
         group.pool.resize(num_blocks)
-        group.manager.allocator.grow(num_blocks)
+        group.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
         if _is_default_size(cache_config) and model.device.type == "cpu":
             group.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
     if not host_blocks:
