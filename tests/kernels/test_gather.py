@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, check, make_batch, unwritten
 
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
+from tests.kernels.cases import Case, check, make_batch, unwritten
 
 
 @pytest.fixture(params=["torch", "native"])
