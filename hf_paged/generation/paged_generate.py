@@ -33,7 +33,6 @@ from hf_paged.generation.validation import (
     check_inputs,
     check_pool,
     extends_positions,
-    prompt_length,
     refuse_no_cache,
 )
 from hf_paged.model.adapters import unwrapped
@@ -225,7 +224,15 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
         check_cache(report, kwargs["past_key_values"])
     observed = bool(_recorders.get())
     obstacle = _argument_obstacle(model, report, kwargs)
-    return _Call(model, report, CallRecord(report.model), observed, obstacle, prompt_length(inputs, kwargs))
+    return _Call(model, report, CallRecord(report.model), observed, obstacle, _prompt_length(inputs, kwargs))
+
+
+def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
+    """Tokens a row that the call starts with, padding included. The inputs have been checked."""
+    for given in (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")):
+        if given is not None:
+            return int(given.shape[1])
+    return 1  # BOS
 
 
 def _argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from hf_paged.integration import hook
 
@@ -30,6 +30,12 @@ class PreparedRequest:
     stopping_criteria: StoppingCriteriaList
     uses_beams: bool
     own_processors: tuple[Any, ...] = ()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens, prompt included, after which the request has ended."""
+        limits = [c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria]
+        return min([self.generation_config.max_length, *limits])
 
 
 class _NoteTaker:

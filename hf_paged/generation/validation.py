@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.paged_cache import PagedKVCache
@@ -49,7 +48,7 @@ def check_generation_config(generation_config: Any) -> None:
 def refuse_no_cache(use_cache: Any) -> None:
     """Raises ValueError for `use_cache=False`."""
     if use_cache is False:
-        raise ValueError("use_cache=False contradicts a paged cache; drop use_cache, or cache_implementation='paged'")
+        raise ValueError("use_cache=False contradicts a paged cache; drop one of them")
 
 
 _COUNTS = {
@@ -115,14 +114,6 @@ def check_cache(report: SupportReport, cache: PagedKVCache) -> None:
                 f"layer {layer.index} of past_key_values has {stored[0]} K/V heads of size {stored[1]}, that of "
                 f"{report.model} {own[0]} of size {own[1]}: it belongs to another model; {remedy}"
             )
-
-
-def prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
-    """Tokens a row that the call starts with, padding included. The inputs have been checked."""
-    for given in (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")):
-        if given is not None:
-            return int(given.shape[1])
-    return 1  # BOS
 
 
 def check_pool(lengths: Sequence[int], cache_config: CacheConfig, num_blocks: int | None) -> None:
@@ -237,7 +228,6 @@ def _is_streamer(value: Any) -> bool:
 
 _OPTIONAL = {
     "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
-    "adapter": _Rule(_is_text, "the name of a loaded adapter (a string) is needed, or None for what is active"),
     "cache_salt": _Rule(_is_text, "a string is needed, or None"),
     "logits_processor": _Rule(_is_list_of_callables, "a list of LogitsProcessors is needed (one: [processor])"),
     "stopping_criteria": _Rule(_is_list_of_callables, "a list of StoppingCriteria is needed (one: [criterion])"),
@@ -343,12 +333,6 @@ def _blocks_at_the_peak(num_tokens: int, manager: BlockManager) -> int:
         return -(-num_tokens // size)
     lengths = range(max(window, num_tokens - size + 1), num_tokens + 1)
     return max(-(-window // size), *(-(-length // size) - (length - window) // size for length in lengths))
-
-
-def length_limit(generation_config: Any, stopping_criteria: Sequence[Any]) -> int:
-    """Tokens, prompt included, after which a request has ended."""
-    limits = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
-    return min([generation_config.max_length, *limits])
 
 
 # -- prompts of the engine -----------------------------------------------------------------------------------------

@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import models
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_engine import Streamer, assert_as_solo, assert_idle, config
 from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation import prepare
+from tests import models
+from tests.generation.test_engine import Streamer, assert_as_solo, assert_idle, config
 
 GREEDY = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=models.PAD)
 
@@ -51,7 +51,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"request_id": 7}, "request_id=7.*string"),
     ({"request_id": b"x"}, "request_id=b'x'"),
     ({"request_id": "there"}, "request_id 'there' is in use"),
-    ({"adapter": 3}, "adapter=3.*name"),
+    ({"adapter": 3}, "adapter=3 is not loaded"),
     ({"adapter": "sql"}, "adapter='sql' is not loaded"),
     ({"cache_salt": 3}, "cache_salt=3.*string"),
     ({"streamer": 3}, "streamer=3.*put and end"),

@@ -74,8 +74,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a number as cache config": ({"input_ids": IDS, "cache_config": 5}, ("cache_config=5", "CacheConfig")),
     "memory for no block": ({"input_ids": IDS, "cache_config": {"memory": 100}}, ("memory=100 holds no block", "4096")),
     "prompts larger than the memory": (
-        {**BATCH, "cache_config": {"memory": "8KiB"}},
-        ("the prompts need", r"memory='8KiB' \(2 blocks\)", "raise memory"),
+        {**BATCH, "cache_config": {"memory": "4KiB", "block_size": 4}},
+        ("the prompts need 5 blocks", r"memory='4KiB' \(4 blocks\)", "raise memory"),
     ),
     "no block size": ({"input_ids": IDS, "cache_config": {"block_size": 0}}, ("block_size=0",)),
     "no blocks": ({"input_ids": IDS, "cache_config": {"num_blocks": 0}}, ("num_blocks=0",)),

@@ -40,7 +40,6 @@ from hf_paged.generation.validation import (
     check_generation,
     check_length,
     check_request,
-    length_limit,
 )
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
@@ -161,7 +160,6 @@ class Engine:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             streamer=streamer,
-            adapter=adapter,
             cache_salt=cache_salt,
         )
         ids = as_prompt(self._model, prompt_ids, attention_mask, self.tokenizer)
@@ -208,8 +206,7 @@ class Engine:
     def _check_size(self, prepared: PreparedRequest) -> None:
         config, length = prepared.generation_config, prepared.input_ids.shape[1]
         check_length(self._model, length, config.max_length, self._max_length)
-        limit = length_limit(config, prepared.stopping_criteria)
-        check_fits(length, limit, config.num_beams if prepared.uses_beams else 1, self._memory.managers)
+        check_fits(length, prepared.max_length, config.num_beams if prepared.uses_beams else 1, self._memory.managers)
 
     def _root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
         """Of the prefixes that a request may share: they were computed with the same adapters."""
