@@ -36,6 +36,7 @@ from hf_paged.generation.validation import (
     refuse_no_cache,
 )
 from hf_paged.model.adapters import unwrapped
+from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import forget_graphs
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.support import SupportReport, refuse_unsupported
@@ -218,8 +219,8 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
         # A GenerationConfig holds what JSON can hold.
         kwargs["cache_config"] = asdict(kwargs["cache_config"])
     inputs = args[0] if args else kwargs.get("inputs")
+    report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
     check_inputs(model, inputs, generation_config, kwargs)
-    report = refuse_unsupported(model)
     if kwargs.get("past_key_values") is not None:
         check_cache(report, kwargs["past_key_values"])
     observed = bool(_recorders.get())
@@ -321,7 +322,8 @@ def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig) ->
         return cache_config.num_blocks
     _, _, autocast = kind_of(model)
     itemsize = (autocast or model.dtype).itemsize
-    return blocks_in_memory(cache_config, report.kv_values_per_token * itemsize * cache_config.block_size, model.device)
+    bytes_per_block = report.kv_values_per_token * itemsize * cache_config.block_size
+    return blocks_in_memory(cache_config, bytes_per_block, device_of(model))
 
 
 def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
@@ -334,7 +336,9 @@ def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> st
         if getattr(config, name):
             return f"{name} shows tensors of the padded batch"
     for name, value in model_kwargs.items():
-        if value is not None and name not in _PACKED_KWARGS:
+        # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
+        is_empty = value is None or (isinstance(value, dict) and not value)
+        if not is_empty and name not in _PACKED_KWARGS:
             return f"the model is given {name}"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:

@@ -42,6 +42,7 @@ from hf_paged.generation.validation import (
     check_request,
 )
 from hf_paged.model.adapters import AdapterChoice, Adapters
+from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.packed import PackedModel
 
@@ -79,7 +80,7 @@ class Engine:
         self.model = model
         self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
-        self.scheduler_config = asked.for_device(model.device.type)
+        self.scheduler_config = asked.for_device(device_of(model).type)
         self.tokenizer = tokenizer
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model
@@ -159,6 +160,7 @@ class Engine:
         ids = as_prompt(self._model, prompt_ids, attention_mask, self.tokenizer)
         with self._lock:
             self._check_open()
+            self._runner.check_model()
             self._guard.settle()
             if request_id in self._requests:
                 raise ValueError(f"request_id {request_id!r} is in use; choose another one")
@@ -168,7 +170,7 @@ class Engine:
             choice = self._adapters.choose(adapter)
             prepared = prepare_request(
                 self._model,
-                ids.to(self._model.device),
+                ids.to(device_of(self._model)),
                 generation_config,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -211,7 +213,7 @@ class Engine:
         seed = getattr(config, "seed", None)
         if seed is None:
             return None
-        return torch.Generator(device=self._model.device).manual_seed(seed)
+        return torch.Generator(device=device_of(self._model)).manual_seed(seed)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is. False if it is unknown or finished.
