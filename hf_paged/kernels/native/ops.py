@@ -36,7 +36,7 @@ _local = threading.local()
 
 
 def is_available() -> bool:
-    """Whether this process has the kernels. The first question may start a background build for later processes."""
+    """Whether this process has the kernels. The first question of a machine compiles them, and waits."""
     return native_build.library() is not None
 
 
@@ -46,14 +46,8 @@ def status() -> str:
 
 
 def build() -> None:
-    """Compile the kernels now if they are not in the cache, and use them in this process from now on.
-
-    Raises NativeBuildError if there is no compiler or it fails.
-    """
-    from hf_paged.kernels import ops
-
+    """See `native_build.build`."""
     native_build.build()
-    ops.refresh()
 
 
 def supports(dtype: torch.dtype) -> bool:
