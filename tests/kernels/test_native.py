@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, check, make_batch
 
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.toolchain import find_toolchain
+from tests.kernels.cases import Case, check, make_batch
 
 pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 

@@ -468,6 +468,7 @@ class Engine:
                 num_swapped=scheduler.num_swapped,
                 cow_copies=memory.cow_copies,
                 kv_bytes_reserved=memory.bytes_reserved,
+                kv_bytes_touched=memory.bytes_touched,
                 kv_bytes_used=memory.bytes_used,
                 kv_bytes_saved_by_sharing=memory.bytes_saved_by_sharing,
                 kv_waste_ratio=1 - memory.bytes_filled / memory.bytes_used if memory.bytes_used else 0.0,
@@ -480,6 +481,13 @@ class Engine:
                 steps=self._stepper.steps,
                 graph_replays=0 if self._graphs is None else self._graphs.replays,
             )
+
+    def __repr__(self) -> str:
+        memory = self._memory.stats()
+        return (
+            f"<Engine of {type(self._model).__name__}: {memory.num_blocks} blocks of {self._memory.block_size} tokens, "
+            f"{memory.bytes_reserved / 2**20:.1f} MiB reserved, {memory.bytes_touched / 2**20:.1f} MiB touched>"
+        )
 
     def block_tables(self, request_id: str) -> list[tuple[list[int], list[int]]]:
         """(tokens computed so far, block ids) of every live sequence of a running request, first layer group.
