@@ -209,7 +209,7 @@ def test_what_was_hashed_is_compiled(fresh: Path, compiler: Path) -> None:
     """Not the installed files, which an upgrade may change meanwhile."""
     native_build.build()
     commands = (fresh.parents[1] / "calls").read_text()
-    assert "paged.c" in commands and str(native_build._PACKAGE) not in commands
+    assert "attention" in commands and str(native_build._PACKAGE) not in commands
 
 
 def test_links_keep_their_names(fresh: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

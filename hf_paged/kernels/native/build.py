@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_paged.kernels.native import store
+from hf_paged.kernels.native.structs import declare
 from hf_paged.kernels.native.toolchain import NativeBuildError, Toolchain, find_toolchain, has_compiler
 
 __all__ = ["NativeBuildError", "build", "compile_library", "has_compiler", "library", "load", "status"]
@@ -188,6 +189,7 @@ def compile_library(toolchain: Toolchain, directory: Path) -> Path:
     Raises NativeBuildError with the compiler's words.
     """
     toolchain.check()
+    includes = [directory / path.relative_to(_PACKAGE) for path in _SOURCE_DIRECTORIES]
     units: list[Path] = []
     for name, content in SOURCES.items():
         source = directory / name
@@ -196,7 +198,7 @@ def compile_library(toolchain: Toolchain, directory: Path) -> Path:
         if name.endswith(".c") and not name.endswith(".inc.c"):
             units.append(source)
     out = directory / "kernels.so"
-    _run([toolchain.compile(unit, unit.with_suffix(".o")) for unit in units], directory)
+    _run([toolchain.compile(unit, unit.with_suffix(".o"), includes) for unit in units], directory)
     _run([toolchain.link([unit.with_suffix(".o") for unit in units], out)], directory)
     return out
 
@@ -222,41 +224,4 @@ def _run(commands: list[list[str]], directory: Path) -> None:
 
 def load(path: Path) -> ctypes.CDLL:
     """A library that `compile_library` has made, with the types of its functions."""
-    library = store.load(path)
-    pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    signatures: dict[str, tuple[list[type], type | None]] = {
-        "hfp_plan_bytes": ([*[pointer] * 3, *[integer] * 3], integer),
-        "hfp_plan": ([*[pointer] * 2, integer, *[pointer] * 3, *[integer] * 6], None),
-        "hfp_plan_counts": ([pointer, pointer], None),
-        "hfp_workspace_bytes": ([pointer, *[integer] * 5], integer),
-        "hfp_attention": ([pointer, ctypes.c_int, real, real], ctypes.c_int),
-        "hfp_prefill_bytes": ([*[integer] * 3], integer),
-        "hfp_prefill": ([pointer, ctypes.c_int, real, real, *[pointer] * 3, integer], ctypes.c_int),
-        "hfp_has_f16": ([], ctypes.c_int),
-        "hfp_openmp": ([], ctypes.c_int),
-        "hfp_target": ([], ctypes.c_char_p),
-        "hfp_write_kv": ([*[pointer] * 5, integer, integer, pointer, integer], None),
-        "hfp_copy_blocks": ([pointer, integer, pointer, integer, integer], None),
-        "hfp_greedy": ([pointer, ctypes.c_int, *[integer] * 3, pointer, pointer, integer], ctypes.c_int),
-        "hfp_draw": ([pointer, *[integer] * 3, pointer, ctypes.c_int, pointer, integer], None),
-        "hfp_has_layers": ([], ctypes.c_int),
-    }
-    if library.hfp_has_layers():
-        signatures |= {
-            "hfp_prefer_large_pages": ([pointer, integer], None),
-            "hfp_packed_bytes": ([integer, integer], integer),
-            "hfp_pack_linear": ([pointer, integer, integer, pointer, integer], None),
-            "hfp_linear_workspace": ([integer, integer], integer),
-            "hfp_linear": ([pointer], None),
-            "hfp_rms_norm": ([*[pointer] * 3, integer, integer, real, integer], None),
-            "hfp_rotate": ([pointer], None),
-            "hfp_layer_in_workspace": ([integer, integer], integer),
-            "hfp_layer_in": ([pointer, pointer], None),
-            "hfp_layer_out_workspace": ([integer] * 4, integer),
-            "hfp_layer_out": ([pointer, real], None),
-            "hfp_decode_layers": ([*[pointer] * 6, integer], None),
-        }
-    for name, (arguments, result) in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, result
-    return library
+    return declare(store.load(path))

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Neither flag changes a result: no code here reads errno or floating-point exceptions. No -ffast-math: NaN must travel.
-_FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
+_FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fvisibility=hidden", "-w")
+
+
+EMULATE_AMX = "HF_PAGED_EMULATE_AMX"
+"""For tests: "1" builds and uses the code for AMX on an emulation of it, which needs AVX-512 with BF16."""
 
 
 class NativeBuildError(RuntimeError):
@@ -29,8 +33,9 @@ class Toolchain:
     target: tuple[str, ...]
     openmp: Path | None
 
-    def compile(self, source: Path, unit: Path) -> list[str]:
-        return [*self.command, *_FLAGS, *self.target, "-fopenmp", "-c", str(source), "-o", str(unit)]
+    def compile(self, source: Path, unit: Path, includes: Sequence[Path]) -> list[str]:
+        flags = (*_FLAGS, *self.target, "-fopenmp", *(f"-I{path}" for path in includes))
+        return [*self.command, *flags, "-c", str(source), "-o", str(unit)]
 
     def link(self, units: Sequence[Path], out: Path) -> list[str]:
         """Linking the OpenMP library that torch uses shares its threads. It is named by file, not by path, so that one
@@ -65,6 +70,8 @@ class Toolchain:
 def find_toolchain() -> Toolchain:
     """Raises NativeBuildError where there is no compiler."""
     target = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+    if os.environ.get(EMULATE_AMX) == "1":
+        target += (f"-D{EMULATE_AMX}=1",)
     return Toolchain(_compiler(), target, _openmp_library())
 
 
