@@ -208,8 +208,8 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
     """Everything that can be refused before transformers starts."""
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     inputs = args[0] if args else kwargs.get("inputs")
+    report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
     check_inputs(model, inputs, generation_config, kwargs)
-    report = refuse_unsupported(model)
     observed = bool(_recorders.get())
     obstacle = _argument_obstacle(model, report, kwargs)
     return _Call(model, report, CallRecord(report.model), observed, obstacle, prompt_length(inputs, kwargs))
@@ -319,7 +319,9 @@ def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> st
         if getattr(config, name):
             return f"{name} shows tensors of the padded batch"
     for name, value in model_kwargs.items():
-        if value is not None and name not in _PACKED_KWARGS:
+        # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
+        is_empty = value is None or (isinstance(value, dict) and not value)
+        if not is_empty and name not in _PACKED_KWARGS:
             return f"the model is given {name}"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:

@@ -32,6 +32,7 @@ from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.prepare import as_prompt, prepare_request
 from hf_paged.generation.sampling.request import Request, new_request
 from hf_paged.model.adapters import AdapterChoice, Adapters
+from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.packed import PackedModel
 
@@ -66,7 +67,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.cache_config = cache_config or CacheConfig()
-        self.scheduler_config = (scheduler_config or SchedulerConfig()).for_device(model.device.type)
+        self.scheduler_config = (scheduler_config or SchedulerConfig()).for_device(device_of(model).type)
         self.tokenizer = tokenizer
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model
@@ -134,13 +135,14 @@ class Engine:
         ids = as_prompt(self._model, prompt_ids)
         with self._lock:
             self._check_open()
+            self._runner.check_model()
             self._guard.settle()
             choice = self._adapters.choose(adapter)
             if request_id is None:
                 request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
             prepared = prepare_request(
                 self._model,
-                ids.to(self._model.device),
+                ids.to(device_of(self._model)),
                 generation_config,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -181,7 +183,7 @@ class Engine:
         seed = getattr(config, "seed", None)
         if seed is None:
             return None
-        return torch.Generator(device=self._model.device).manual_seed(seed)
+        return torch.Generator(device=device_of(self._model)).manual_seed(seed)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is. False if it is unknown or finished.
