@@ -12,12 +12,13 @@ import pytest
 
 from hf_paged.fused.cpu import structs
 from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native.toolchain import find_toolchain
 
 HEADER = Path(structs.__file__).parent / "native" / "layers.h"
 NAMES = ("Linear", "Rotated", "Rotate", "Packed", "LayerIn", "LayerOut")
 
 
-@pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+@pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_sizes_and_offsets_are_those_of_the_header(tmp_path: Path) -> None:
     # The structs alone: the rest of the header needs a matrix unit.
     declarations = re.findall(r"^typedef struct \{.*?^\} \w+;", HEADER.read_text(), re.DOTALL | re.MULTILINE)
@@ -28,7 +29,7 @@ def test_sizes_and_offsets_are_those_of_the_header(tmp_path: Path) -> None:
     source = tmp_path / "offsets.c"
     includes = "#include <stddef.h>\n#include <stdint.h>\n#include <stdio.h>\n"
     source.write_text(includes + "\n".join(declarations) + "\nint main(void) {\n" + "\n".join(prints) + "\n}\n")
-    toolchain = native_build._toolchain()
+    toolchain = find_toolchain()
     assert toolchain is not None
     program = tmp_path / "offsets"
     subprocess.run([toolchain.compiler, str(source), "-o", str(program)], check=True)
