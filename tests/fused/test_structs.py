@@ -32,7 +32,7 @@ def test_sizes_and_offsets_are_those_of_the_header(tmp_path: Path) -> None:
     toolchain = find_toolchain()
     assert toolchain is not None
     program = tmp_path / "offsets"
-    subprocess.run([toolchain.compiler, str(source), "-o", str(program)], check=True)
+    subprocess.run([*toolchain.command, str(source), "-o", str(program)], check=True)
     printed = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
     found = {name: int(value) for name, value in map(str.split, printed.splitlines())}
 
