@@ -19,6 +19,7 @@ from typing import cast
 import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.native import build as native_build
 
 _MODULES = {
     "reference": "hf_paged.kernels.reference",
@@ -27,32 +28,21 @@ _MODULES = {
     "triton": "hf_paged.kernels.triton.ops",
 }
 _WRITING = ("torch", "native")  # implementations whose attention takes the step's K/V too, and writes it
-_default_impl: dict[str, str] = {}
+_default_impl: dict[str, str] = {}  # what `impl=None` means on a device, where it is not what is best
 
 
 def default_impl(device: torch.device | str) -> str:
-    """The implementation that `impl=None` means on `device`: chosen at the first question, then the same for ever."""
+    """The implementation that `impl=None` means on `device`, the same for the whole process.
+
+    On a CPU it goes with all other native parts: see `native.build`.
+    """
     kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     name = _default_impl.get(kind)
-    if name is None:
-        name = _default_impl[kind] = _choose_impl(kind)
-    return name
-
-
-def refresh() -> None:
-    """Choose anew at the next question, as after `native_ops.build()`. Not while a generate call or an engine runs:
-    a request whose steps ran on two implementations is not reproducible."""
-    _default_impl.clear()
-
-
-def _choose_impl(kind: str) -> str:
-    if kind in ("cuda", "hip"):
-        return "triton"
+    if name is not None:
+        return name
     if kind == "cpu":
-        from hf_paged.kernels.native import ops as native_ops
-
-        return "native" if native_ops.is_available() else "torch"
-    return "torch"
+        return "torch" if native_build.library() is None else "native"
+    return "triton" if kind in ("cuda", "hip") else "torch"
 
 
 def _module(impl: str | None, like: torch.Tensor) -> ModuleType:
