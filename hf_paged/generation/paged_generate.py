@@ -26,6 +26,7 @@ from hf_paged.fused.cpu.weights import forget_weights
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import draws_dropout, window_groups
+from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
 from hf_paged.model.adapters import unwrapped
 from hf_paged.model.graphs import forget_graphs
@@ -97,37 +98,19 @@ def record_calls() -> Iterator[list[CallRecord]]:
 
 # -- memory kept between calls -------------------------------------------------------------------------------------
 
-_Kind = tuple[Any, ...]  # what the model's K/V is made of
-_MemoryKey = tuple[_Kind, int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
-_idle: weakref.WeakKeyDictionary[nn.Module, dict[_MemoryKey, PagedMemory]] = weakref.WeakKeyDictionary()
+_idle: weakref.WeakKeyDictionary[nn.Module, IdlePools] = weakref.WeakKeyDictionary()
 _idle_lock = threading.Lock()
 
 
-def _kind_of(model: Any) -> _Kind:
-    device = model.device.type
-    return model.dtype, model.device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-
-
-def _take_memory(model: nn.Module, key: _MemoryKey) -> PagedMemory:
+def _idle_pools(model: nn.Module) -> IdlePools:
     with _idle_lock:
-        kept = _idle.get(model, {})
-        memory = kept.pop(key, None)
-        for other in [other for other in kept if other[0] != key[0]]:
-            del kept[other]  # of what the model was
-    if memory is not None:
-        return memory
-    _, block_size, max_blocks, windows = key
-    return PagedMemory(block_size, windows=windows, growable=True, max_blocks=max_blocks)
-
-
-def _give_back(model: nn.Module, key: _MemoryKey, memory: PagedMemory) -> None:
-    with _idle_lock:
-        _idle.setdefault(model, {})[key] = memory
+        return _idle.setdefault(model, IdlePools())
 
 
 def release_memory(model: nn.Module | None = None) -> None:
-    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls, CUDA graphs,
-    packed weights (what `prepack` has asked for too)."""
+    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls (that of the last
+    call, and up to three pools of other kinds of call within 1 GiB), CUDA graphs, packed weights (what `prepack` has
+    asked for too)."""
     model = unwrapped(model)
     forget_graphs(model)
     forget_weights(model)
@@ -151,7 +134,7 @@ class _Call:
     observed: bool
     obstacle: str | None  # why the call's arguments need transformers' loop, as far as they tell by themselves
     prompt_length: int  # padding included
-    key: _MemoryKey | None = None
+    key: MemoryKey | None = None
     memory: PagedMemory | None = None
     cache: PagedKVCache | None = None
     decoder: PackedDecoder | None = None
@@ -169,7 +152,7 @@ class _Call:
             self.cache.reset()
         if any(len(manager) for manager in self.memory.managers):
             return  # an error struck inside a verb: this memory is not reused
-        _give_back(self.model, self.key, self.memory)
+        _idle_pools(self.model).give_back(self.key, self.memory)
 
 
 _current: ContextVar[_Call | None] = ContextVar("hf_paged_call", default=None)
@@ -288,16 +271,16 @@ def prepare_cache_for_generation(
         # Blocks that leave every window between two chunks of prompts are not needed together.
         if at_once == sum(lengths) or any(window is None for _, window in windows):
             check_pool(lengths, cache_config.block_size, cache_config.num_blocks)
-        call.key = (_kind_of(model), cache_config.block_size, cache_config.num_blocks, windows)
-        call.memory = _take_memory(model, call.key)
+        call.key = (kind_of(model), cache_config.block_size, cache_config.num_blocks, windows)
+        call.memory = _idle_pools(model).take(call.key)
         call.record.start(call.memory)
         model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
         return None
     check_pool(
         [call.prompt_length] * values["batch_size"] * call.expand, cache_config.block_size, cache_config.num_blocks
     )
-    call.key = (_kind_of(model), cache_config.block_size, cache_config.num_blocks, ((None, None),))
-    call.memory = _take_memory(model, call.key)
+    call.key = (kind_of(model), cache_config.block_size, cache_config.num_blocks, ((None, None),))
+    call.memory = _idle_pools(model).take(call.key)
     call.record.start(call.memory)
     call.cache = PagedKVCache(model.config, memory=call.memory)
     if config.is_assistant:

@@ -439,6 +439,13 @@ class Engine:
                 prompt_tokens=self._prompt_tokens,
             )
 
+    def __repr__(self) -> str:
+        memory = self._memory.stats()
+        return (
+            f"<Engine of {type(self._model).__name__}: {memory.num_blocks} blocks of {self._memory.block_size} tokens, "
+            f"{memory.bytes_reserved / 2**20:.1f} MiB reserved, {memory.bytes_touched / 2**20:.1f} MiB touched>"
+        )
+
     def block_tables(self, request_id: str) -> list[tuple[list[int], list[int]]]:
         """(tokens computed so far, block ids) of every live sequence of a running request, first layer group.
 

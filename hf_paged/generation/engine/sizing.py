@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
@@ -22,6 +25,16 @@ from hf_paged.model.support import SupportReport, refuse_unsupported
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
 that no sequence has used cost nothing there."""
+
+SWAP_FRACTION = 0.3
+"""Share of the free host memory for swapped blocks, at most, when the caller gives no size."""
+
+RETAINED_FRACTION = 1 / 8
+"""Share of a pool of the default size that cached prefixes may fill, on a CPU: past that they are evicted before a
+block is touched for the first time, so that a server takes no more memory than its requests need at once. A pool of a
+size that the caller gave is his to fill."""
+
+log = logging.getLogger("hf_paged")
 
 MAX_DEFAULT_TOKENS = 1 << 22
 
@@ -72,14 +85,13 @@ def _open(
     _measure(bound, scheduler_config)
     bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
     num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)
+    host_blocks = _num_host_blocks(cache_config, scheduler_config, memory, num_blocks)
+    _tell_size(model, cache_config, num_blocks, bytes_per_block)
     for group in memory.groups:
         group.pool.resize(num_blocks)
         group.manager.allocator.grow(num_blocks)
-    host_blocks = num_blocks
-    if cache_config.swap_bytes is not None:
-        host_blocks = cache_config.swap_bytes // sum(bytes_per_host_block(group.pool) for group in memory.groups)
-    if scheduler_config.preemption == "recompute":
-        host_blocks = 0
+        if _is_default_size(cache_config) and model.device.type == "cpu":
+            group.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
     if not host_blocks:
         if scheduler_config.preemption == "swap":
             raise ValueError(
@@ -184,6 +196,36 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    import psutil
+    return host_memory().available
 
-    return int(psutil.virtual_memory().available)
+
+def _is_default_size(cache_config: CacheConfig) -> bool:
+    return cache_config.num_blocks is None and cache_config.memory is None and cache_config.memory_fraction is None
+
+
+def _num_host_blocks(
+    cache_config: CacheConfig, scheduler_config: SchedulerConfig, memory: PagedMemory, num_blocks: int
+) -> int:
+    if scheduler_config.preemption == "recompute":
+        return 0
+    bytes_per_block = sum(bytes_per_host_block(group.pool) for group in memory.groups)
+    if cache_config.swap_bytes is not None:
+        return cache_config.swap_bytes // bytes_per_block
+    return min(num_blocks, int(host_memory().available * SWAP_FRACTION) // bytes_per_block)
+
+
+def _tell_size(model: Any, cache_config: CacheConfig, num_blocks: int, bytes_per_block: int) -> None:
+    """Log how large the pool is. Warn of one that the host cannot hold: there it is only found out as it fills."""
+    size = num_blocks * bytes_per_block
+    log.info("K/V pool of %d blocks of %d tokens: %s", num_blocks, cache_config.block_size, _gib(size))
+    if model.device.type == "cpu" and size > (available := host_memory().available):
+        warnings.warn(
+            f"the K/V pool of {_gib(size)} is larger than the {_gib(available)} of memory that this process may still "
+            "take; it may be killed as the pool fills: give a smaller num_blocks or memory",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

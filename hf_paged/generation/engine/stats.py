@@ -16,9 +16,11 @@ class EngineStats:
     """The engine at one moment. Block counts are sums over layer groups: free + used + cached == num_blocks.
 
     used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
-    blocks that hold preempted sequences. kv_waste_ratio: share of the used blocks' slots that hold no token (what
-    Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the same sequences would take in addition
-    without sharing. graph_replays: those of the steps that a CUDA graph computed. Counters count since the start.
+    blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
+    ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
+    blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
+    same sequences would take in addition without sharing. graph_replays: those of the steps that a CUDA graph computed.
+    Counters count since the start.
     """
 
     num_blocks: int
@@ -32,6 +34,7 @@ class EngineStats:
     num_swapped: int
     cow_copies: int
     kv_bytes_reserved: int
+    kv_bytes_touched: int
     kv_bytes_used: int
     kv_bytes_saved_by_sharing: int
     kv_waste_ratio: float
@@ -72,6 +75,7 @@ def collect_stats(
         num_swapped=scheduler.num_swapped,
         cow_copies=stats.cow_copies,
         kv_bytes_reserved=stats.bytes_reserved,
+        kv_bytes_touched=stats.bytes_touched,
         kv_bytes_used=stats.bytes_used,
         kv_bytes_saved_by_sharing=stats.bytes_saved_by_sharing,
         kv_waste_ratio=1 - stats.bytes_filled / stats.bytes_used if stats.bytes_used else 0.0,

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SWITCH = "HF_PAGED_NATIVE"
-_SOURCES = Path(__file__).parent
+# Every *.c in these is a translation unit of its own; *.inc.c and *.h are included by those.
+_SOURCE_DIRECTORIES = (Path(__file__).parent, Path(__file__).parents[2] / "fused" / "cpu" / "native")
 # Neither flag changes a result: no code here reads errno or floating-point exceptions. No -ffast-math: NaN must travel.
 _FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
 _STALE_SECONDS = 600
@@ -39,12 +40,21 @@ class _Toolchain:
 
     def commands(self, directory: Path, stem: str) -> list[list[str]]:
         """Compile and link `stem`.tmp.so. Linking the very OpenMP library that torch uses shares its threads."""
-        source, unit, out = _SOURCES / "paged.c", directory / f"{stem}.o", directory / f"{stem}.tmp.so"
         link = [self.openmp] if self.openmp else ["-fopenmp"]
+        compiled = {str(directory / f"{stem}.{number}.o"): source for number, source in enumerate(_units())}
+        flags = (*_FLAGS, *self.target, "-fopenmp")
         return [
-            [self.compiler, *_FLAGS, *self.target, "-fopenmp", "-c", str(source), "-o", str(unit)],
-            [self.compiler, "-shared", str(unit), *link, "-lm", "-o", str(out)],
+            *([self.compiler, *flags, "-c", str(source), "-o", unit] for unit, source in compiled.items()),
+            [self.compiler, "-shared", *compiled, *link, "-lm", "-o", str(directory / f"{stem}.tmp.so")],
         ]
+
+
+def _sources() -> list[Path]:
+    return [path for directory in _SOURCE_DIRECTORIES for path in sorted(directory.glob("*.[ch]"))]
+
+
+def _units() -> list[Path]:
+    return [path for path in _sources() if path.suffix == ".c" and not path.name.endswith(".inc.c")]
 
 
 def _openmp_library() -> str | None:
@@ -90,7 +100,7 @@ def cache_directory() -> Path:
 def _stem(toolchain: _Toolchain) -> str:
     """Names a build: changes with the sources, the flags, the compiler, the CPU and the OpenMP library."""
     digest = hashlib.sha256()
-    for path in sorted(_SOURCES.glob("*.c")):
+    for path in _sources():
         digest.update(path.read_bytes())
     compiler = os.stat(toolchain.compiler)
     parts = (*_FLAGS, *toolchain.target, toolchain.compiler, compiler.st_size, compiler.st_mtime_ns)
@@ -118,13 +128,14 @@ def _start_in_background(toolchain: _Toolchain, directory: Path, stem: str) -> N
             return
         os.utime(lock)
     own = f"{stem}.{os.getpid()}"
-    quoted = {name: shlex.quote(str(directory / name)) for name in (f"{own}.log", f"{own}.tmp.so", f"{own}.o")}
-    log, library, unit = quoted.values()
+    quoted = {name: shlex.quote(str(directory / name)) for name in (f"{own}.log", f"{own}.tmp.so")}
+    log, library = quoted.values()
+    units = f"{shlex.quote(str(directory / own))}.*.o"
     steps = " && ".join(shlex.join(command) for command in toolchain.commands(directory, own))
     script = (
         f"( if {steps} && mv -f {library} {shlex.quote(str(directory / stem))}.so; then rm -f {log}; "
         f"else mv -f {log} {shlex.quote(str(directory / stem))}.failed; fi; "
-        f"rm -f {unit}; rmdir {shlex.quote(str(lock))} ) >{log} 2>&1 </dev/null &"
+        f"rm -f {units}; rmdir {shlex.quote(str(lock))} ) >{log} 2>&1 </dev/null &"
     )
     subprocess.run(["nice", "sh", "-c", script] if shutil.which("nice") else ["sh", "-c", script], check=True)
 
@@ -228,7 +239,8 @@ def build() -> Path:
                     raise NativeBuildError(f"{shlex.join(command)}\n{done.stderr}")
             os.replace(directory / f"{own}.tmp.so", path)
         finally:
-            (directory / f"{own}.o").unlink(missing_ok=True)
+            for unit in directory.glob(f"{own}.*.o"):
+                unit.unlink(missing_ok=True)
         (directory / f"{stem}.failed").unlink(missing_ok=True)
     _find.cache_clear()
     return path
