@@ -14,7 +14,7 @@ import torch
 
 from hf_paged.cache.kv_pool import to_device
 from hf_paged.generation.engine.sequence import Sequence
-from hf_paged.generation.sampling.ops import ToHost, greedy, logprobs_of, row_max, sample
+from hf_paged.generation.sampling.ops import ToHost, greedy, logprobs_of, row_max, sample_tokens
 from hf_paged.generation.sampling.single import SingleRequest
 
 ToFp32 = Callable[[torch.Tensor], torch.Tensor]
@@ -71,9 +71,7 @@ class SampledTokens:
         return list(map(SampledToken, self._due, *self._numbers.lists()))
 
 
-def sample_batch(
-    due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32
-) -> tuple[SampledTokens | None, Failures]:
+def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:
     """logits [*, vocab] -> the sampled tokens, and the requests whose own processors or criteria raised.
 
     to_fp32: makes an fp32 copy that may be overwritten. The failed requests must be ended.
@@ -136,7 +134,7 @@ def _sample_alike(rows: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32, fai
         scores = warper(_NO_IDS, scores)
     zeros = raw.new_zeros(len(rows))
     if request.do_sample:
-        tokens, invalid = sample(scores, [each.request.generator for each in rows])
+        tokens, invalid = sample_tokens(scores, [each.request.generator for each in rows])
         tokens = tokens.squeeze(1)
     else:
         tokens, invalid = row_max(scores)[1], zeros

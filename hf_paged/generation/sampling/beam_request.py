@@ -10,7 +10,7 @@ from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
-from hf_paged.generation.sampling.ops import largest, sample, to_host
+from hf_paged.generation.sampling.ops import largest, sample_tokens, to_host
 from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder
 
 
@@ -69,7 +69,7 @@ class BeamRequest(ForkingRequest):
         invalid = raw.new_zeros(1)
         if self.config.do_sample:
             flat = (scores + running_scores[:, None]).view(1, -1)
-            chosen, invalid = sample(flat, self.generator, self.num_candidates)
+            chosen, invalid = sample_tokens(flat, self.generator, self.num_candidates)
             chosen = chosen[0]
             totals = flat[0, chosen]
         else:

@@ -9,7 +9,7 @@ import torch
 from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling.ops import logprobs_of, sample, to_host
+from hf_paged.generation.sampling.ops import logprobs_of, sample_tokens, to_host
 from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample
 
 
@@ -35,7 +35,7 @@ class GroupRequest(ForkingRequest):
         rows = [0 if s.seq is None else row_of[s.seq.seq_id] for s in self.samples]
         raw = logits[torch.tensor(rows, device=logits.device)]
         scores = self.process(raw.clone()) if self.processors else raw
-        tokens, invalid = sample(scores, self.generator)
+        tokens, invalid = sample_tokens(scores, self.generator)
         tokens = tokens.squeeze(1)
         kept = [logprobs_of(scores, tokens)] if self.keeps_processed else []
         chosen, logprobs, invalids, *processed = to_host(tokens, logprobs_of(raw, tokens), invalid, *kept)

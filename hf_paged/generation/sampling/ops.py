@@ -1,4 +1,4 @@
-"""Operations on rows of logits: greedy tokens, sampled tokens, log-probabilities. Knows neither requests nor sequences."""
+"""Operations on rows of logits: greedy and sampled tokens, log-probabilities. Knows neither requests nor sequences."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import ops as native_ops
+
 
 def greedy(
     logits: torch.Tensor, to_fp32: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.float().clone()
@@ -77,7 +78,7 @@ Generators = Sequence[torch.Generator | None] | torch.Generator | None
 """One generator for each row, or one for all rows in turn; None is torch's default generator."""
 
 
-def sample(scores: torch.Tensor, generators: Generators, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tokens(scores: torch.Tensor, generators: Generators, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """scores fp32 [num_rows, vocab] after all processors -> tokens int64 [num_rows, count] drawn without replacement,
     and fp32 [num_rows] with NaN for each row whose scores give no distribution, 0 for the others.
 
@@ -111,7 +112,7 @@ def draw(probs: torch.Tensor, generators: Generators, count: int = 1) -> torch.T
 
 
 def _draws_natively(probs: torch.Tensor) -> bool:
-    """The native kernel draws only the random numbers of tokens that may still win; on a CPU the others take longest."""
+    """The native kernel skips the random numbers of tokens that can no longer win, which take longest on a CPU."""
     if probs.dtype != torch.float32 or probs.stride(1) != 1 or ops.default_impl(probs.device) != "native":
         return False
     return native_ops.draws_like_torch()

@@ -37,9 +37,7 @@ class SplitProcessors:
     sampling_key: object
 
 
-def split_processors(
-    processors: LogitsProcessorList, *options: object, callers: Sequence[Any] = ()
-) -> SplitProcessors:
+def split_processors(processors: LogitsProcessorList, *options: object, callers: Sequence[Any] = ()) -> SplitProcessors:
     """options: whatever else must be equal for two requests to be sampled together. callers: those of the processors
     that are the caller's objects, whose settings may change at any time."""
     if any(not type(processor).__module__.startswith("transformers.") for processor in processors):
