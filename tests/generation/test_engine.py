@@ -430,18 +430,24 @@ def test_logits_that_are_nan_fail_their_request_only() -> None:
         model.get_input_embeddings().weight[95] = float("nan")
     good, bad = models.prompts(7)[0].clamp(max=94), torch.tensor([5, 95, 7])
     with Engine(model) as engine:
-        outputs = engine.generate([good, bad], config("greedy", suppress_tokens=[95]))
+        with pytest.raises(hf_paged.EngineError, match=r"1 of 2 requests failed.*prompt 2.*NaN") as caught:
+            engine.generate([good, bad], config("greedy", suppress_tokens=[95]))
+        outputs = caught.value.outputs
         assert_idle(engine)
     assert outputs[0].error is None
     assert "NaN" in str(outputs[1].error)
 
 
 def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
+    """Samples may agree to the end, so the request is taken; these do not."""
     model = models.shared("llama")
     big, small = models.prompts(10, 6)
+    options = config("four samples", max_new_tokens=14, eos_token_id=models.VOCAB)
     with Engine(model, CacheConfig(num_blocks=6, block_size=4)) as engine:
-        outputs = engine.generate([big, small], [config("greedy", max_new_tokens=60), config("greedy")])
+        with pytest.raises(hf_paged.EngineError, match="cache is too small") as caught:
+            engine.generate([big, small], [options, config("greedy")])
         assert_idle(engine)
+    outputs = caught.value.outputs
     assert "cache is too small" in str(outputs[0].error)
     assert outputs[0].outputs[0].finish_reason == "error"
     assert_as_solo(model, outputs[1:], [(small, config("greedy"))])

@@ -105,7 +105,7 @@ def test_packed_forward() -> None:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
-@pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+@pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_stand_ins_of_an_engine() -> None:
     native_build.build()
     if not fused_ops.is_available():

@@ -13,6 +13,7 @@ from hf_paged.generation.sampling.beam_request import BeamRequest
 from hf_paged.generation.sampling.group import GroupRequest
 from hf_paged.generation.sampling.request import Request
 from hf_paged.generation.sampling.single import SingleRequest
+from hf_paged.model.devices import device_of
 
 
 def new_request(
@@ -48,4 +49,4 @@ def seeded_generator(model: Any, generation_config: Any) -> torch.Generator | No
     """The random numbers of a request whose config has a `seed`; None otherwise."""
     config = model.generation_config if generation_config is None else generation_config
     seed = getattr(config, "seed", None)
-    return None if seed is None else torch.Generator(device=model.device).manual_seed(seed)
+    return None if seed is None else torch.Generator(device=device_of(model)).manual_seed(seed)

@@ -30,11 +30,16 @@ class _Stage(Enum):
     UPDATE = "the step was broken off"
 
 
+def _described(error: BaseException, stage: _Stage | None = None) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if stage is None else f"{stage.value}: {text}"
+
+
 class Stepper:
     """Runs steps over `requests`, which the caller adds to and removes from between steps.
 
     Each request that gets tokens in a step is added to `changed`, also if the step fails later. `fail` ends a request
-    with an error message and tells the scheduler.
+    with an error message and the exception that caused it, and tells the scheduler.
 
     With `is_async`, a step is scheduled and launched before the host knows the tokens of the last one. Requests with
     one sequence get each token a step later; if it turns out to be their last, the row computed for the next token is
@@ -48,7 +53,7 @@ class Stepper:
         runner: Runner,
         requests: Mapping[str, Request],
         changed: dict[Request, None],
-        fail: Callable[[Request, str], None],
+        fail: Callable[[Request, str, BaseException | None], None],
         *,
         is_async: bool,
     ) -> None:
@@ -98,7 +103,7 @@ class Stepper:
             output = self._scheduler.schedule()
         self.steps += bool(output.scheduled)
         for group in output.failed:
-            self._fail(self._requests[group.request_id], group.error or "")
+            self._fail(self._requests[group.request_id], group.error or "", None)
         return output
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
@@ -122,7 +127,7 @@ class Stepper:
                 continue  # aborted, or failed
             seq.num_pending = 0
             if isnan(logprob) or isnan(invalid):
-                self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT)
+                self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT, None)
                 continue
             self._changed[request] = None
             self.generated_tokens += 1
@@ -135,7 +140,7 @@ class Stepper:
         """Sample from the logits: requests with one sequence together on the device, the others one by one."""
         self._stage = _Stage.UPDATE
         for seqs, error in result.failed:
-            self._fail_all((seq.group for seq in seqs), f"{_Stage.FORWARD.value}: {type(error).__name__}: {error}")
+            self._fail_all((seq.group for seq in seqs), _described(error, _Stage.FORWARD), error)
         self._scheduler.update(output)
         if result.logits is None:
             return
@@ -161,7 +166,7 @@ class Stepper:
     def _sample_together(self, due: list[DueRow], logits: torch.Tensor) -> None:
         self._sampled, failed = sample_batch(due, logits, self._in_fp32)
         for request, error in failed:
-            self._fail_all([request.group], f"{type(error).__name__}: {error}")
+            self._fail_all([request.group], _described(error), error)
         for request, seq, _ in due:
             # A token that reaches the length limit is not computed.
             seq.num_pending = int(request.length + 1 < request.max_length)
@@ -183,7 +188,7 @@ class Stepper:
         try:
             decision = request.advance(seqs, logits)
         except Exception as error:  # NaN, or a processor or criterion of the caller: the other requests go on
-            self._fail(request, f"{type(error).__name__}: {error}")
+            self._fail(request, _described(error), error)
             return
         self._changed[request] = None
         self._apply(request, decision)
@@ -220,28 +225,28 @@ class Stepper:
             self._scheduler.rollback(output)
         if not isinstance(error, Exception) and self._can_retry(stage):
             return
-        cause = f"{stage.value}: {type(error).__name__}: {error}"
+        cause = _described(error, stage)
         if stage is _Stage.FORWARD and output is not None:
             # Any of the tokens may have caused it, so all requests of the step fail.
             try:
                 self._accept()
             finally:
-                self._fail_all((seq.group for seq, _ in output.scheduled), cause)
+                self._fail_all((seq.group for seq, _ in output.scheduled), cause, error)
             return
         # It is unknown which requests got their tokens and which blocks are intact: all that hold blocks fail.
         self._sampled = None
         for request in list(self._requests.values()):
             if request.group.status is not SeqStatus.WAITING and request not in self._changed:
-                self._fail(request, request.group.error or cause)
-        self._fail_all((request.group for request in self._changed), cause)
+                self._fail(request, request.group.error or cause, error)
+        self._fail_all((request.group for request in self._changed), cause, error)
 
     def _can_retry(self, stage: _Stage) -> bool:
         if stage is _Stage.MOVE_BLOCKS:
             return self._output is not None and not self._output.moves_blocks
         return stage is _Stage.READ or (stage is _Stage.FORWARD and self._runner.can_repeat)
 
-    def _fail_all(self, groups: Iterable[SequenceGroup], cause: str) -> None:
+    def _fail_all(self, groups: Iterable[SequenceGroup], cause: str, error: BaseException) -> None:
         """End these requests with an error, unless they have ended already."""
         for group in dict.fromkeys(groups):
             if not group.is_finished:
-                self._fail(self._requests[group.request_id], cause)
+                self._fail(self._requests[group.request_id], cause, error)

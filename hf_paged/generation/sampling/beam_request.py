@@ -112,7 +112,9 @@ class BeamRequest(ForkingRequest):
 
     def stop_all(self, reason: FinishReason) -> None:
         outputs = self._hypotheses(reason)
-        for seq, logprobs in zip(self.group.live, self._logprobs):
+        # The scheduler may have released them already, with the same reason.
+        beams = self.group.live or [seq for seq in self.group.sequences if seq.finish_reason is reason]
+        for seq, logprobs in zip(beams, self._logprobs):
             if len(outputs) == self.num_return_sequences:
                 break
             total = sum(logprobs)

@@ -108,6 +108,7 @@ class Request:
         self._history_length = self.length
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
+        self.exception: BaseException | None = None  # that caused the error
 
     def completions(self) -> list[CompletionOutput]:
         raise NotImplementedError
@@ -115,16 +116,6 @@ class Request:
     def stop_all(self, reason: FinishReason) -> None:
         """End what is unfinished: the request was aborted or has failed."""
         raise NotImplementedError
-
-    def stream_to(self, streamer: Any) -> None:
-        """Give the prompt to a streamer of transformers now, and each token when it is known.
-
-        Raises ValueError where `generate` does: a streamer follows one sequence.
-        """
-        raise ValueError(
-            f"streamer={type(streamer).__name__} follows one sequence, but the request has several; drop it, or "
-            "ask for num_beams=1 and num_return_sequences=1"
-        )
 
     def tell_streamer(self) -> None:
         """Give the streamer the tokens that it has not got yet."""
@@ -141,6 +132,7 @@ class Request:
             self.metrics.finish_time is not None,
             self.metrics,
             self.error,
+            self.exception,
         )
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,7 @@ class SingleRequest(Request):
     # -- streamers ----------------------------------------------------------------------------------------------
 
     def stream_to(self, streamer: Any) -> None:
+        """Give the prompt to a streamer of transformers now, and each token when it is known."""
         streamer.put(torch.tensor([self.prompt_token_ids]))
         self.streamer = streamer
 
@@ -83,3 +84,4 @@ class SingleRequest(Request):
     def _streamer_failed(self, error: Exception) -> None:
         self.streamer = None
         self.error = self.error or f"the streamer failed: {type(error).__name__}: {error}"
+        self.exception = self.exception or error
