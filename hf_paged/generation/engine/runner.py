@@ -73,7 +73,8 @@ class Runner:
         self._adapters = adapters
         self._graphs = graphs
         # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
-        self._is_packed = isinstance(model, PackedModel)
+        # (`inference_mode(False)` would turn gradients on.)
+        self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
         self._device = device_of(model.model)
         self._made_for = model.model.dtype, self._device
         self._stream: torch.cuda.Stream | None = None  # of the last step
@@ -98,7 +99,7 @@ class Runner:
 
         If this raises, the blocks that were to be moved may hold anything.
         """
-        with torch.inference_mode(self._is_packed):
+        with self._grad_mode():
             self._prepare(output)
 
     def _prepare(self, output: SchedulerOutput) -> None:
@@ -122,7 +123,7 @@ class Runner:
             compute = partial(self._run_packed, self._model, sampled)
         if not output.scheduled:
             return StepResult([], None)
-        with torch.inference_mode(self._is_packed):
+        with self._grad_mode():
             return self._run_by_adapters(output.scheduled, compute)
 
     def _follow_last_step(self) -> None:
