@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.model.devices import device_of
 
 Kind = tuple[Any, ...]  # what the model's K/V is made of
 MemoryKey = tuple[Kind, int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
@@ -21,8 +22,9 @@ the same kind."""
 
 
 def kind_of(model: Any) -> Kind:
-    device = model.device.type
-    return model.dtype, model.device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    device = device_of(model)
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return model.dtype, device, autocast
 
 
 class IdlePools:

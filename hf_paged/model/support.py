@@ -18,6 +18,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.adapters import unwrapped
+from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.packed import PackedModel
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -54,6 +55,15 @@ class SupportReport:
     kernels: str = ""
     native_length: int | None = None
     counts_padding: bool = False
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers, not bytes, of K and V that the cache keeps for one token, over all layers."""
+        return sum(
+            layer.num_kv_heads * ((layer.head_dim or 0) + (layer.v_head_dim or 0))
+            for layer in self.layers
+            if layer.num_kv_heads is not None
+        )
 
     def __str__(self) -> str:
         verdict = "native" if self.native else "dense view" if self.supported else "refused"
@@ -107,7 +117,8 @@ def check(model: Any) -> SupportReport:
     if not isinstance(model, PreTrainedModel):
         hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
         raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
-    stamp = (model.dtype, model.device, model.config._attn_implementation_internal, drops_cache(model))
+    where = (model.device, is_offloaded(model))
+    stamp = (model.dtype, where, model.config._attn_implementation_internal, drops_cache(model))
     known = _reports.get(model)
     if known is None or known[0] != stamp:
         known = (stamp, _examine(model))
@@ -155,6 +166,8 @@ def _examine(model: Any) -> SupportReport:
             "it keeps its state in a cache class of its own, not in layers of K/V; "
             "call generate without cache_implementation"
         )
+    if device_of(model).type == "meta":
+        return refused("its weights are on the meta device, which holds no data; load them before you generate")
     kept = PagedKVCache(config).layers
     if not any(isinstance(layer, PagedLayer) for layer in kept):
         return refused(
@@ -164,6 +177,8 @@ def _examine(model: Any) -> SupportReport:
     states = sorted({_kind(layer) for layer in kept if type(layer) is not PagedLayer and _kind(layer) != "DummyLayer"})
     if states:
         return _examine_dense(model, f"it keeps more than K/V, a state a row ({', '.join(states)})")
+    if is_offloaded(model):
+        return _examine_dense(model, "its weights are offloaded: every forward brings them in")
     try:
         layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
@@ -201,14 +216,17 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     except PROBE_ERRORS as error:
         reason = f"it does not run over a paged cache ({told(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
-    layers = []
+    layers, pool = [], cache.memory.groups[0].pool
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, PagedStateLayer):
-            reason = f"K/V in blocks, gathered for the model's own attention; the rest as {_kind(layer)} keeps it"
-            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
-        elif isinstance(layer, PagedLayer):
+        if isinstance(layer, PagedLayer):
             reason = "K/V in blocks, gathered for the model's own attention"
-            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
+            if isinstance(layer, PagedStateLayer):
+                reason += f"; the rest as {_kind(layer)} keeps it"
+            sizes: tuple[int | None, ...] = (None, None, None)
+            if index in pool:
+                key, value = pool[index]
+                sizes = (key.shape[2], key.shape[3], value.shape[3])
+            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window, *sizes))
         elif _kind(layer) == "DummyLayer":
             layers.append(LayerSupport(index, "none", "this layer keeps no cache"))
         else:
@@ -254,7 +272,7 @@ _LENGTHS = (5, 3)
 def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
     """Two left-padded rows, as generate would give them to the model: int64 [2, 5] each."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=model.device) % vocab
+    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=device_of(model)) % vocab
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -266,7 +284,8 @@ def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
 
 def _without_drawing(model: Any) -> Any:
     """Leave the random state as it is, whatever the model draws."""
-    return torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
+    device = device_of(model)
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @torch.no_grad()

@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -22,16 +20,31 @@ from typing import Any
 import torch
 
 from hf_paged.cache.prefix_cache import root_digest
-from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.generation.engine.outputs import EngineStats, RequestOutput
+from hf_paged.config import CacheConfig, SchedulerConfig, as_config
+from hf_paged.errors import EngineError
+from hf_paged.generation.engine.admission import new_request, seeded_generator
+from hf_paged.generation.engine.delivery import Delivery, RequestStream, StepGuard
+from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason
 from hf_paged.generation.engine.sizing import open_memory
+from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.stepper import Stepper
-from hf_paged.generation.prepare import as_prompt, prepare_request
-from hf_paged.generation.sampling.request import Request, new_request
+from hf_paged.generation.prepare import PreparedRequest, prepare_request
+from hf_paged.generation.sampling.request import Request
+from hf_paged.generation.sampling.single import SingleRequest
+from hf_paged.generation.validation import (
+    as_prompt,
+    as_prompts,
+    check_engine,
+    check_fits,
+    check_generation,
+    check_length,
+    check_request,
+)
 from hf_paged.model.adapters import AdapterChoice, Adapters
+from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.packed import PackedModel
 
@@ -43,30 +56,38 @@ class Engine:
 
     Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
     method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
+    In a forked child every method of an engine of the parent raises RuntimeError: make an engine in the child.
+
+    Requests that sample without a seed of their own draw from torch's default generator. Paged draws are atomic among
+    each other; another thread that draws from the default generator with torch's own functions at the same moment may
+    get the same random numbers. Give requests a seed where that matters.
 
     With PEFT adapters, requests of one step may each have their own (`add_request`). A step switches them on in the
     model: load, delete and set adapters, and call the model yourself, between steps.
 
-    model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only. prepack:
-    keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, if memory allows). Sums
-    may then come in another order: in fp32, and in bf16 in steps of more than 32 tokens. cuda_graphs: capture decode
-    steps and replay them (None = on a CUDA device, where it can be done, with a warning where not; True = or raise).
-    Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`).
+    model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
+    of its fields. tokenizer: needed for `stop_strings` only. prepack: keep a copy of the linear weights in the layout a
+    CPU computes fastest with (None = in bf16, if memory allows). Sums may then come in another order: in fp32, and in
+    bf16 in steps of more than 32 tokens. cuda_graphs: capture decode steps and replay them (None = on a CUDA device,
+    where it can be done, with a warning where not; True = or raise). Raises UnsupportedModelError for a model that
+    cannot be paged (see `hf_paged.check`), ValueError for a wrong argument.
     """
 
     def __init__(
         self,
         model: Any,
-        cache_config: CacheConfig | None = None,
-        scheduler_config: SchedulerConfig | None = None,
+        cache_config: CacheConfig | Mapping[str, Any] | None = None,
+        scheduler_config: SchedulerConfig | Mapping[str, Any] | None = None,
         *,
         tokenizer: Any = None,
         prepack: bool | None = None,
         cuda_graphs: bool | None = None,
     ) -> None:
+        check_engine(model, tokenizer=tokenizer, prepack=prepack, cuda_graphs=cuda_graphs)
         self.model = model
-        self.cache_config = cache_config or CacheConfig()
-        self.scheduler_config = (scheduler_config or SchedulerConfig()).for_device(model.device.type)
+        self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
+        asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
+        self.scheduler_config = asked.for_device(device_of(model).type)
         self.tokenizer = tokenizer
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model
@@ -77,7 +98,7 @@ class Engine:
         if not opened.shares_prefixes:
             self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
         if not self._is_packed:
-            if scheduler_config is not None and scheduler_config.async_scheduling:
+            if asked.async_scheduling:
                 raise ValueError(
                     "async_scheduling=True: the model computes one sequence at a time (hf_paged.check tells why); "
                     "leave it out"
@@ -88,26 +109,24 @@ class Engine:
         self._graphs = graphed_steps(opened.model, self.scheduler_config.max_num_seqs, cuda_graphs)
         self._runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters, self._graphs)
         self._requests: dict[str, Request] = {}
+        self._delivery = Delivery()
         self._stepper = Stepper(
             self._scheduler,
             self._runner,
             self._requests,
+            self._delivery.changed,
             self._fail,
             is_async=bool(self.scheduler_config.async_scheduling),
         )
-        self._ended: list[Request] = []  # from outside their own decoding, since the last step
-        self._changed: dict[Request, None] = {}  # got tokens in the last step; not delivered yet
-        # What has changed, in the order of change: for the stream that follows a request, or else for `step`, whoever
-        # does the steps meanwhile.
-        self._inboxes: dict[Request, dict[Request, None]] = {}
-        self._undelivered: dict[Request, None] = {}
-        self._is_stepping = False
+        self._guard = StepGuard()
         self._weights_stamp: int | None = None  # of the weights that the cached prefixes were computed with
-        self._later: deque[Callable[[], None]] = deque()  # what must not happen in the middle of a step
-        self._lock = threading.RLock()
         self._ids = itertools.count()
         self._closed = False
         self._prompt_tokens = 0
+
+    @property
+    def _lock(self) -> AbstractContextManager[object]:
+        return self._guard.lock  # another one after a fork
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -123,6 +142,7 @@ class Engine:
         streamer: Any = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        attention_mask: SequenceOf[int] | torch.Tensor | None = None,
     ) -> str:
         """Queue a request; returns its id. Lower `priority` runs first; equal ones in order of arrival.
 
@@ -131,33 +151,45 @@ class Engine:
         transformers', fed as by `generate`, by whoever does the steps. adapter: name of the PEFT adapter that computes
         the request, whatever is active on the model or in its neighbours; "__base__" = no adapter; None = what is
         active now, to the request's end. cache_salt: requests share cached prefixes only with others of the same salt,
-        and of the same adapter. Raises ValueError at once on a request that can never run, QueueFull when `max_waiting`
-        wait already.
+        and of the same adapter. attention_mask: of a padded prompt, [length], 0 for padding at its ends.
+
+        Raises ValueError at once on a wrong argument and on a request that cannot run to its length limit in the memory
+        of this engine, QueueFull when `max_waiting` wait already. The engine is then as it was.
 
         If the adapter is deleted, or merged into the weights, the requests that need it switched end with an error;
         if its weights are changed in place, they go on with the new ones.
         """
-        ids = as_prompt(self._model, prompt_ids)
+        check_request(
+            generation_config,
+            priority,
+            request_id=request_id,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            streamer=streamer,
+            cache_salt=cache_salt,
+        )
+        ids = as_prompt(self._model, prompt_ids, attention_mask, self.tokenizer)
         with self._lock:
             self._check_open()
-            self._settle()
+            self._runner.check_model()
+            self._guard.settle()
+            if request_id in self._requests:
+                raise ValueError(f"request_id {request_id!r} is in use; choose another one")
+            check_generation(
+                self._model, generation_config, self.scheduler_config, tokenizer=self.tokenizer, streamer=streamer
+            )
             choice = self._adapters.choose(adapter)
-            if request_id is None:
-                request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
             prepared = prepare_request(
                 self._model,
-                ids.to(self._model.device),
+                ids.to(device_of(self._model)),
                 generation_config,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 tokenizer=self.tokenizer,
             )
-            length, limit = prepared.generation_config.max_length, self._max_length
-            if limit is not None and length > limit:
-                raise ValueError(
-                    f"max_length={length}: this model's rotary frequencies depend on the longest sequence of the batch "
-                    f"beyond {limit} tokens, so requests cannot share one; use model.generate"
-                )
+            self._check_size(prepared)
+            if request_id is None:
+                request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
             self._forget_prefixes_of_other_weights()
             request = new_request(
                 prepared,
@@ -165,12 +197,13 @@ class Engine:
                 priority=priority,
                 cache_root=self._root(choice, cache_salt),
                 adapters=choice,
-                generator=self._generator(generation_config),
+                generator=seeded_generator(self._model, generation_config),
             )
             self._scheduler.add(request.group)
             self._requests[request_id] = request
             if streamer is not None:
                 try:
+                    assert isinstance(request, SingleRequest)
                     request.stream_to(streamer)
                 except BaseException:
                     self._drop([request])
@@ -178,16 +211,14 @@ class Engine:
             self._prompt_tokens += request.prompt_length
             return request_id
 
+    def _check_size(self, prepared: PreparedRequest) -> None:
+        config, length = prepared.generation_config, prepared.input_ids.shape[1]
+        check_length(self._model, length, config.max_length, self._max_length)
+        check_fits(length, prepared.max_length, config.num_beams if prepared.uses_beams else 1, self._memory.managers)
+
     def _root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
         """Of the prefixes that a request may share: they were computed with the same adapters."""
         return root_digest(type(self._model).__name__, choice.key, cache_salt)
-
-    def _generator(self, generation_config: Any) -> torch.Generator | None:
-        config = self._model.generation_config if generation_config is None else generation_config
-        seed = getattr(config, "seed", None)
-        if seed is None:
-            return None
-        return torch.Generator(device=self._model.device).manual_seed(seed)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is. False if it is unknown or finished.
@@ -198,33 +229,30 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 return False
-            self._later.append(partial(self._abort, request))
-            self._settle()
+            self._guard.defer(partial(self._abort, request))
+            self._guard.settle()
             return True
 
     def _abort(self, request: Request) -> None:
         if self._requests.get(request.request_id) is request:
             self._end(request, FinishReason.ABORT, None)
 
-    def _settle(self) -> None:
-        """Do what has been put off, unless a step is in progress."""
-        while self._later and not self._is_stepping:
-            self._later.popleft()()
-
     def has_unfinished_requests(self) -> bool:
         """True while a step would have something to do or to deliver."""
-        return bool(self._requests or self._changed or self._ended or self._undelivered)
+        return bool(self._requests or self._delivery)
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None, exception: BaseException | None = None
+    ) -> None:
         """Finish a request from outside its own decoding; its output waits for the next step."""
         request.stop_all(reason)
-        request.error = error
+        request.error, request.exception = error, exception
         self._scheduler.finish_group(request.group, reason)
         self._close(request)
-        self._ended.append(request)
+        self._delivery.ended.append(request)
 
-    def _fail(self, request: Request, error: str) -> None:
-        self._end(request, FinishReason.ERROR, error)
+    def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:
+        self._end(request, FinishReason.ERROR, error, exception)
 
     def _close(self, request: Request) -> None:
         if self._requests.get(request.request_id) is request:  # not, if an interrupt came before the rest
@@ -247,54 +275,37 @@ class Engine:
         Those too that changed in steps done for others (`generate`, a stream), unless a stream of their own has them.
         """
         with self._lock:
-            changed = self._step()
-            outputs = [request.output() for request in {**self._undelivered, **changed}]
-            self._undelivered.clear()
-            return outputs
+            return self._delivery.take_unclaimed(self._step())
 
     def _step(self) -> dict[Request, None]:
+        """Run a step and deliver what has changed; returns the requests that have."""
         self._check_open()
         self._check_not_stepping()
-        self._settle()
-        self._is_stepping = True
+        self._guard.settle()
+        self._guard.is_stepping = True
         try:
             if self._scheduler.has_unfinished():
-                # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
-                # own may keep tensors for later.
-                with torch.no_grad(), torch.inference_mode(self._is_packed):
-                    self._stepper.step(self._changed)
+                with torch.no_grad():
+                    self._stepper.step()
         finally:
             try:
-                changed = self._follow_up()
+                delivered = self._delivery.deliver(self._follow_up)
             finally:
-                self._is_stepping = False
-        return changed
+                self._guard.is_stepping = False
+        return delivered
 
-    def _follow_up(self) -> dict[Request, None]:
-        """Deliver what has changed. What an interrupt leaves of it is done with the next step."""
-        done: dict[Request, None] = {}
-        now = time.monotonic()
-        while self._changed:
-            request = next(iter(self._changed))
-            if request.metrics.finish_time is None:
-                if request.metrics.first_token_time is None:
-                    request.metrics = replace(request.metrics, first_token_time=now)
-                if request.streamer is not None:
-                    request.tell_streamer()
-                if request.group.is_finished:
-                    self._close(request)
-                elif request.error is not None:
-                    self._fail(request, request.error)
-            self._deliver(request, done)
-            del self._changed[request]
-        while self._ended:
-            self._deliver(self._ended[0], done)
-            del self._ended[0]
-        return done
-
-    def _deliver(self, request: Request, done: dict[Request, None]) -> None:
-        self._inboxes.get(request, self._undelivered)[request] = None
-        done[request] = None
+    def _follow_up(self, request: Request) -> None:
+        """Stream the new tokens of a request, and close it if it has ended. Repeated if Ctrl-C interrupts it."""
+        if request.metrics.finish_time is not None:
+            return
+        if request.metrics.first_token_time is None:
+            request.metrics = replace(request.metrics, first_token_time=time.monotonic())
+        if request.streamer is not None:
+            request.tell_streamer()
+        if request.group.is_finished:
+            self._close(request)
+        elif request.error is not None:
+            self._fail(request, request.error, request.exception)
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -305,13 +316,17 @@ class Engine:
         progress: bool | None = None,
         *,
         adapter: str | SequenceOf[str | None] | None = None,
+        attention_mask: Any = None,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Run all prompts to their end; the outputs are in the order of the prompts.
 
         generation_config, adapter: one for all, or a list with one for each. progress: a bar with tokens/s on stderr
-        (None = on a terminal).
+        (None = on a terminal). attention_mask: of padded prompts, a tensor [num_prompts, length] or one mask for each.
+        raise_on_error: when all requests have ended and some of them with an error, raise EngineError, which has the
+        outputs of all; False returns the outputs, with `error` set in those that failed.
         """
-        stream = self._open_stream(prompts, generation_config, adapter, finals_only=True)
+        stream = self._open_stream(prompts, generation_config, adapter, attention_mask, finals_only=True)
         finished: dict[str, RequestOutput] = {}
         with closing(stream), self._progress(len(stream.requests), progress) as bar:
             started, before = time.monotonic(), self._stepper.generated_tokens
@@ -320,7 +335,11 @@ class Engine:
                 rate = (self._stepper.generated_tokens - before) / max(time.monotonic() - started, 1e-9)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update()
-        return [finished[request.request_id] for request in stream.requests]
+        outputs = [finished[request.request_id] for request in stream.requests]
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is not None and raise_on_error:
+            raise EngineError(outputs) from failed.exception
+        return outputs
 
     def stream(
         self,
@@ -328,13 +347,15 @@ class Engine:
         generation_config: Any = None,
         *,
         adapter: str | SequenceOf[str | None] | None = None,
+        attention_mask: Any = None,
     ) -> RequestStream:
         """Yield an output whenever a request has changed (a slow reader gets the latest state, not every one).
 
-        generation_config, adapter: one for all, or a list with one for each. Closing the iterator early aborts what is
-        unfinished.
+        generation_config, adapter: one for all, or a list with one for each. attention_mask: as in `generate`. The last
+        output of a request that failed has `error` set (`RequestOutput.raise_for_error`). Closing the iterator early
+        aborts what is unfinished.
         """
-        return self._open_stream(prompts, generation_config, adapter)
+        return self._open_stream(prompts, generation_config, adapter, attention_mask)
 
     async def astream(
         self,
@@ -342,9 +363,12 @@ class Engine:
         generation_config: Any = None,
         *,
         adapter: str | SequenceOf[str | None] | None = None,
+        attention_mask: Any = None,
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio: steps run in a worker thread, several streams share them."""
-        outputs = await asyncio.to_thread(self.stream, prompts, generation_config, adapter=adapter)
+        outputs = await asyncio.to_thread(
+            self.stream, prompts, generation_config, adapter=adapter, attention_mask=attention_mask
+        )
         try:
             while (output := await asyncio.to_thread(next, outputs, None)) is not None:
                 yield output
@@ -357,34 +381,36 @@ class Engine:
         prompts: SequenceOf[Prompt],
         generation_config: Any | SequenceOf[Any],
         adapter: str | SequenceOf[str | None] | None,
+        attention_mask: Any = None,
         *,
         finals_only: bool = False,
     ) -> RequestStream:
-        if isinstance(prompts, torch.Tensor) or not prompts:
-            prompts = list(prompts)
-        if not prompts:
-            raise ValueError("prompts=[]: give at least one prompt")
-        configs = _one_each(generation_config, len(prompts), "generation configs")
-        adapters = _one_each(adapter, len(prompts), "adapters")
+        rows = as_prompts(prompts, attention_mask)
+        configs = _one_each(generation_config, len(rows), "generation configs")
+        adapters = _one_each(adapter, len(rows), "adapters")
         requests: list[Request] = []
         with self._lock:
             try:
-                for prompt, config, name in zip(prompts, configs, adapters):
-                    requests.append(self._requests[self.add_request(prompt, config, adapter=name)])
+                for (prompt, mask), config, name in zip(rows, configs, adapters):
+                    request_id = self.add_request(prompt, config, adapter=name, attention_mask=mask)
+                    requests.append(self._requests[request_id])
             except BaseException:
                 self._drop(requests)
                 raise
-            inbox: dict[Request, None] = {}
-            self._inboxes.update(dict.fromkeys(requests, inbox))
-            return RequestStream(self, requests, inbox, finals_only=finals_only)
+            return RequestStream(
+                requests,
+                self._delivery.open_inbox(requests),
+                self._guard,
+                step=self._step,
+                drop=self._drop,
+                finals_only=finals_only,
+            )
 
     def _drop(self, requests: list[Request]) -> None:
-        """Nobody waits for these any more: abort what is unfinished, deliver nothing."""
+        """Abort what is unfinished of these requests, and deliver nothing more of any."""
         for request in requests:
             self._abort(request)
-            self._inboxes.pop(request, None)
-        dropped = set(requests)
-        self._ended = [request for request in self._ended if request not in dropped]
+        self._delivery.forget(requests)
 
     def _progress(self, total: int, progress: bool | None) -> Any:
         from tqdm.auto import tqdm
@@ -400,7 +426,7 @@ class Engine:
         adapter, cache_salt: those of the requests that are to find it. Returns the number of tokens held: a multiple
         of `block_size`.
         """
-        ids = as_prompt(self._model, prompt_ids)
+        ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         if cache is None:
             raise ValueError(
@@ -417,16 +443,15 @@ class Engine:
                     self._step()
             finally:
                 self._drop([request])
-                self._undelivered.pop(request, None)
             if request.error is not None:
-                raise RuntimeError(f"the prefix was not computed: {request.error}")
+                raise RuntimeError(f"the prefix was not computed: {request.error}") from request.exception
             root = request.group.cache_root
             assert root is not None
             return cache.pin(ids[0].tolist(), root)
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
         """Let a prefix of `cache_prefix` with the same arguments be evicted again. False if it was not held."""
-        ids = as_prompt(self._model, prompt_ids)
+        ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         with self._lock:
             root = self._root(self._adapters.choose(adapter), cache_salt)
@@ -453,33 +478,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """Figures at this moment."""
         with self._lock:
-            self._settle()
-            memory, scheduler, cache = self._memory.stats(), self._scheduler, self._scheduler.prefix_cache
-            allocators = [manager.allocator for manager in self._memory.managers]
-            return EngineStats(
-                num_blocks=memory.num_blocks,
-                blocks_free=sum(a.num_free for a in allocators),
-                blocks_used=memory.blocks_used,
-                blocks_shared=memory.blocks_shared,
-                blocks_cached=sum(a.num_cached for a in allocators),
-                blocks_swapped=sum(m.allocator.num_used for m in self._host_managers),
-                num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
-                num_swapped=scheduler.num_swapped,
-                cow_copies=memory.cow_copies,
-                kv_bytes_reserved=memory.bytes_reserved,
-                kv_bytes_touched=memory.bytes_touched,
-                kv_bytes_used=memory.bytes_used,
-                kv_bytes_saved_by_sharing=memory.bytes_saved_by_sharing,
-                kv_waste_ratio=1 - memory.bytes_filled / memory.bytes_used if memory.bytes_used else 0.0,
-                preemptions_recompute=scheduler.num_preemptions_recompute,
-                preemptions_swap=scheduler.num_preemptions_swap,
-                prefix_cache_query_tokens=cache.query_tokens if cache is not None else 0,
-                prefix_cache_hit_tokens=cache.hit_tokens if cache is not None else 0,
+            self._guard.settle()
+            return collect_stats(
+                self._memory,
+                self._host_managers,
+                self._scheduler,
+                self._stepper,
+                self._graphs,
                 prompt_tokens=self._prompt_tokens,
-                generated_tokens=self._stepper.generated_tokens,
-                steps=self._stepper.steps,
-                graph_replays=0 if self._graphs is None else self._graphs.replays,
             )
 
     def __repr__(self) -> str:
@@ -504,13 +510,20 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
         with self._lock:
-            self._settle()
+            self._guard.settle()
             self._scheduler.check_integrity()
-            ended = {r.request_id for r in self._changed if r.group.is_finished}  # after an interrupt, not told yet
+            ended = {
+                r.request_id for r in self._delivery.changed if r.group.is_finished
+            }  # after an interrupt, not told yet
             assert set(self._requests) - ended == {group.request_id for group in self._scheduler.groups}
 
     def close(self) -> None:
-        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once."""
+        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once.
+
+        In a forked child this does nothing: the engine is the parent's.
+        """
+        if self._guard.is_forked:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -519,9 +532,7 @@ class Engine:
                 self._abort(request)
             if self._scheduler.prefix_cache is not None:
                 self._scheduler.prefix_cache.clear()  # pins hold blocks
-            self._changed.clear()
-            self._ended.clear()
-            self._undelivered.clear()
+            self._delivery.clear()
             self._closed = True
             if self._graphs is not None:
                 self._graphs.close()
@@ -532,7 +543,7 @@ class Engine:
             raise RuntimeError("this engine is closed; make a new one")
 
     def _check_not_stepping(self) -> None:
-        if self._is_stepping:
+        if self._guard.is_stepping:
             raise RuntimeError("a logits processor or stopping criterion may add and abort requests, nothing else")
 
     def __enter__(self) -> Engine:
@@ -550,63 +561,3 @@ def _one_each(given: Any, count: int, what: str) -> SequenceOf[Any]:
     if len(given) != count:
         raise ValueError(f"{len(given)} {what} for {count} prompts: give one, or one for each")
     return given
-
-
-class RequestStream(Iterator[RequestOutput]):
-    """The outputs of some requests for one reader, whoever does the steps; ends when all are finished.
-
-    Closing it, from any thread, aborts what is unfinished; so does forgetting it, with the engine's next step.
-    """
-
-    def __init__(
-        self, engine: Engine, requests: list[Request], inbox: dict[Request, None], *, finals_only: bool
-    ) -> None:
-        self.requests = requests
-        self._engine = engine
-        self._inbox = inbox  # what has changed; the engine's lock guards it
-        self._finals_only = finals_only
-        self._unfinished = set(requests)
-        self._outputs: deque[RequestOutput] = deque()
-        self._is_closed = False
-
-    def __next__(self) -> RequestOutput:
-        while True:
-            with self._engine._lock:
-                if self._is_closed:
-                    raise StopIteration
-                if self._outputs:
-                    return self._outputs.popleft()
-                if self._unfinished:
-                    self._read()
-                else:
-                    self.close()
-
-    def _read(self) -> None:
-        if not self._inbox:
-            try:
-                self._engine._step()
-            except BaseException:
-                self.close()
-                raise
-        # Only now, so that a request that changed several times is told once, as it stands.
-        for request in self._inbox:
-            is_finished = request.metrics.finish_time is not None
-            if is_finished:
-                self._unfinished.discard(request)
-            if is_finished or not self._finals_only:
-                self._outputs.append(request.output())
-        self._inbox.clear()
-
-    def abandon(self) -> None:
-        """Close it with the engine's next step, without waiting for the one in progress."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._engine._later.append(partial(self._engine._drop, self.requests))
-
-    def close(self) -> None:
-        self.abandon()
-        with self._engine._lock:
-            self._engine._settle()
-
-    def __del__(self) -> None:
-        self.abandon()

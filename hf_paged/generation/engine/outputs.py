@@ -1,8 +1,10 @@
-"""What the engine tells its callers: outputs of requests, their times, and the engine's figures. Records only."""
+"""What the engine returns for a request: its tokens, their log-probabilities, and its times. Records only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from hf_paged.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request as it stands after a step. `error` says why a request with finish_reason "error" failed.
+    """A request as it stands after a step.
 
-    Beams appear in `outputs` when they are final, samples grow from step to step.
+    Beams appear in `outputs` when they are final, samples grow from step to step. If the request failed, `error` says
+    why, `exception` is the cause with its traceback (None if there was no exception), and the `outputs` that it left
+    unfinished have finish_reason "error" and the tokens generated until then.
     """
 
     request_id: str
@@ -56,44 +60,10 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    exception: BaseException | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine at one moment. Block counts are sums over layer groups: free + used + cached == num_blocks.
-
-    used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
-    blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
-    ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
-    blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
-    same sequences would take in addition without sharing. graph_replays: those of the steps that a CUDA graph computed.
-    Counters count since the start.
-    """
-
-    num_blocks: int
-    blocks_free: int
-    blocks_used: int
-    blocks_shared: int
-    blocks_cached: int
-    blocks_swapped: int
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    cow_copies: int
-    kv_bytes_reserved: int
-    kv_bytes_touched: int
-    kv_bytes_used: int
-    kv_bytes_saved_by_sharing: int
-    kv_waste_ratio: float
-    preemptions_recompute: int
-    preemptions_swap: int
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    prompt_tokens: int
-    generated_tokens: int
-    steps: int
-    graph_replays: int
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
+    def raise_for_error(self) -> RequestOutput:
+        """The output itself; raises EngineError if the request failed."""
+        if self.error is not None:
+            raise EngineError([self]) from self.exception
+        return self
