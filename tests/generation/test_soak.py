@@ -30,7 +30,7 @@ def check(report: Report) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_soak(world: World, kind: str) -> None:
-    report = Round(world, 1000 * KINDS.index(kind), 40, kind, "steps").run()
+    report = Round(world, 1000 * list(KINDS).index(kind), 40, kind, "steps").run()
     check(report)
     assert report.counts["checked"] > 25
 

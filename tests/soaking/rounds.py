@@ -70,7 +70,8 @@ class Round:
     def __init__(self, world: World, first: int, count: int, kind: str | None = None, mode: str | None = None) -> None:
         self.rng = rng = random.Random(first)
         self.world = world
-        self.kind = kind or rng.choice(KINDS)
+        chosen = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        self.kind = kind or chosen
         self.model = world.model(self.kind)
         self.count = count
         self.flights: dict[str, Flight] = {}
@@ -101,8 +102,8 @@ class Round:
             preemption = "auto"
         is_packed = self.kind not in ("bloom", "lfm2")
         return cache, SchedulerConfig(
-            max_num_seqs=rng.choice((4, 8, 16, 24)),
-            max_num_batched_tokens=rng.choice((8, 16, 32, 64, 256)),
+            max_num_seqs=rng.choice((4, 16, 24, 32)),
+            max_num_batched_tokens=rng.choice((8, 32, 64, 256)),
             preemption=preemption,
             prefix_caching=rng.random() < 0.8,
             watermark=rng.choice((0.0, 0.01, 0.2)),
@@ -133,7 +134,7 @@ class Round:
 
     def _steps(self) -> None:
         rng, added = self.rng, 0
-        most = rng.choice((3, 10, 30))
+        most = rng.choice((3, 12, 24, 24, 40))
         while added < self.count or self.engine.has_unfinished_requests():
             if self.drains and not self.flights:
                 self._change_weights()

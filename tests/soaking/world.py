@@ -17,7 +17,9 @@ from torch import nn
 from tests import models
 from tests.soaking.options import options
 
-KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom", "lfm2", "lora")
+KINDS = {"llama": 6, "mistral": 3, "gemma3": 3, "gpt2": 3, "bloom": 1, "lfm2": 1, "lora": 5}
+"""Kinds of models and how often they are chosen: bloom and lfm2 are computed one sequence at a time."""
+
 NUM_VERSIONS = 3
 NUM_PROMPTS = 14
 ADAPTERS = {"x": ["q_proj", "v_proj", "down_proj"], "y": ["k_proj", "o_proj", "up_proj"]}
