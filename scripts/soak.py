@@ -107,9 +107,12 @@ def _soak(args: argparse.Namespace, start: int, stop: int) -> None:
         with args.log.open("a") as log:
             log.write(json.dumps(line) + "\n")
         if report.wrong or report.leaked:
-            print(f"round {first}: {len(report.wrong)} wrong, {report.leaked} leaked ({report.kind}, {report.mode})")
+            print(
+                f"round {first}: {len(report.wrong)} wrong, {report.leaked} leaked ({report.kind}, {report.mode})",
+                flush=True,
+            )
             for wrong in report.wrong[:3]:
-                print("   ", json.dumps(wrong))
+                print("   ", json.dumps(wrong), flush=True)
             if args.fault:
                 return
 
