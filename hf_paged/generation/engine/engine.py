@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -54,6 +54,11 @@ class Engine:
 
     Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
     method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
+    In a forked child every method of an engine of the parent raises RuntimeError: make an engine in the child.
+
+    Requests that sample without a seed of their own draw from torch's default generator. Paged draws are atomic among
+    each other; another thread that draws from the default generator with torch's own functions at the same moment may
+    get the same random numbers. Give requests a seed where that matters.
 
     With PEFT adapters, requests of one step may each have their own (`add_request`). A step switches them on in the
     model: load, delete and set adapters, and call the model yourself, between steps.
@@ -111,11 +116,14 @@ class Engine:
         )
         self._delivery = Delivery()
         self._guard = StepGuard()
-        self._lock = self._guard.lock
         self._weights_stamp: int | None = None  # of the weights that the cached prefixes were computed with
         self._ids = itertools.count()
         self._closed = False
         self._prompt_tokens = 0
+
+    @property
+    def _lock(self) -> AbstractContextManager[object]:
+        return self._guard.lock  # another one after a fork
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -515,7 +523,12 @@ class Engine:
             assert set(self._requests) - ended == {group.request_id for group in self._scheduler.groups}
 
     def close(self) -> None:
-        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once."""
+        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once.
+
+        In a forked child this does nothing: the engine is the parent's.
+        """
+        if self._guard.is_forked:
+            return
         with self._lock:
             if self._closed:
                 return
