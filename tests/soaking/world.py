@@ -116,10 +116,13 @@ class World:
 
     def change(self, kind: str, rng: random.Random) -> str:
         """Give the live model other weights, in one of many ways; returns the name of the way."""
-        version = rng.choice([v for v in range(NUM_VERSIONS) if v != self.version[kind]])
+        return self.set_version(kind, rng.choice([v for v in range(NUM_VERSIONS) if v != self.version[kind]]), rng)
+
+    def set_version(self, kind: str, version: int, rng: random.Random) -> str:
         name = rng.choice(list(WAYS))
-        WAYS[name](self.live[kind], self.weights(kind, version))
-        self.version[kind] = version
+        if version != self.version[kind]:
+            WAYS[name](self.live[kind], self.weights(kind, version))
+            self.version[kind] = version
         return name
 
     # -- what a request must yield ---------------------------------------------------------------------------------
