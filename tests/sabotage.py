@@ -36,7 +36,7 @@ def ignore_mask(patch: pytest.MonkeyPatch) -> None:
     def unmasked(function: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = prepare(function, model, args, kwargs)
         call = paged_generate._active(model)
-        if call is not None and call.decoder is None:
+        if call is not None and call.decoding is not None and call.decoding.decoder is None:
             model_kwargs = args[1] if len(args) > 1 else kwargs["model_kwargs"]
             model_kwargs["attention_mask"] = None
         return result

@@ -22,6 +22,7 @@ import torch
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.errors import EngineError
+from hf_paged.generation.engine.admission import new_request, seeded_generator
 from hf_paged.generation.engine.delivery import Delivery, RequestStream, StepGuard
 from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.runner import Runner
@@ -31,7 +32,8 @@ from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.prepare import PreparedRequest, prepare_request
-from hf_paged.generation.sampling.request import Request, new_request
+from hf_paged.generation.sampling.request import Request
+from hf_paged.generation.sampling.single import SingleRequest
 from hf_paged.generation.validation import (
     as_prompt,
     as_prompts,
@@ -107,14 +109,15 @@ class Engine:
         self._graphs = graphed_steps(opened.model, self.scheduler_config.max_num_seqs, cuda_graphs)
         self._runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters, self._graphs)
         self._requests: dict[str, Request] = {}
+        self._delivery = Delivery()
         self._stepper = Stepper(
             self._scheduler,
             self._runner,
             self._requests,
+            self._delivery.changed,
             self._fail,
             is_async=bool(self.scheduler_config.async_scheduling),
         )
-        self._delivery = Delivery()
         self._guard = StepGuard()
         self._weights_stamp: int | None = None  # of the weights that the cached prefixes were computed with
         self._ids = itertools.count()
@@ -194,12 +197,13 @@ class Engine:
                 priority=priority,
                 cache_root=self._root(choice, cache_salt),
                 adapters=choice,
-                generator=self._generator(generation_config),
+                generator=seeded_generator(self._model, generation_config),
             )
             self._scheduler.add(request.group)
             self._requests[request_id] = request
             if streamer is not None:
                 try:
+                    assert isinstance(request, SingleRequest)
                     request.stream_to(streamer)
                 except BaseException:
                     self._drop([request])
@@ -215,13 +219,6 @@ class Engine:
     def _root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
         """Of the prefixes that a request may share: they were computed with the same adapters."""
         return root_digest(type(self._model).__name__, choice.key, cache_salt)
-
-    def _generator(self, generation_config: Any) -> torch.Generator | None:
-        config = self._model.generation_config if generation_config is None else generation_config
-        seed = getattr(config, "seed", None)
-        if seed is None:
-            return None
-        return torch.Generator(device=device_of(self._model)).manual_seed(seed)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is. False if it is unknown or finished.
@@ -288,10 +285,8 @@ class Engine:
         self._guard.is_stepping = True
         try:
             if self._scheduler.has_unfinished():
-                # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
-                # own may keep tensors for later.
-                with torch.inference_mode(self._is_packed), torch.no_grad():  # inference_mode(False) turns gradients on
-                    self._stepper.step(self._delivery.changed)
+                with torch.no_grad():
+                    self._stepper.step()
         finally:
             try:
                 delivered = self._delivery.deliver(self._follow_up)
