@@ -309,7 +309,7 @@ class PagedKVCache(Cache):
         mapping = self._slots(start, stop, hole=-1).flatten().to(key.device, non_blocking=True)
         flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
         flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
-        ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping)
+        ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, in_bounds=True)
         layer.length = stop
 
     def _slots(self, start: int, stop: int, *, hole: int) -> torch.Tensor:
