@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
@@ -27,8 +28,16 @@ from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import draws_dropout, window_groups
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
-from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
+from hf_paged.generation.validation import (
+    check_counts,
+    check_inputs,
+    check_pool,
+    extends_positions,
+    paged_part,
+    prompt_length,
+)
 from hf_paged.model.adapters import unwrapped
+from hf_paged.model.cross_attention import keeps_cross_attention_apart
 from hf_paged.model.graphs import forget_graphs
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.support import SupportReport, refuse_unsupported
@@ -259,7 +268,8 @@ def prepare_cache_for_generation(
     call.record.route, call.record.reason = ("engine", None) if obstacle is None else ("hf_loop", obstacle)
     if given is not None:
         given._is_user_defined = True
-        call.cache, call.memory, call.given = given, given.memory, True
+        call.cache, call.given = paged_part(given), True
+        call.memory = call.cache.memory
         call.record.start(call.memory)
         return None
     call.expand = max(config.num_beams, config.num_return_sequences)
@@ -285,7 +295,8 @@ def prepare_cache_for_generation(
     call.cache = PagedKVCache(model.config, memory=call.memory)
     if config.is_assistant:
         call.cache.activate_past_recording()
-    model_kwargs["past_key_values"] = call.cache
+    apart = keeps_cross_attention_apart(model, model_kwargs)
+    model_kwargs["past_key_values"] = EncoderDecoderCache(call.cache, DynamicCache()) if apart else call.cache
     return None
 
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import EncoderDecoderCache
 
 from hf_paged.cache.paged_cache import PagedKVCache
 
 
 def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
-    cache = kwargs.get("past_key_values")
+    cache = paged_part(kwargs.get("past_key_values"))
     if cache is not None and not isinstance(cache, PagedKVCache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, but cache_implementation='paged' continues a PagedKVCache; "
@@ -31,6 +32,11 @@ def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[s
         check_prompts(model, ids, "input_ids")
         if mask is not None:
             _check_mask("input_ids", ids, mask, cache)
+
+
+def paged_part(cache: Any) -> Any:
+    """The cache of a model's self-attention, where another one beside it is of its cross-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
