@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 _STATES = ("encoder_outputs", "encoder_hidden_states")
 # What belongs to the prompt; the trial has one token.
 _OF_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
+
+
+def cache_of_call(model: Any, paged: Cache, model_kwargs: dict[str, Any]) -> Cache:
+    """What a call gives the model as `past_key_values`: the paged cache, or one beside it for cross-attention too."""
+    return EncoderDecoderCache(paged, DynamicCache()) if keeps_cross_attention_apart(model, model_kwargs) else paged
+
+
+def paged_part(cache: Any) -> Any:
+    """The cache of the tokens, where another one beside it is of cross-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 @torch.no_grad()

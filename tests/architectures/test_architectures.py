@@ -120,14 +120,14 @@ def test_every_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
 def test_a_window_keeps_few_blocks(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.generation import paged_generate
+    from hf_paged.generation import records
 
     used: list[dict[int | None, int]] = []
 
     def observe(record: hf_paged.CallRecord, memory: Any) -> None:
         used.append({g.manager.sliding_window: g.manager.allocator.num_used for g in memory.groups})
 
-    monkeypatch.setattr(paged_generate.CallRecord, "observe", observe)
+    monkeypatch.setattr(records.CallRecord, "observe", observe)
     model = tiny_model(model_type)
     ids = torch.randint(6, 90, (1, 5))
     with hf_paged.record_calls():

@@ -61,7 +61,7 @@ def test_text_only_requests_to_a_vision_language_model_are_packed() -> None:
         plain = generate(model, ids, mask, **options)
         with hf_paged.record_calls() as records:
             assert torch.equal(generate(model, ids, mask, cache_implementation="paged", **options), plain)
-        assert (records[0].route, records[0].reason) == ("engine", None)
+        assert (records[0].route, records[0].reason) == ("packed", None)
     # With an image they are not.
     ids[:, 4:8] = 98
     ids = torch.cat([ids, torch.full((3, 12), 98)], dim=1)
