@@ -1,4 +1,4 @@
-"""PackedDecoder: stands in for the model inside transformers' own decoding loops.
+"""PackedDecoder: takes the place of the model inside transformers' own decoding loops.
 
 The loop keeps all of its semantics (processors, criteria, scores, beams); only the forward is ours: rows are sequences
 of a PagedMemory, packed without padding, prompts prefilled once and forked, finished rows dropped.
