@@ -1,7 +1,7 @@
 """PagedAttention as a plugin backend for transformers.
 
-Importing this package is all it takes: `model.generate(..., cache_implementation="paged")` then works. Nothing heavy
-is imported until it is used.
+After `import hf_paged`, `model.generate(..., cache_implementation="paged")` works. torch and transformers are imported
+only when they are used.
 """
 
 from __future__ import annotations
