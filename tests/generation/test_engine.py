@@ -48,7 +48,9 @@ def config(name: str, **changes: Any) -> GenerationConfig:
     return made
 
 
-def solo(model: Any, prompt: torch.Tensor, options: GenerationConfig) -> tuple[list[list[int]], list[float] | None]:
+def solo(
+    model: Any, prompt: torch.Tensor, options: GenerationConfig, **kwargs: Any
+) -> tuple[list[list[int]], list[float] | None]:
     """Tokens (and beam scores) of plain generate for this request alone, padding cut off."""
     if hasattr(options, "seed"):
         torch.manual_seed(options.seed)
@@ -58,6 +60,7 @@ def solo(model: Any, prompt: torch.Tensor, options: GenerationConfig) -> tuple[l
         attention_mask=torch.ones_like(prompt[None]),
         return_dict_in_generate=True,
         output_scores=True,
+        **kwargs,
     )
     ends = options.eos_token_id if isinstance(options.eos_token_id, list) else [options.eos_token_id]
     rows = []
@@ -496,6 +499,23 @@ def test_models_that_cannot_run_packed_run_row_by_row() -> None:
         assert_idle(engine)
         stats = engine.stats()
     assert stats.preemptions_recompute + stats.preemptions_swap > 0
+    assert_as_solo(model, outputs, wanted)
+
+
+def test_a_model_with_a_recurrent_state_runs_without_gradients() -> None:
+    """States and K/V that remembered how they were computed could not be forked, and would grow with every step."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": models.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    model = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, initializer_range=0.6)).eval()
+    prompts, names = models.prompts(9, 9, 5), ("beams", "four samples", "greedy")
+    wanted = [(prompt, config(name)) for prompt, name in zip(prompts, names)]
+    with Engine(model, CacheConfig(num_blocks=60, block_size=4)) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert not any(t.requires_grad for layer in engine._memory.groups[0].pool._layers.values() for t in layer)
+        assert_idle(engine)
     assert_as_solo(model, outputs, wanted)
 
 
