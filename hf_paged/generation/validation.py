@@ -135,7 +135,7 @@ def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[s
 
 
 def check_cache(report: SupportReport, cache: PagedKVCache) -> None:
-    """Raises ValueError for a cache whose layers are not those of the model that is to continue it."""
+    """Raises ValueError for a cache whose layers are not those of the model."""
     remedy = "pass a cache that this model has filled, or an empty hf_paged.PagedKVCache(model.config)"
     if cache.num_layers not in (None, len(report.layers)):
         raise ValueError(
@@ -270,10 +270,8 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
     check_counts(given)
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
-    for limit_name, limit in (
-        ("max_num_seqs", scheduler.max_num_seqs),
-        ("max_num_batched_tokens", scheduler.token_budget),
-    ):
+    limits = {"max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.token_budget}
+    for limit_name, limit in limits.items():
         if width > limit:
             raise ValueError(
                 f"{name}={width} sequences in one request, but {limit_name}={limit}; lower it or raise that"

@@ -369,7 +369,7 @@ def test_arguments_of_the_engine(arguments: dict[str, Any], message: str) -> Non
 @pytest.mark.filterwarnings("ignore:the K/V pool of:RuntimeWarning")
 @pytest.mark.parametrize("fields", [{"num_blocks": 2**44}, {"num_blocks": 2**62}, {"memory": "9000000TiB"}])
 def test_a_pool_that_cannot_be_allocated(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"num_blocks=\d+: a K/V pool of .* cannot be allocated; give the cache"):
+    with pytest.raises(ValueError, match=r"num_blocks=\d+: a K/V pool of .* cannot be allocated; give the"):
         Engine(models.shared("llama"), fields)
 
 

@@ -117,8 +117,8 @@ def _resize(pool: KVPool, num_blocks: int, bytes_per_block: int) -> None:
         raise
     except RuntimeError as error:  # torch's, from the host's allocator or for sizes beyond 64 bits
         raise ValueError(
-            f"num_blocks={num_blocks}: a K/V pool of {_gib(num_blocks * bytes_per_block)} cannot be allocated; give the "
-            "cache a smaller num_blocks or memory"
+            f"num_blocks={num_blocks}: a K/V pool of {_gib(num_blocks * bytes_per_block)} cannot be allocated; give "
+            "the cache a smaller num_blocks or memory"
         ) from error
 
 
