@@ -33,8 +33,8 @@ or that you wrote yourself, is treated in the same way.
 
 The engine refuses cpmant and recurrent_gemma as models. Of phi3 and phimoe it refuses requests that may grow beyond
 `original_max_position_embeddings`: 32 tokens in these tiny models, 4,096 in the published ones. Beyond it LongRoPE's
-factors depend on the longest sequence of the batch, which requests of one step cannot share; shorter requests run in the
-engine, natively.
+factors depend on the longest sequence of the batch, which requests of one step cannot share; shorter requests run in
+the engine, natively.
 """
 
 

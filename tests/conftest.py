@@ -178,7 +178,7 @@ def compare(
     model: Any,
     *args: Any,
     fresh: Callable[[], dict[str, Any]] = dict,
-    route: str | None = "engine",
+    route: str | None = "packed",
     seed: int = 1234,
     **kwargs: Any,
 ) -> Comparison:

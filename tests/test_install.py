@@ -37,7 +37,7 @@ options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 5, "do_sample":
 plain = model.generate(ids, **options)
 with hf_paged.record_calls() as records:
     assert torch.equal(model.generate(ids, **options, cache_implementation="paged"), plain)
-assert len(records) == 1 and records[0].route == "engine", records
+assert len(records) == 1 and records[0].route == "packed", records
 print("ok")
 """
 

@@ -39,7 +39,7 @@ def render(figures: dict[str, Any]) -> str:
         "generated": f"{figures['generated_tokens']} tokens in {figures['seconds']:.2f} s "
         f"({figures['tokens_per_second']:.0f} tokens/s) after {figures['prompt_tokens']} tokens of prompts",
         "route": "packed rows"
-        if figures["route"] == "engine"
+        if figures["route"] == "packed"
         else "transformers' loop: " + "; ".join(figures["reasons"]),
         "blocks": f"{figures['peak_blocks_used']} used at the peak ({figures['block_size']} tokens each), "
         f"{figures['peak_blocks_shared']} shared; {figures['cow_copies']} copied on write",

@@ -17,6 +17,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.model.adapters import unwrapped
+from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.support import SupportReport, check
 
 # -- both doors ----------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def check_optional(options: Mapping[str, Any]) -> None:
 def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
     check_optional({name: kwargs.get(name) for name in ("logits_processor", "stopping_criteria", "streamer")})
-    cache = kwargs.get("past_key_values")
+    cache = paged_part(kwargs.get("past_key_values"))
     if cache is not None and not isinstance(cache, PagedKVCache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, but cache_implementation='paged' continues a PagedKVCache; "
@@ -354,10 +355,8 @@ def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
         raise ValueError(
             f"prompts is a {type(prompts).__name__}; give its token ids, prompts['input_ids'], and its attention_mask"
         )
-    if isinstance(prompts, torch.Tensor) and prompts.ndim == 0:
-        raise ValueError(f"prompts={shown(prompts)}: a list of prompts is needed, such as [[5, 6, 7]]")
     try:
-        rows = list(prompts)
+        rows = list(prompts)  # a tensor without dimensions raises TypeError as well
     except TypeError:
         raise ValueError(f"prompts={shown(prompts)}: a list of prompts is needed, such as [[5, 6, 7]]") from None
     if not rows:
