@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_paged.generation.engine.engine import Engine
     from hf_paged.generation.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
     from hf_paged.generation.paged_generate import CallRecord, record_calls, release_memory
+    from hf_paged.model.state import weights_changed
     from hf_paged.model.support import SupportReport, check
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _LAZY = {
     "prepack": "hf_paged.fused.cpu.weights",
     "record_calls": "hf_paged.generation.paged_generate",
     "release_memory": "hf_paged.generation.paged_generate",
+    "weights_changed": "hf_paged.model.state",
 }
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "record_calls",
     "release_memory",
     "uninstall",
+    "weights_changed",
 ]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,14 +21,12 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.fused.cpu.weights import forget_weights
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import draws_dropout, window_groups
 from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
-from hf_paged.model.adapters import unwrapped
-from hf_paged.model.graphs import forget_graphs
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
 PAGED = "paged"
@@ -99,7 +96,7 @@ def record_calls() -> Iterator[list[CallRecord]]:
 
 _Kind = tuple[Any, ...]  # what the model's K/V is made of
 _MemoryKey = tuple[_Kind, int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
-_idle: weakref.WeakKeyDictionary[nn.Module, dict[_MemoryKey, PagedMemory]] = weakref.WeakKeyDictionary()
+_idle: Slot[dict[_MemoryKey, PagedMemory]] = Slot("idle memory of calls")
 _idle_lock = threading.Lock()
 
 
@@ -110,7 +107,7 @@ def _kind_of(model: Any) -> _Kind:
 
 def _take_memory(model: nn.Module, key: _MemoryKey) -> PagedMemory:
     with _idle_lock:
-        kept = _idle.get(model, {})
+        kept = _idle.get(model) or {}
         memory = kept.pop(key, None)
         for other in [other for other in kept if other[0] != key[0]]:
             del kept[other]  # of what the model was
@@ -122,20 +119,16 @@ def _take_memory(model: nn.Module, key: _MemoryKey) -> PagedMemory:
 
 def _give_back(model: nn.Module, key: _MemoryKey, memory: PagedMemory) -> None:
     with _idle_lock:
-        _idle.setdefault(model, {})[key] = memory
+        kept = _idle.get(model) or {}
+        kept[key] = memory
+        _idle.put(model, kept)
 
 
 def release_memory(model: nn.Module | None = None) -> None:
     """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls, CUDA graphs,
     packed weights (what `prepack` has asked for too)."""
-    model = unwrapped(model)
-    forget_graphs(model)
-    forget_weights(model)
     with _idle_lock:
-        if model is None:
-            _idle.clear()
-        else:
-            _idle.pop(model, None)
+        release(unwrapped(model))
 
 
 # -- one call --------------------------------------------------------------------------------------------------------

@@ -16,12 +16,14 @@ from hf_paged.cache.packed_cache import PackedCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import PackedStep, configs_of
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.model.state import state_of
 
 
 class Override(Protocol):
     """Parts of a model replaced for the time of one packed forward."""
 
-    def enter(self) -> None: ...
+    def enter(self) -> None:
+        """The model's `Weights` have just been looked at."""
 
     def leave(self) -> None:
         """Undo `enter`, or the part of it that was done; may be called again."""
@@ -36,6 +38,7 @@ class PackedModel:
     def __init__(self, model: Any, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
         self.model = model
         self._overrides = overrides
+        self._weights = state_of(model).weights
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
@@ -71,6 +74,8 @@ class PackedModel:
         step = PackedStep(self.cache, self._configs)
         try:
             step.enter()
+            if self._overrides:
+                self._weights.look()  # once a step, before anything is overridden
             for override in self._overrides:
                 override.enter()
             output = self.model(

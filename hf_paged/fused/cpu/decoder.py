@@ -11,7 +11,7 @@ differs. Then it takes three native calls: what is before attention, attention (
 from __future__ import annotations
 
 import weakref
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from hf_paged.fused.cpu.stack import Attention, Stack, StackLayer, layer_sizes
 from hf_paged.fused.cpu.walk import Walk
 from hf_paged.fused.cpu.weights import PackedLayer, PackedWeights
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
+from hf_paged.model.state import Slot, state_of
 
 TRIAL_TOKENS = 8
 """A shorter step decides nothing: of one token, at position 0, the rotated heads are the heads themselves."""
@@ -33,18 +34,18 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")  # some models have them
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
-_NATIVE = attrgetter("native")
-
-_known: weakref.WeakKeyDictionary[PackedWeights, NativeDecoder] = weakref.WeakKeyDictionary()
+_known: Slot[tuple[weakref.ref[PackedWeights], NativeDecoder]] = Slot("native decoder layers")
 
 
 def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDecoder | None:
     """Stand-ins for the model's layers, shared by all who use these packed weights."""
     if weights is None or not fused_ops.is_available():
         return None
-    if weights not in _known:
-        _known[weights] = NativeDecoder(model, weights)
-    return _known[weights]
+    known = _known.get(model)
+    if known is None or known[0]() is not weights:
+        known = weakref.ref(weights), NativeDecoder(model, weights)
+        _known.put(model, known)
+    return known[1]
 
 
 class NativeDecoder:
@@ -54,19 +55,14 @@ class NativeDecoder:
         layers = (_known_layer(module, weights) for module in model.modules())
         self._layers = [layer for layer in layers if layer is not None]
         self._ready: list[Layer] = []
-        self._seen: list[int] | None = None  # when these were found ready
-        places = [place for layer in self._layers for place in layer.places]
-        self._tables = [modules for modules, _, _ in places]
-        self._names = [name for _, name, _ in places]
-        self._hooks = [hooks for _, _, child in places for hooks in (child._forward_hooks, child._forward_pre_hooks)]
-        self._norms = [parameters for layer in self._layers for parameters in layer.norm_parameters.values()]
-        self._packed = [packed for layer in self._layers for packed in layer.packed.values()]
+        self._weights = state_of(model).weights
+        self._seen: tuple[int, int] | None = None  # when these were found ready
 
     def enter(self) -> None:
         """Until `leave`, native kernels compute the layers in packed steps of this thread. After the weights' `enter`,
         which renews what these use."""
-        seen = None if any(self._hooks) else self._look()
-        if seen is None or seen != self._seen:
+        seen = self._weights.epoch, self._weights.layout
+        if seen != self._seen:
             self._ready = [layer for layer in self._layers if layer.is_ready()]
             self._seen = seen
         for layer in self._ready:
@@ -76,13 +72,6 @@ class NativeDecoder:
         """Undo `enter`, or what there was of it; may be called again."""
         for layer in self._layers:
             layer.attributes.pop("forward", None)
-
-    def _look(self) -> list[int]:
-        """What `is_ready` depends on beside hooks; of all layers at once, as it is asked for in every step."""
-        weights = [parameters["weight"] for parameters in self._norms]
-        children = map(dict.get, self._tables, self._names)
-        natives = map(_NATIVE, self._packed)
-        return [*map(id, children), *map(id, natives), *map(id, weights), *map(torch.Tensor.data_ptr, weights)]
 
 
 def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:

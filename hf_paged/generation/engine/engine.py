@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -24,6 +24,7 @@ import torch
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.outputs import EngineStats, RequestOutput
+from hf_paged.generation.engine.pauses import Pauses
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason
@@ -34,6 +35,7 @@ from hf_paged.generation.sampling.request import Request, new_request
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import state_of
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -102,9 +104,11 @@ class Engine:
         self._inboxes: dict[Request, dict[Request, None]] = {}
         self._undelivered: dict[Request, None] = {}
         self._is_stepping = False
-        self._weights_stamp: int | None = None  # of the weights that the cached prefixes were computed with
+        self._weights = state_of(self._model).weights
+        self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         self._later: deque[Callable[[], None]] = deque()  # what must not happen in the middle of a step
         self._lock = threading.RLock()
+        self._pauses = Pauses(self._lock)
         self._ids = itertools.count()
         self._closed = False
         self._prompt_tokens = 0
@@ -158,7 +162,6 @@ class Engine:
                     f"max_length={length}: this model's rotary frequencies depend on the longest sequence of the batch "
                     f"beyond {limit} tokens, so requests cannot share one; use model.generate"
                 )
-            self._forget_prefixes_of_other_weights()
             request = new_request(
                 prepared,
                 request_id,
@@ -253,12 +256,16 @@ class Engine:
             return outputs
 
     def _step(self) -> dict[Request, None]:
+        self._check_not_stepping()
+        self._pauses.wait()
         self._check_open()
         self._check_not_stepping()
         self._settle()
         self._is_stepping = True
         try:
             if self._scheduler.has_unfinished():
+                if self._scheduler.may_admit:
+                    self._follow_weights(contents=self._scheduler.is_idle)
                 # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
                 # own may keep tensors for later.
                 with torch.no_grad(), torch.inference_mode(self._is_packed):
@@ -398,7 +405,7 @@ class Engine:
         """Compute a prefix (a system prompt, say) and keep its full blocks until `release_prefix`.
 
         adapter, cache_salt: those of the requests that are to find it. Returns the number of tokens held: a multiple
-        of `block_size`.
+        of `block_size`. It is gone when the weights change.
         """
         ids = as_prompt(self._model, prompt_ids)
         cache = self._scheduler.prefix_cache
@@ -421,7 +428,8 @@ class Engine:
             if request.error is not None:
                 raise RuntimeError(f"the prefix was not computed: {request.error}")
             root = request.group.cache_root
-            assert root is not None
+            if root is None:
+                raise RuntimeError("the prefix was not cached: the weights have changed meanwhile; try again")
             return cache.pin(ids[0].tolist(), root)
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
@@ -433,22 +441,66 @@ class Engine:
             return cache is not None and cache.unpin(ids[0].tolist(), root)
 
     def clear_prefix_cache(self) -> None:
-        """Forget every cached prefix.
+        """Forget every cached prefix, those of `cache_prefix` too. Running requests cache no further blocks."""
+        with self._lock:
+            self._scheduler.forget_prefixes()
 
-        New requests do it by themselves when weights were replaced or changed in place (by an optimizer, say); only
-        a change behind autograd's back (`weight.data.copy_(...)`) has to be told.
+    # -- weights that change ------------------------------------------------------------------------------------
+
+    def weights_changed(self) -> None:
+        """Say that the model's weights have changed where it may not be noticed (see `hf_paged.weights_changed`).
+
+        No later request uses a prefix or packed copy of the weights before. Requests in flight go on with the K/V that
+        they have, and cache no further blocks. Prefixes of `cache_prefix` are gone. In the middle of a step, from a
+        logits processor say, it takes effect after the step.
+        """
+        self._weights.changed()
+        self._later.append(self._follow_weights)
+        with self._lock:
+            self._settle()
+
+    @contextmanager
+    def pause(self, *, recompute: bool = False) -> Iterator[None]:
+        """Run no step of this engine inside the `with` block: the place to change weights with requests in flight.
+
+        It begins when the step in progress is done, and its results are on the host. Steps that other threads ask for
+        wait for the end; requests may be added and aborted meanwhile, from any thread. The weights count as changed
+        when the block ends, however it ends: cached prefixes are forgotten, those of `cache_prefix` too, and packed
+        copies are made anew. recompute: requests in flight drop their K/V, and the new weights compute it again for the
+        tokens that they have; otherwise they keep it, and cache no further blocks.
+
+        Other engines on the model, and its own `generate`, are not paused. Raises RuntimeError inside a step of this
+        thread, and for a step that the pausing thread asks for.
         """
         with self._lock:
-            if self._scheduler.prefix_cache is not None:
-                self._scheduler.prefix_cache.clear()
+            self._check_open()
+            self._check_not_stepping()
+            self._settle()
+            with torch.no_grad(), torch.inference_mode(self._is_packed):
+                self._stepper.settle(self._changed)
+            self._pauses.begin()
+        try:
+            yield
+        finally:
+            with self._lock:
+                try:
+                    if not self._closed:
+                        self._resume(recompute)
+                finally:
+                    self._pauses.end()
 
-    def _forget_prefixes_of_other_weights(self) -> None:
-        if self._scheduler.prefix_cache is None:
-            return
-        stamp = hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._model.parameters()))
-        if stamp != self._weights_stamp:
-            self._weights_stamp = stamp
-            self.clear_prefix_cache()
+    def _resume(self, recompute: bool) -> None:
+        if recompute:
+            self._scheduler.recompute_all()
+        self._weights.changed()
+        self._follow_weights()
+
+    def _follow_weights(self, *, contents: bool = False) -> None:
+        """Drop what other weights have computed."""
+        epoch = self._weights.look(contents=contents)
+        if epoch != self._weights_epoch:
+            self._scheduler.forget_prefixes()
+            self._weights_epoch = epoch
 
     def stats(self) -> EngineStats:
         """Figures at this moment."""
@@ -518,6 +570,7 @@ class Engine:
             if self._graphs is not None:
                 self._graphs.close()
             self._memory.release()
+            self._weights.rest()
 
     def _check_open(self) -> None:
         if self._closed:

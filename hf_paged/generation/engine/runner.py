@@ -112,6 +112,11 @@ class Runner:
                 current.wait_stream(self._stream)
             self._stream = current
 
+    def wait(self) -> None:
+        """Until the device has done all steps."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """The plan's parts of like adapters, one after the other, each with its own switched on."""
         if not self._adapters.seen:

@@ -126,6 +126,18 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._groups)
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next step might start a waiting group, and look for its prefix."""
+        if not self._waiting or self._swapped:
+            return False
+        return sum(group.width for group in self._running) + self._waiting[0].width <= self.config.max_num_seqs
+
+    @property
+    def is_idle(self) -> bool:
+        """No group has computed anything yet."""
+        return not self._running and not self._swapped
+
     # -- requests come and go -----------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
@@ -375,6 +387,24 @@ class Scheduler:
             self.num_preemptions_swap += 1
             self._set_status(group, SeqStatus.SWAPPED)
         else:
+            self.num_preemptions_recompute += 1
+            self._start_over(group)
+
+    # -- other weights ------------------------------------------------------------------------------------------
+
+    def forget_prefixes(self) -> None:
+        """What is computed from now on is computed with other weights: no cached prefix is used any more, and groups
+        with K/V of the old weights cache no further blocks."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+            for group in (*self._running, *self._swapped):
+                group.cache_root = None
+
+    def recompute_all(self) -> None:
+        """Between two steps: all running and swapped groups give up their K/V and wait, as after a preemption."""
+        for group in (*self._running, *self._swapped):
+            group.num_preemptions += 1
+            self._output.preempted.append(group)
             self.num_preemptions_recompute += 1
             self._start_over(group)
 

@@ -129,6 +129,11 @@ class Stepper:
         """Forget what was chosen in the last step."""
         self._choice = None
 
+    def settle(self, changed: dict[Request, None]) -> None:
+        """Between steps: let the host learn what was chosen in the last one, and the device be done with it."""
+        self._accept(changed)
+        self._runner.wait()
+
     def _choose(self, seqs: list[Sequence], logits: torch.Tensor, changed: dict[Request, None]) -> None:
         """logits [num_seqs, vocab] of the sequences whose next tokens are due, neighbours of one request in a run."""
         picks: list[Pick] = []
