@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
     from hf_paged.fused.cpu.weights import prepack
     from hf_paged.generation.engine.engine import Engine
-    from hf_paged.generation.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from hf_paged.generation.engine.stats import EngineStats
     from hf_paged.generation.paged_generate import CallRecord, record_calls, release_memory
     from hf_paged.model.state import weights_changed
     from hf_paged.model.support import SupportReport, check
@@ -28,7 +29,7 @@ _LAZY = {
     "CallRecord": "hf_paged.generation.paged_generate",
     "CompletionOutput": "hf_paged.generation.engine.outputs",
     "Engine": "hf_paged.generation.engine.engine",
-    "EngineStats": "hf_paged.generation.engine.outputs",
+    "EngineStats": "hf_paged.generation.engine.stats",
     "PagedKVCache": "hf_paged.cache.paged_cache",
     "RequestMetrics": "hf_paged.generation.engine.outputs",
     "RequestOutput": "hf_paged.generation.engine.outputs",

@@ -594,11 +594,12 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
+    from hf_paged.kernels import ops
     from hf_paged.kernels.native import ops as native_ops
     from hf_paged.kernels.native.build import NativeBuildError
 
     try:
-        native_ops.build()
+        ops.build_native()
     except NativeBuildError as error:
         print("hf-paged:", " ".join(str(error).split()), file=sys.stderr)
         return EXIT_REFUSED

@@ -41,9 +41,13 @@ class CacheConfig:
     """How much K/V memory there is and how it is cut.
 
     At most one of `num_blocks`, `memory` (bytes, or a string such as "4GiB") and `memory_fraction` (of the memory
-    that is free when the engine starts, 0 < f <= 1) sizes the pool; with none of them the owner of the pool decides.
+    that is free when the engine starts, 0 < f <= 1) sizes the pool. With none of them an engine takes 0.9 of a GPU's
+    free memory, or 0.3 of the host memory that the system and the process's cgroups leave. Host memory is taken block
+    by block: in a pool of that default size cached prefixes are evicted, rather than more of it taken, once an eighth
+    is in use; in a pool of a given size, once all of it is. `EngineStats.kv_bytes_touched` tells how much is in use.
     `swap_memory` bounds the host pool that preempted sequences may be swapped to (bytes or a string; 0 = no swap;
-    None = as large as the pool, the paper's bound). For a GPU it is pinned, part by part as it is first used.
+    None = as large as the pool, the paper's bound, but at most 0.3 of the host memory that is free). For a GPU it is
+    pinned, part by part as it is first used.
     """
 
     block_size: int = 16

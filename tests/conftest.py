@@ -18,12 +18,12 @@ if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import models
 import pytest
 import torch
 
 import hf_paged
 from hf_paged.cache import memory as memory_module
+from tests import models
 
 torch.set_num_threads(1)
 

@@ -7,13 +7,12 @@ import sys
 import threading
 from typing import Any
 
-import conftest
-import models
 import pytest
 import torch
 
 import hf_paged
 from hf_paged.integration import hook
+from tests import conftest, models
 
 PATCHED = ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
 

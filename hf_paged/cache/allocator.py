@@ -15,16 +15,25 @@ class BlockAllocator:
     """A free list with reference counts.
 
     Invariant: every block is in exactly one of three states: *free*; *used* (`ref_count` >= 1 block tables hold it);
-    *cached* (held by no table, kept for the prefix cache, taken back in least-recently-used order when the free list
-    is empty). `num_free + num_used + num_cached == num_blocks`.
+    *cached* (held by no table, kept for the prefix cache, taken back in least-recently-used order).
+    `num_free + num_used + num_cached == num_blocks`.
+
+    A block is *touched* once it has been handed out: from then on its memory counts, where the system gives memory
+    page by page. `allocate` takes, in this order: a touched free block; a fresh one while fewer than `touch_limit` are
+    touched (None = all of them may be); a cached one; a fresh one. So the prefix cache fills at most `touch_limit`
+    blocks, or as many as sequences have once used at the same time.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[int], None] | None = None, *, touch_limit: int | None = None
+    ) -> None:
         if num_blocks < 0:
             raise ValueError(f"num_blocks={num_blocks}: must not be negative")
-        # A stack: the block freed last is the one whose memory is warm in the caches. Ids start out ascending, so that
-        # a fresh sequence gets consecutive blocks (the CPU path then needs no gather).
-        self._free = list(range(num_blocks - 1, -1, -1))
+        # A stack: the block freed last is the one whose memory is warm in the caches. Fresh blocks are handed out in
+        # ascending order, so that a new sequence gets consecutive ones (the CPU path then needs no gather).
+        self._free: list[int] = []
+        self._num_touched = 0  # the blocks from here on are fresh: free, and in no list
+        self.touch_limit = touch_limit
         self._ref_counts = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.on_evict = on_evict  # told of every block whose content must not be found again
@@ -34,8 +43,13 @@ class BlockAllocator:
         return len(self._ref_counts)
 
     @property
+    def num_touched(self) -> int:
+        """Blocks that have ever been handed out."""
+        return self._num_touched
+
+    @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + self.num_blocks - self._num_touched
 
     @property
     def num_cached(self) -> int:
@@ -43,12 +57,12 @@ class BlockAllocator:
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self._num_touched - len(self._free) - len(self._cached)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+        return self.num_free + len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
         if 0 <= block_id < len(self._ref_counts):
@@ -63,12 +77,16 @@ class BlockAllocator:
         return self.ref_count(block_id) > 0 or block_id in self._cached
 
     def allocate(self) -> int:
-        """A block with `ref_count` 1. Evicts the least recently used cached block if none is free.
+        """A block with `ref_count` 1, if need be the least recently used cached one, which is evicted.
 
-        Raises OutOfBlocks when there is neither.
+        Raises OutOfBlocks when there is none.
         """
+        fresh = self._num_touched
         if self._free:
             block_id = self._free.pop()
+        elif fresh < self.num_blocks and (not self._cached or self.touch_limit is None or fresh < self.touch_limit):
+            block_id = fresh
+            self._num_touched += 1
         elif self._cached:
             block_id, _ = self._cached.popitem(last=False)
             self.forget(block_id)
@@ -116,13 +134,13 @@ class BlockAllocator:
         if num_blocks < old:
             raise ValueError(f"num_blocks={num_blocks}: cannot shrink from {old}")
         self._ref_counts.extend([0] * (num_blocks - old))
-        # Below the blocks that are already free, so that those are used first.
-        self._free[:0] = range(num_blocks - 1, old - 1, -1)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the invariant of the class does not hold."""
         free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is twice in the free list"
+        fresh = range(self._num_touched, self.num_blocks)
+        assert len(free) == len(self._free) and free.isdisjoint(fresh), "a block is twice in the free list"
+        free.update(fresh)
         assert not free & cached, "a block is both free and cached"
         for block_id, count in enumerate(self._ref_counts):
             idle = block_id in free or block_id in cached

@@ -30,7 +30,12 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Counts in blocks and bytes at one moment (over all groups)."""
+    """Counts in blocks and bytes at one moment (over all groups).
+
+    bytes_reserved: size of the K/V tensors. bytes_touched: of the blocks that have ever been handed out; on a CPU only
+    these take memory of the system. bytes_used: of the blocks that sequences hold. bytes_filled: of the slots
+    that hold a token.
+    """
 
     num_blocks: int
     blocks_used: int
@@ -38,6 +43,7 @@ class MemoryStats:
     blocks_logical: int
     cow_copies: int
     bytes_reserved: int
+    bytes_touched: int
     bytes_used: int
     bytes_filled: int
 
@@ -229,6 +235,11 @@ class PagedMemory:
         """Where the K/V of every layer lies, and how: two memories of one layout are one to whoever reads addresses."""
         return tuple((group.layers, group.manager.sliding_window, group.pool.layout) for group in self.groups)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the K/V tensors."""
+        return sum(group.pool.nbytes for group in self.groups)
+
     def release(self) -> None:
         """Give the tensors back to the system; every sequence must have been freed."""
         for group in self.groups:
@@ -238,7 +249,7 @@ class PagedMemory:
     # -- figures ------------------------------------------------------------------------------------------------
 
     def stats(self) -> MemoryStats:
-        totals = [0] * 8
+        totals = [0] * 9
         for group in self.groups:
             manager, pool = group.manager, group.pool
             per_block = pool.bytes_per_block
@@ -250,6 +261,7 @@ class PagedMemory:
                 manager.num_logical_blocks,
                 manager.num_copies,
                 pool.nbytes,
+                manager.allocator.num_touched * per_block,
                 used * per_block,
                 manager.num_filled_slots * per_block // self.block_size,
             )

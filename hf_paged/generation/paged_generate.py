@@ -8,7 +8,6 @@ PackedDecoder where every option of the call allows it (route "engine"), else ov
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import draws_dropout, window_groups
+from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, release, unwrapped
@@ -94,41 +94,18 @@ def record_calls() -> Iterator[list[CallRecord]]:
 
 # -- memory kept between calls -------------------------------------------------------------------------------------
 
-_Kind = tuple[Any, ...]  # what the model's K/V is made of
-_MemoryKey = tuple[_Kind, int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
-_idle: Slot[dict[_MemoryKey, PagedMemory]] = Slot("idle memory of calls")
-_idle_lock = threading.Lock()
+_idle: Slot[IdlePools] = Slot("idle memory of calls")
 
 
-def _kind_of(model: Any) -> _Kind:
-    device = model.device.type
-    return model.dtype, model.device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-
-
-def _take_memory(model: nn.Module, key: _MemoryKey) -> PagedMemory:
-    with _idle_lock:
-        kept = _idle.get(model) or {}
-        memory = kept.pop(key, None)
-        for other in [other for other in kept if other[0] != key[0]]:
-            del kept[other]  # of what the model was
-    if memory is not None:
-        return memory
-    _, block_size, max_blocks, windows = key
-    return PagedMemory(block_size, windows=windows, growable=True, max_blocks=max_blocks)
-
-
-def _give_back(model: nn.Module, key: _MemoryKey, memory: PagedMemory) -> None:
-    with _idle_lock:
-        kept = _idle.get(model) or {}
-        kept[key] = memory
-        _idle.put(model, kept)
+def _idle_pools(model: nn.Module) -> IdlePools:
+    return _idle.setdefault(model, IdlePools())
 
 
 def release_memory(model: nn.Module | None = None) -> None:
-    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls, CUDA graphs,
-    packed weights (what `prepack` has asked for too)."""
-    with _idle_lock:
-        release(unwrapped(model))
+    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls (that of the last
+    call, and up to three pools of other kinds of call within 1 GiB), CUDA graphs, packed weights (what `prepack` has
+    asked for too)."""
+    release(unwrapped(model))
 
 
 # -- one call --------------------------------------------------------------------------------------------------------
@@ -144,7 +121,7 @@ class _Call:
     observed: bool
     obstacle: str | None  # why the call's arguments need transformers' loop, as far as they tell by themselves
     prompt_length: int  # padding included
-    key: _MemoryKey | None = None
+    key: MemoryKey | None = None
     memory: PagedMemory | None = None
     cache: PagedKVCache | None = None
     decoder: PackedDecoder | None = None
@@ -162,7 +139,7 @@ class _Call:
             self.cache.reset()
         if any(len(manager) for manager in self.memory.managers):
             return  # an error struck inside a verb: this memory is not reused
-        _give_back(self.model, self.key, self.memory)
+        _idle_pools(self.model).give_back(self.key, self.memory)
 
 
 _current: ContextVar[_Call | None] = ContextVar("hf_paged_call", default=None)
@@ -218,8 +195,8 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
     """Everything that can be refused before transformers starts."""
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     inputs = args[0] if args else kwargs.get("inputs")
+    report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
     check_inputs(model, inputs, generation_config, kwargs)
-    report = refuse_unsupported(model)
     observed = bool(_recorders.get())
     obstacle = _argument_obstacle(model, report, kwargs)
     return _Call(model, report, CallRecord(report.model), observed, obstacle, prompt_length(inputs, kwargs))
@@ -281,16 +258,16 @@ def prepare_cache_for_generation(
         # Blocks that leave every window between two chunks of prompts are not needed together.
         if at_once == sum(lengths) or any(window is None for _, window in windows):
             check_pool(lengths, cache_config.block_size, cache_config.num_blocks)
-        call.key = (_kind_of(model), cache_config.block_size, cache_config.num_blocks, windows)
-        call.memory = _take_memory(model, call.key)
+        call.key = (kind_of(model), cache_config.block_size, cache_config.num_blocks, windows)
+        call.memory = _idle_pools(model).take(call.key)
         call.record.start(call.memory)
         model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
         return None
     check_pool(
         [call.prompt_length] * values["batch_size"] * call.expand, cache_config.block_size, cache_config.num_blocks
     )
-    call.key = (_kind_of(model), cache_config.block_size, cache_config.num_blocks, ((None, None),))
-    call.memory = _take_memory(model, call.key)
+    call.key = (kind_of(model), cache_config.block_size, cache_config.num_blocks, ((None, None),))
+    call.memory = _idle_pools(model).take(call.key)
     call.record.start(call.memory)
     call.cache = PagedKVCache(model.config, memory=call.memory)
     if config.is_assistant:
@@ -329,7 +306,9 @@ def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> st
         if getattr(config, name):
             return f"{name} shows tensors of the padded batch"
     for name, value in model_kwargs.items():
-        if value is not None and name not in _PACKED_KWARGS:
+        # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
+        is_empty = value is None or (isinstance(value, dict) and not value)
+        if not is_empty and name not in _PACKED_KWARGS:
             return f"the model is given {name}"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:

@@ -40,9 +40,20 @@ def default_impl(device: torch.device | str) -> str:
 
 
 def refresh() -> None:
-    """Choose anew at the next question, as after `native_ops.build()`. Not while a generate call or an engine runs:
+    """Choose anew at the next question, as after `build_native()`. Not while a generate call or an engine runs:
     a request whose steps ran on two implementations is not reproducible."""
     _default_impl.clear()
+
+
+def build_native() -> None:
+    """Compile the native kernels now if they are not in the cache, and use them in this process from now on.
+
+    Raises NativeBuildError if there is no compiler or it fails.
+    """
+    from hf_paged.kernels.native import build
+
+    build.build()
+    refresh()
 
 
 def _choose_impl(kind: str) -> str:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_paged.cache.memory import PagedMemory, StepArrays
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.model.devices import device_of
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
@@ -344,7 +345,7 @@ def graphed_steps(model: PackedModel | RowModel, most: int, cuda_graphs: bool | 
     """
     if cuda_graphs is False:
         return None
-    device = model.model.device
+    device = device_of(model.model)
     obstacle = None
     if device.type != CudaGraphs.device_type:
         obstacle = f"the model is on {device}, not on a CUDA device"

@@ -6,7 +6,7 @@ Knows models and metadata; never sequences, requests or sampling.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,16 @@ class Override(Protocol):
 
     def leave(self) -> None:
         """Undo `enter`, or the part of it that was done; may be called again."""
+
+
+def uncompiled(model: Any) -> Callable[..., Any]:
+    """What to call for the model's forward: of one that `model.compile()` has compiled, the forward in Python.
+
+    Lengths differ from step to step, and each new one would compile it again. Modules in it that were compiled by
+    themselves stay so.
+    """
+    call: Callable[..., Any] = model if model._compiled_call_impl is None else model._call_impl
+    return call
 
 
 class PackedModel:
@@ -78,7 +88,7 @@ class PackedModel:
                 self._weights.look()  # once a step, before anything is overridden
             for override in self._overrides:
                 override.enter()
-            output = self.model(
+            output = uncompiled(self.model)(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
                 past_key_values=self.cache,

@@ -15,6 +15,8 @@ import torch
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.model.devices import device_of
+from hf_paged.model.packed import uncompiled
 from hf_paged.model.support import PROBE_ERRORS, logits_tolerance, told
 
 _ERRORS = (*PROBE_ERRORS, AssertionError)  # some models assert that a prompt comes in one piece
@@ -49,7 +51,7 @@ class RowModel:
 
         Raises UnsupportedModelError if not even generate's own cut comes to what generate computes.
         """
-        ids = torch.arange(5, device=self.model.device)[None]
+        ids = torch.arange(5, device=device_of(self.model))[None]
         plain = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -133,6 +135,8 @@ class RowModel:
             # As generate does: not every model asks its cache where it is.
             end = num_computed + input_ids.shape[1]
             kwargs["position_ids"] = torch.arange(num_computed, end, device=input_ids.device)[None]
-        output = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, **kwargs)
+        output = uncompiled(self.model)(
+            input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, **kwargs
+        )
         logits: torch.Tensor = output.logits[0, -1]
         return logits

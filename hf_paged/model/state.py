@@ -94,6 +94,11 @@ class Slot(Generic[_Value]):
     def put(self, model: nn.Module, value: _Value) -> None:
         state_of(model).values[self] = value
 
+    def setdefault(self, model: nn.Module, value: _Value) -> _Value:
+        """Get the value; put this one if there is none."""
+        kept: _Value = state_of(model).values.setdefault(self, value)
+        return kept
+
     def take(self, model: nn.Module) -> _Value | None:
         """Get the value and remove it."""
         value: _Value | None = state_of(model).values.pop(self, None)

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, state_of, unwrapped
 
@@ -108,8 +109,8 @@ def check(model: Any) -> SupportReport:
         raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
     weights = state_of(model).weights
     weights.look()
-    attention = model.config._attn_implementation_internal
-    stamp = (model.dtype, model.device, attention, drops_cache(model), weights.structure)
+    where, attention = (model.device, is_offloaded(model)), model.config._attn_implementation_internal
+    stamp = (model.dtype, where, attention, drops_cache(model), weights.structure)
     known = _reports.get(model)
     if known is None or known[0] != stamp:
         known = (stamp, _examine(model))
@@ -157,6 +158,8 @@ def _examine(model: Any) -> SupportReport:
             "it keeps its state in a cache class of its own, not in layers of K/V; "
             "call generate without cache_implementation"
         )
+    if device_of(model).type == "meta":
+        return refused("its weights are on the meta device, which holds no data; load them before you generate")
     kept = PagedKVCache(config).layers
     if not any(isinstance(layer, PagedLayer) for layer in kept):
         return refused(
@@ -166,6 +169,8 @@ def _examine(model: Any) -> SupportReport:
     states = sorted({_kind(layer) for layer in kept if type(layer) is not PagedLayer and _kind(layer) != "DummyLayer"})
     if states:
         return _examine_dense(model, f"it keeps more than K/V, a state a row ({', '.join(states)})")
+    if is_offloaded(model):
+        return _examine_dense(model, "its weights are offloaded: every forward brings them in")
     try:
         layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
@@ -256,7 +261,7 @@ _LENGTHS = (5, 3)
 def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
     """Two left-padded rows, as generate would give them to the model: int64 [2, 5] each."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=model.device) % vocab
+    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=device_of(model)) % vocab
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -268,7 +273,8 @@ def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
 
 def _without_drawing(model: Any) -> Any:
     """Leave the random state as it is, whatever the model draws."""
-    return torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
+    device = device_of(model)
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @torch.no_grad()

@@ -168,15 +168,13 @@ class _Picture:
         self._forwards = [_not_ours(attributes.get("forward")) for attributes in self._attributes]
         self._has_forwards = any(self._forwards)
         self._root_forward = _token(_not_ours(vars(model).get("forward")))
-        self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
-        self._unhooked = [hooks for hooks in self._hooks if not hooks]
-        self._hooked = [hooks for hooks in self._hooks if hooks]
-        self._known_hooks = [list(hooks) for hooks in self._hooked]
+        hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
+        self._unhooked, self._hooked = [h for h in hooks if not h], [h for h in hooks if h]
+        self._known_hooks = [list(h) for h in self._hooked]
+        self._all_hooks = [list(h) for h in hooks]
         self._root_hooks = [list(vars(model)[name]) for name in _HOOKS]
         self._find_tensors()
-        adapters = [vars(m) for m in modules if "merged_adapters" in vars(m)]  # PEFT's layers
-        self._merged = [attributes["merged_adapters"] for attributes in adapters]
-        self._scalings = [s for attributes in adapters if isinstance(s := attributes.get("scaling"), dict)]
+        self._adapters = [attributes for attributes in self._attributes if "merged_adapters" in attributes]  # PEFT's
         self.known_settings = self.settings()
         self._buffers = {
             (index, key): (buffer, buffer.detach().clone())
@@ -240,9 +238,9 @@ class _Picture:
     def versions(self) -> list[int]:
         return list(map(_version_of, self.versioned))
 
-    def settings(self) -> tuple[list[list[str]], list[dict[str, float]]]:
-        """Of adapters: which are merged into the weights, and how much each counts."""
-        return list(map(list, self._merged)), list(map(dict, self._scalings))
+    def settings(self) -> list[tuple[list[str], dict[str, float]]]:
+        """Of the adapters in each layer: which are merged into the weights, and the scaling of each."""
+        return [([*a["merged_adapters"]], {**a.get("scaling", {})}) for a in self._adapters]
 
     def has_structure_of(self, other: _Picture) -> bool:
         """Whether modules, their attributes' names, `forward`s and hooks are the same."""
@@ -253,7 +251,7 @@ class _Picture:
             and all(map(is_, ours, theirs))
             and self._root_forward == other._root_forward
             and self._root_hooks == other._root_hooks
-            and list(map(list, self._hooks)) == list(map(list, other._hooks))
+            and self._all_hooks == other._all_hooks
         )
 
     def _skeleton(self) -> list[Any]:

@@ -95,6 +95,36 @@ def test_new_blocks_are_used_after_the_free_ones() -> None:
         allocator.grow(3)
 
 
+def test_beyond_the_touch_limit_cached_blocks_are_evicted_before_fresh_ones_are_touched() -> None:
+    allocator = BlockAllocator(6, touch_limit=3)
+    for _ in range(2):
+        allocator.free(allocator.allocate(), keep=True)
+    assert (allocator.num_touched, allocator.num_cached, allocator.num_free) == (2, 2, 4)
+    assert allocator.allocate() == 2, "below the limit a cached prefix stays"
+    assert [allocator.allocate() for _ in range(5)] == [0, 1, 3, 4, 5]
+    assert (allocator.num_touched, allocator.num_used) == (6, 6)
+    allocator.check_integrity()
+
+
+def test_what_sequences_have_touched_the_prefix_cache_may_keep() -> None:
+    allocator = BlockAllocator(8, touch_limit=1)
+    for block_id in [allocator.allocate() for _ in range(5)]:
+        allocator.free(block_id, keep=True)
+    for _ in range(20):
+        allocator.free(allocator.allocate(), keep=True)
+    assert (allocator.num_touched, allocator.num_cached) == (5, 5)
+
+
+@pytest.mark.parametrize("touch_limit", [0, 3, None])
+def test_a_stream_of_unique_prefixes_touches_no_more_than_the_limit(touch_limit: int | None) -> None:
+    allocator = BlockAllocator(100, touch_limit=touch_limit)
+    for _ in range(500):
+        for block_id in [allocator.allocate(), allocator.allocate()]:
+            allocator.free(block_id, keep=True)
+    assert allocator.num_touched == {0: 2, 3: 3, None: 100}[touch_limit]
+    allocator.check_integrity()
+
+
 @pytest.mark.parametrize("block_id", [-1, 2, 99])
 def test_a_block_that_does_not_exist(block_id: int) -> None:
     allocator = BlockAllocator(2)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import models
 import pytest
 import torch
 from transformers import DynamicCache
 
 import hf_paged
 from hf_paged.cache.paged_cache import PagedKVCache
+from tests import models
 
 LAYERS, HEADS, DIM = 2, 2, 8
 

@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-import streams
 import torch
-from streams import Device, FakeStreams
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.cache import swap
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.swap import ALIGNMENT, HostPool, bytes_per_host_block
 from hf_paged.kernels import ops
+from tests import streams
+from tests.streams import Device, FakeStreams
 
 BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 24, 20, 4
 SCHEDULES = ("current", "side", *"0123")

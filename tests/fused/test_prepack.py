@@ -7,14 +7,14 @@ import threading
 import weakref
 from typing import Any
 
-import models
 import pytest
 import torch
-from conftest import state_of
 from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.fused.cpu import weights as fused_weights
+from tests import models
+from tests.conftest import state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
 

@@ -6,14 +6,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import models
 import pytest
-import tape
-import test_adapters
-import test_engine
 import torch
-from test_engine import assert_as_solo, assert_idle, config, requests, row_by_row, solo
-from test_graphs import plain
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import hf_paged
@@ -22,6 +16,11 @@ from hf_paged.generation.engine import stepper
 from hf_paged.generation.sampling import batch
 from hf_paged.generation.sampling.ops import ToHost
 from hf_paged.generation.sampling.request import SampleRequest
+from tests import models
+from tests.generation import tape, test_engine
+from tests.generation.test_engine import assert_as_solo, assert_idle, config, requests, row_by_row, solo
+from tests.model import test_adapters
+from tests.model.test_graphs import plain
 
 pytestmark = test_adapters.pytestmark
 

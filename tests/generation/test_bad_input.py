@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import conftest
-import models
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_paged
+from tests import conftest, models
 
 IDS = models.prompts(9)[0][None]
 BATCH = models.batch(5, 9)

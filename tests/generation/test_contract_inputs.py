@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import models
 import pytest
 import torch
+
+from tests import models
 
 Compare = Callable[..., Any]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import models
 import pytest
 import torch
 from torch import distributed
 from transformers import StoppingCriteria, StoppingCriteriaList
+
+from tests import models
 
 Compare = Callable[..., Any]
 

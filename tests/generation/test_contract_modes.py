@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import conftest
-import models
 import pytest
 import torch
 import transformers
 from packaging import version
 
 import hf_paged
+from tests import conftest, models
 
 Compare = Callable[..., Any]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import models
 import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 import hf_paged
+from tests import models
 
 Compare = Callable[..., Any]
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import conftest
-import models
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -18,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor
 import hf_paged
 from hf_paged.kernels import gather, ops
 from hf_paged.kernels.native import build as native_build
+from tests import conftest, models
 
 Compare = Callable[..., Any]
 

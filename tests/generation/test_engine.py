@@ -8,15 +8,14 @@ import random
 import threading
 from typing import Any
 
-import models
 import pytest
-import streams
 import torch
 from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache import swap
+from tests import models, streams
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),

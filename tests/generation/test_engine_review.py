@@ -8,13 +8,13 @@ import threading
 import time
 from typing import Any
 
-import models
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.kernels import gather, ops
+from tests import models
 
 
 def config(**options: Any) -> GenerationConfig:

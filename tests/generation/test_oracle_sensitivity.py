@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import conftest
-import models
 import pytest
-import sabotage
-import test_contract_inputs as inputs
-import test_contract_modes as modes
-import test_contract_outputs as outputs
-import test_contract_processors as processors
-import test_contract_state as state
 
 import hf_paged
+from tests import conftest, models, sabotage
+from tests.generation import test_contract_inputs as inputs
+from tests.generation import test_contract_modes as modes
+from tests.generation import test_contract_outputs as outputs
+from tests.generation import test_contract_processors as processors
+from tests.generation import test_contract_state as state
 
 compare = conftest.compare
 Check = Callable[[str], object]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_engine import TINY, FakeEngine, Request, solo
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
@@ -14,6 +13,7 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from tests.generation.fake_engine import TINY, FakeEngine, Request, solo
 
 ROOT = root_digest("model")
 

@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import conftest
-import models
 import pytest
 import torch
 from torch.utils.data import Dataset
 from transformers import StoppingCriteria, StoppingCriteriaList, pipeline
 
 import hf_paged
+from tests import conftest, models
 
 TEXTS = ["Once upon a time", "Hi", "The quick brown fox jumps over the lazy dog"]
 PAGED: dict[str, Any] = {"cache_implementation": "paged"}

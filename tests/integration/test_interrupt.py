@@ -16,7 +16,7 @@ from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
-from hf_paged.generation.engine import engine, stepper
+from hf_paged.generation.engine import delivery, engine, stepper
 from hf_paged.generation.sampling import batch, request
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
@@ -175,12 +175,21 @@ class Deaf:
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever, no block is lost, and who ends without an error has the tokens that are its own."""
-    owners = engine.Engine, stepper.Stepper, batch.Choice, request.SampleRequest, Deaf
+    owners = (
+        engine.Engine,
+        delivery.Delivery,
+        delivery.StepGuard,
+        stepper.Stepper,
+        batch.Choice,
+        request.SampleRequest,
+        Deaf,
+    )
     methods = (method for owner in owners for method in vars(owner).values())
     places = {method.__code__ for method in methods if isinstance(method, FunctionType)}
     places |= {batch.choose_next.__code__, batch._choose_alike.__code__}
     # Outputs that are on their way to the caller get lost.
-    monkeypatch.setattr(sys.modules[__name__], "TRACED", places - {Engine.__init__.__code__, Engine.step.__code__})
+    lost = {Engine.__init__.__code__, Engine.step.__code__, delivery.Delivery.take_unclaimed.__code__}
+    monkeypatch.setattr(sys.modules[__name__], "TRACED", places - lost)
     model = models.build("llama", num_hidden_layers=1)
     kinds: list[dict[str, Any]] = [
         {"max_new_tokens": 8},

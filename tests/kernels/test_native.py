@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, check, make_batch
 
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
+from tests.kernels.cases import Case, check, make_batch
 
 pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, make_batch
 
 from hf_paged.kernels import ops
+from tests.kernels.cases import Case, make_batch
 
 
 def _dense(batch, seq: int, visible: torch.Tensor) -> torch.Tensor:

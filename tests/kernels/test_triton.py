@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Batch, Case, check, make_batch, unwritten
 
 from hf_paged.kernels import ops, reference
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import plan as triton_plan
+from tests.kernels.cases import Batch, Case, check, make_batch, unwritten
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Batch, Case, check, make_batch
 
 from hf_paged.kernels import ops
+from tests.kernels.cases import Batch, Case, check, make_batch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import models
 import pytest
 import torch
-from test_engine import OPTIONS, assert_idle, config, solo
 from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.model import adapters
+from tests import models
+from tests.generation.test_engine import OPTIONS, assert_idle, config, solo
 
 peft = pytest.importorskip("peft")
 

@@ -9,13 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import models
 import numpy as np
 import pytest
-import tape
 import torch
-from tape import TapedGraphs
-from test_engine import assert_as_solo, assert_idle, config, requests
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
@@ -25,6 +21,10 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.model import graphs
 from hf_paged.model.graphs import NoHostValues, padded_size
+from tests import models
+from tests.generation import tape
+from tests.generation.tape import TapedGraphs
+from tests.generation.test_engine import assert_as_solo, assert_idle, config, requests
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),

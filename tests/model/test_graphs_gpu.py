@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import models
 import numpy as np
 import pytest
 import torch
-from test_engine import OPTIONS, config
 from torch import nn
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.memory import StepArrays
 from hf_paged.model.graphs import GraphedSteps, padded_size
+from tests import models
+from tests.generation.test_engine import OPTIONS, config
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from hf_paged.fused.cpu.ops import LayerIn, LayerInCall, LayerOut, LayerOutCall
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
-from hf_paged.kernels.native.ops import CALL_KEY, CALL_VALUE, CALL_WORKSPACE
+from hf_paged.kernels.native.structs import Call
 
 
 class Attention(NamedTuple):
@@ -78,7 +78,7 @@ class Stack:
         with torch.inference_mode(False):  # so that it counts its changes, which the caller wants to know of
             results = torch.empty((count, *rows.shape), dtype=rows.dtype)
 
-        calls = _words(count, native_ops.Call)
+        calls = np.zeros(count, dtype=np.dtype(Call))
         num_bytes = max(
             library.hfp_layer_in_workspace(tokens, before.query.depth),
             library.hfp_layer_out_workspace(tokens, after.output.depth, after.output.columns, after.gate.columns),
@@ -91,12 +91,12 @@ class Stack:
                 query, *caches[members[0]], step[members[0]], attended, key=key, value=value, sliding_window=window,
                 chunk_size=chunk,
             )  # fmt: skip
-            calls[members] = call
+            calls[members] = np.frombuffer(call, dtype=calls.dtype)
             num_bytes = max(num_bytes, needed)
         workspace, threads = native_ops.workspace(num_bytes), torch.get_num_threads()
-        calls[:, CALL_KEY] = [key_cache.data_ptr() for key_cache, _ in caches]
-        calls[:, CALL_VALUE] = [value_cache.data_ptr() for _, value_cache in caches]
-        calls[:, CALL_WORKSPACE] = workspace
+        calls["key"] = [key_cache.data_ptr() for key_cache, _ in caches]
+        calls["value"] = [value_cache.data_ptr() for _, value_cache in caches]
+        calls["workspace"] = workspace
 
         ends = results.data_ptr() + np.arange(count) * rows.nbytes
         starts = np.concatenate(([rows.data_ptr()], ends[:-1]))

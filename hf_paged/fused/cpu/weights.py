@@ -100,6 +100,8 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
             return f"weights on {layer.weight.device} cannot be packed, only those on a CPU"
         if layer.weight.is_inference():
             return "weights made in inference mode do not tell when they change"
+        if type(layer.weight) not in (torch.Tensor, nn.Parameter):
+            return f"weights of type {type(layer.weight).__name__}, as quantization makes them, cannot be packed"
         if layer.weight.dtype not in (torch.bfloat16, torch.float32):
             return f"weights of {layer.weight.dtype} cannot be packed, only bfloat16 and float32"
     return None

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,16 +21,19 @@ import torch
 
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.generation.engine.outputs import EngineStats, RequestOutput
+from hf_paged.generation.engine.delivery import Delivery, RequestStream, StepGuard
+from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.pauses import Pauses
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason
 from hf_paged.generation.engine.sizing import open_memory
+from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.prepare import as_prompt, prepare_request
 from hf_paged.generation.sampling.request import Request, new_request
 from hf_paged.model.adapters import AdapterChoice, Adapters
+from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import state_of
@@ -68,7 +69,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.cache_config = cache_config or CacheConfig()
-        self.scheduler_config = (scheduler_config or SchedulerConfig()).for_device(model.device.type)
+        self.scheduler_config = (scheduler_config or SchedulerConfig()).for_device(device_of(model).type)
         self.tokenizer = tokenizer
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model
@@ -97,18 +98,12 @@ class Engine:
             self._fail,
             is_async=bool(self.scheduler_config.async_scheduling),
         )
-        self._ended: list[Request] = []  # from outside their own decoding, since the last step
-        self._changed: dict[Request, None] = {}  # got tokens in the last step; not delivered yet
-        # What has changed, in the order of change: for the stream that follows a request, or else for `step`, whoever
-        # does the steps meanwhile.
-        self._inboxes: dict[Request, dict[Request, None]] = {}
-        self._undelivered: dict[Request, None] = {}
-        self._is_stepping = False
+        self._delivery = Delivery()
+        self._guard = StepGuard()
+        self._lock = self._guard.lock
+        self._pauses = Pauses(self._lock)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
-        self._later: deque[Callable[[], None]] = deque()  # what must not happen in the middle of a step
-        self._lock = threading.RLock()
-        self._pauses = Pauses(self._lock)
         self._ids = itertools.count()
         self._closed = False
         self._prompt_tokens = 0
@@ -144,13 +139,14 @@ class Engine:
         ids = as_prompt(self._model, prompt_ids)
         with self._lock:
             self._check_open()
-            self._settle()
+            self._runner.check_model()
+            self._guard.settle()
             choice = self._adapters.choose(adapter)
             if request_id is None:
                 request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
             prepared = prepare_request(
                 self._model,
-                ids.to(self._model.device),
+                ids.to(device_of(self._model)),
                 generation_config,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -190,7 +186,7 @@ class Engine:
         seed = getattr(config, "seed", None)
         if seed is None:
             return None
-        return torch.Generator(device=self._model.device).manual_seed(seed)
+        return torch.Generator(device=device_of(self._model)).manual_seed(seed)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is. False if it is unknown or finished.
@@ -201,22 +197,17 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 return False
-            self._later.append(partial(self._abort, request))
-            self._settle()
+            self._guard.defer(partial(self._abort, request))
+            self._guard.settle()
             return True
 
     def _abort(self, request: Request) -> None:
         if self._requests.get(request.request_id) is request:
             self._end(request, FinishReason.ABORT, None)
 
-    def _settle(self) -> None:
-        """Do what has been put off, unless a step is in progress."""
-        while self._later and not self._is_stepping:
-            self._later.popleft()()
-
     def has_unfinished_requests(self) -> bool:
         """True while a step would have something to do or to deliver."""
-        return bool(self._requests or self._changed or self._ended or self._undelivered)
+        return bool(self._requests or self._delivery)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
         """Finish a request from outside its own decoding; its output waits for the next step."""
@@ -224,7 +215,7 @@ class Engine:
         request.error = error
         self._scheduler.finish_group(request.group, reason)
         self._close(request)
-        self._ended.append(request)
+        self._delivery.ended.append(request)
 
     def _fail(self, request: Request, error: str) -> None:
         self._end(request, FinishReason.ERROR, error)
@@ -250,18 +241,16 @@ class Engine:
         Those too that changed in steps done for others (`generate`, a stream), unless a stream of their own has them.
         """
         with self._lock:
-            changed = self._step()
-            outputs = [request.output() for request in {**self._undelivered, **changed}]
-            self._undelivered.clear()
-            return outputs
+            return self._delivery.take_unclaimed(self._step())
 
     def _step(self) -> dict[Request, None]:
+        """Run a step and deliver what has changed; returns the requests that have."""
         self._check_not_stepping()
         self._pauses.wait()
         self._check_open()
         self._check_not_stepping()
-        self._settle()
-        self._is_stepping = True
+        self._guard.settle()
+        self._guard.is_stepping = True
         try:
             if self._scheduler.has_unfinished():
                 if self._scheduler.may_admit:
@@ -269,39 +258,26 @@ class Engine:
                 # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
                 # own may keep tensors for later.
                 with torch.no_grad(), torch.inference_mode(self._is_packed):
-                    self._stepper.step(self._changed)
+                    self._stepper.step(self._delivery.changed)
         finally:
             try:
-                changed = self._follow_up()
+                delivered = self._delivery.deliver(self._follow_up)
             finally:
-                self._is_stepping = False
-        return changed
+                self._guard.is_stepping = False
+        return delivered
 
-    def _follow_up(self) -> dict[Request, None]:
-        """Deliver what has changed. What an interrupt leaves of it is done with the next step."""
-        done: dict[Request, None] = {}
-        now = time.monotonic()
-        while self._changed:
-            request = next(iter(self._changed))
-            if request.metrics.finish_time is None:
-                if request.metrics.first_token_time is None:
-                    request.metrics = replace(request.metrics, first_token_time=now)
-                if request.streamer is not None:
-                    request.tell_streamer()
-                if request.group.is_finished:
-                    self._close(request)
-                elif request.error is not None:
-                    self._fail(request, request.error)
-            self._deliver(request, done)
-            del self._changed[request]
-        while self._ended:
-            self._deliver(self._ended[0], done)
-            del self._ended[0]
-        return done
-
-    def _deliver(self, request: Request, done: dict[Request, None]) -> None:
-        self._inboxes.get(request, self._undelivered)[request] = None
-        done[request] = None
+    def _follow_up(self, request: Request) -> None:
+        """Stream the new tokens of a request, and close it if it has ended. Repeated if Ctrl-C interrupts it."""
+        if request.metrics.finish_time is not None:
+            return
+        if request.metrics.first_token_time is None:
+            request.metrics = replace(request.metrics, first_token_time=time.monotonic())
+        if request.streamer is not None:
+            request.tell_streamer()
+        if request.group.is_finished:
+            self._close(request)
+        elif request.error is not None:
+            self._fail(request, request.error)
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -381,17 +357,20 @@ class Engine:
             except BaseException:
                 self._drop(requests)
                 raise
-            inbox: dict[Request, None] = {}
-            self._inboxes.update(dict.fromkeys(requests, inbox))
-            return RequestStream(self, requests, inbox, finals_only=finals_only)
+            return RequestStream(
+                requests,
+                self._delivery.open_inbox(requests),
+                self._guard,
+                step=self._step,
+                drop=self._drop,
+                finals_only=finals_only,
+            )
 
     def _drop(self, requests: list[Request]) -> None:
-        """Nobody waits for these any more: abort what is unfinished, deliver nothing."""
+        """Abort what is unfinished of these requests, and deliver nothing more of any."""
         for request in requests:
             self._abort(request)
-            self._inboxes.pop(request, None)
-        dropped = set(requests)
-        self._ended = [request for request in self._ended if request not in dropped]
+        self._delivery.forget(requests)
 
     def _progress(self, total: int, progress: bool | None) -> Any:
         from tqdm.auto import tqdm
@@ -424,7 +403,6 @@ class Engine:
                     self._step()
             finally:
                 self._drop([request])
-                self._undelivered.pop(request, None)
             if request.error is not None:
                 raise RuntimeError(f"the prefix was not computed: {request.error}")
             root = request.group.cache_root
@@ -455,9 +433,9 @@ class Engine:
         logits processor say, it takes effect after the step.
         """
         self._weights.changed()
-        self._later.append(self._follow_weights)
+        self._guard.defer(self._follow_weights)
         with self._lock:
-            self._settle()
+            self._guard.settle()
 
     @contextmanager
     def pause(self, *, recompute: bool = False) -> Iterator[None]:
@@ -475,9 +453,9 @@ class Engine:
         with self._lock:
             self._check_open()
             self._check_not_stepping()
-            self._settle()
+            self._guard.settle()
             with torch.no_grad(), torch.inference_mode(self._is_packed):
-                self._stepper.settle(self._changed)
+                self._stepper.settle(self._delivery.changed)
             self._pauses.begin()
         try:
             yield
@@ -505,33 +483,22 @@ class Engine:
     def stats(self) -> EngineStats:
         """Figures at this moment."""
         with self._lock:
-            self._settle()
-            memory, scheduler, cache = self._memory.stats(), self._scheduler, self._scheduler.prefix_cache
-            allocators = [manager.allocator for manager in self._memory.managers]
-            return EngineStats(
-                num_blocks=memory.num_blocks,
-                blocks_free=sum(a.num_free for a in allocators),
-                blocks_used=memory.blocks_used,
-                blocks_shared=memory.blocks_shared,
-                blocks_cached=sum(a.num_cached for a in allocators),
-                blocks_swapped=sum(m.allocator.num_used for m in self._host_managers),
-                num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
-                num_swapped=scheduler.num_swapped,
-                cow_copies=memory.cow_copies,
-                kv_bytes_reserved=memory.bytes_reserved,
-                kv_bytes_used=memory.bytes_used,
-                kv_bytes_saved_by_sharing=memory.bytes_saved_by_sharing,
-                kv_waste_ratio=1 - memory.bytes_filled / memory.bytes_used if memory.bytes_used else 0.0,
-                preemptions_recompute=scheduler.num_preemptions_recompute,
-                preemptions_swap=scheduler.num_preemptions_swap,
-                prefix_cache_query_tokens=cache.query_tokens if cache is not None else 0,
-                prefix_cache_hit_tokens=cache.hit_tokens if cache is not None else 0,
+            self._guard.settle()
+            return collect_stats(
+                self._memory,
+                self._host_managers,
+                self._scheduler,
+                self._stepper,
+                self._graphs,
                 prompt_tokens=self._prompt_tokens,
-                generated_tokens=self._stepper.generated_tokens,
-                steps=self._stepper.steps,
-                graph_replays=0 if self._graphs is None else self._graphs.replays,
             )
+
+    def __repr__(self) -> str:
+        memory = self._memory.stats()
+        return (
+            f"<Engine of {type(self._model).__name__}: {memory.num_blocks} blocks of {self._memory.block_size} tokens, "
+            f"{memory.bytes_reserved / 2**20:.1f} MiB reserved, {memory.bytes_touched / 2**20:.1f} MiB touched>"
+        )
 
     def block_tables(self, request_id: str) -> list[tuple[list[int], list[int]]]:
         """(tokens computed so far, block ids) of every live sequence of a running request, first layer group.
@@ -548,9 +515,11 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
         with self._lock:
-            self._settle()
+            self._guard.settle()
             self._scheduler.check_integrity()
-            ended = {r.request_id for r in self._changed if r.group.is_finished}  # after an interrupt, not told yet
+            ended = {
+                r.request_id for r in self._delivery.changed if r.group.is_finished
+            }  # after an interrupt, not told yet
             assert set(self._requests) - ended == {group.request_id for group in self._scheduler.groups}
 
     def close(self) -> None:
@@ -563,9 +532,7 @@ class Engine:
                 self._abort(request)
             if self._scheduler.prefix_cache is not None:
                 self._scheduler.prefix_cache.clear()  # pins hold blocks
-            self._changed.clear()
-            self._ended.clear()
-            self._undelivered.clear()
+            self._delivery.clear()
             self._closed = True
             if self._graphs is not None:
                 self._graphs.close()
@@ -577,7 +544,7 @@ class Engine:
             raise RuntimeError("this engine is closed; make a new one")
 
     def _check_not_stepping(self) -> None:
-        if self._is_stepping:
+        if self._guard.is_stepping:
             raise RuntimeError("a logits processor or stopping criterion may add and abort requests, nothing else")
 
     def __enter__(self) -> Engine:
@@ -595,63 +562,3 @@ def _one_each(given: Any, count: int, what: str) -> SequenceOf[Any]:
     if len(given) != count:
         raise ValueError(f"{len(given)} {what} for {count} prompts: give one, or one for each")
     return given
-
-
-class RequestStream(Iterator[RequestOutput]):
-    """The outputs of some requests for one reader, whoever does the steps; ends when all are finished.
-
-    Closing it, from any thread, aborts what is unfinished; so does forgetting it, with the engine's next step.
-    """
-
-    def __init__(
-        self, engine: Engine, requests: list[Request], inbox: dict[Request, None], *, finals_only: bool
-    ) -> None:
-        self.requests = requests
-        self._engine = engine
-        self._inbox = inbox  # what has changed; the engine's lock guards it
-        self._finals_only = finals_only
-        self._unfinished = set(requests)
-        self._outputs: deque[RequestOutput] = deque()
-        self._is_closed = False
-
-    def __next__(self) -> RequestOutput:
-        while True:
-            with self._engine._lock:
-                if self._is_closed:
-                    raise StopIteration
-                if self._outputs:
-                    return self._outputs.popleft()
-                if self._unfinished:
-                    self._read()
-                else:
-                    self.close()
-
-    def _read(self) -> None:
-        if not self._inbox:
-            try:
-                self._engine._step()
-            except BaseException:
-                self.close()
-                raise
-        # Only now, so that a request that changed several times is told once, as it stands.
-        for request in self._inbox:
-            is_finished = request.metrics.finish_time is not None
-            if is_finished:
-                self._unfinished.discard(request)
-            if is_finished or not self._finals_only:
-                self._outputs.append(request.output())
-        self._inbox.clear()
-
-    def abandon(self) -> None:
-        """Close it with the engine's next step, without waiting for the one in progress."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._engine._later.append(partial(self._engine._drop, self.requests))
-
-    def close(self) -> None:
-        self.abandon()
-        with self._engine._lock:
-            self._engine._settle()
-
-    def __del__(self) -> None:
-        self.abandon()

@@ -1,4 +1,4 @@
-"""What the engine tells its callers: outputs of requests, their times, and the engine's figures. Records only."""
+"""What the engine returns for a request: its tokens, their log-probabilities, and its times. Records only."""
 
 from __future__ import annotations
 
@@ -56,41 +56,3 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine at one moment. Block counts are sums over layer groups: free + used + cached == num_blocks.
-
-    used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
-    blocks that hold preempted sequences. kv_waste_ratio: share of the used blocks' slots that hold no token (what
-    Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the same sequences would take in addition
-    without sharing. graph_replays: those of the steps that a CUDA graph computed. Counters count since the start.
-    """
-
-    num_blocks: int
-    blocks_free: int
-    blocks_used: int
-    blocks_shared: int
-    blocks_cached: int
-    blocks_swapped: int
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    cow_copies: int
-    kv_bytes_reserved: int
-    kv_bytes_used: int
-    kv_bytes_saved_by_sharing: int
-    kv_waste_ratio: float
-    preemptions_recompute: int
-    preemptions_swap: int
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    prompt_tokens: int
-    generated_tokens: int
-    steps: int
-    graph_replays: int
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0

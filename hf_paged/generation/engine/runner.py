@@ -16,10 +16,12 @@ import torch
 from hf_paged.cache.kv_pool import to_device
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.engine.sequence import Sequence
 from hf_paged.generation.sampling.batch import Choice
 from hf_paged.model.adapters import Adapters
+from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
@@ -70,8 +72,19 @@ class Runner:
         self._host_pools = host_pools
         self._adapters = adapters
         self._graphs = graphs
-        self._device = model.model.device
+        self._device = device_of(model.model)
+        self._made_for = model.model.dtype, self._device
         self._stream: torch.cuda.Stream | None = None  # of the last step
+
+    def check_model(self) -> None:
+        """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory."""
+        now = self._model.model.dtype, device_of(self._model.model)
+        if now != self._made_for:
+            (dtype, device), (new_dtype, new_device) = self._made_for, now
+            raise UnsupportedModelError(
+                f"this engine was made for a model in {dtype} on {device}, now in {new_dtype} on {new_device}; "
+                "change the model back, or close the engine and make a new one"
+            )
 
     @property
     def can_repeat(self) -> bool:
@@ -95,6 +108,7 @@ class Runner:
     def run(self, output: SchedulerOutput, choice: Choice | None = None) -> StepResult:
         """The forward of all scheduled tokens; `choice` has those that the host does not know yet (never with a
         RowModel)."""
+        self.check_model()
         compute: Callable[[Plan], StepResult]
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model)

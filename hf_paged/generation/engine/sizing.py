@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +11,13 @@ import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
+from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
 from hf_paged.model.state import state_of, unwrapped
@@ -22,6 +26,16 @@ from hf_paged.model.support import SupportReport, refuse_unsupported
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
 that no sequence has used cost nothing there."""
+
+SWAP_FRACTION = 0.3
+"""Share of the free host memory for swapped blocks, at most, when the caller gives no size."""
+
+RETAINED_FRACTION = 1 / 8
+"""Share of a pool of the default size that cached prefixes may fill, on a CPU: past that they are evicted before a
+block is touched for the first time, so that a server takes no more memory than its requests need at once. A pool of a
+size that the caller gave is his to fill."""
+
+log = logging.getLogger("hf_paged")
 
 MAX_DEFAULT_TOKENS = 1 << 22
 
@@ -72,14 +86,13 @@ def _open(
     _measure(bound, scheduler_config)
     bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
     num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)
+    host_blocks = _num_host_blocks(cache_config, scheduler_config, memory, num_blocks)
+    _tell_size(model, cache_config, num_blocks, bytes_per_block)
     for group in memory.groups:
         group.pool.resize(num_blocks)
         group.manager.allocator.grow(num_blocks)
-    host_blocks = num_blocks
-    if cache_config.swap_bytes is not None:
-        host_blocks = cache_config.swap_bytes // sum(bytes_per_host_block(group.pool) for group in memory.groups)
-    if scheduler_config.preemption == "recompute":
-        host_blocks = 0
+        if _is_default_size(cache_config) and device_of(model).type == "cpu":
+            group.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
     if not host_blocks:
         if scheduler_config.preemption == "swap":
             raise ValueError(
@@ -135,7 +148,7 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
     """One forward, so that every layer has told the shape of its K/V. On a GPU it is as large as a step may be, so
     that what is free afterwards is free in every step.
     """
-    memory, device = bound.memory, bound.model.device
+    memory, device = bound.memory, device_of(bound.model)
     count = 1 if isinstance(bound, RowModel) else TRIAL_TOKENS
     if device.type == "cuda":
         limit = getattr(bound.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
@@ -163,8 +176,8 @@ def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: Schedul
         num_blocks, source = cache_config.memory_bytes // bytes_per_block, f"memory={cache_config.memory!r}"
     else:
         fraction = cache_config.memory_fraction
-        free = _free_bytes(model.device)
-        share = DEFAULT_FRACTION.get(model.device.type, 0.3) if fraction is None else fraction
+        free = _free_bytes(device_of(model))
+        share = DEFAULT_FRACTION.get(device_of(model).type, 0.3) if fraction is None else fraction
         num_blocks, source = int(free * share) // bytes_per_block, f"{share:g} of {free} free bytes"
         if fraction is None:
             num_blocks = min(num_blocks, _most_blocks(model, cache_config, scheduler_config))
@@ -184,6 +197,36 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    import psutil
+    return host_memory().available
 
-    return int(psutil.virtual_memory().available)
+
+def _is_default_size(cache_config: CacheConfig) -> bool:
+    return cache_config.num_blocks is None and cache_config.memory is None and cache_config.memory_fraction is None
+
+
+def _num_host_blocks(
+    cache_config: CacheConfig, scheduler_config: SchedulerConfig, memory: PagedMemory, num_blocks: int
+) -> int:
+    if scheduler_config.preemption == "recompute":
+        return 0
+    bytes_per_block = sum(bytes_per_host_block(group.pool) for group in memory.groups)
+    if cache_config.swap_bytes is not None:
+        return cache_config.swap_bytes // bytes_per_block
+    return min(num_blocks, int(host_memory().available * SWAP_FRACTION) // bytes_per_block)
+
+
+def _tell_size(model: Any, cache_config: CacheConfig, num_blocks: int, bytes_per_block: int) -> None:
+    """Log how large the pool is. Warn of one that the host cannot hold: there it is only found out as it fills."""
+    size = num_blocks * bytes_per_block
+    log.info("K/V pool of %d blocks of %d tokens: %s", num_blocks, cache_config.block_size, _gib(size))
+    if device_of(model).type == "cpu" and size > (available := host_memory().available):
+        warnings.warn(
+            f"the K/V pool of {_gib(size)} is larger than the {_gib(available)} of memory that this process may still "
+            "take; it may be killed as the pool fills: give a smaller num_blocks or memory",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

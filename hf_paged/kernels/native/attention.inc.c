@@ -1,6 +1,9 @@
-/* Paged attention for one dtype: DTYPE (suffix), ELEMENT, LOAD (W elements as fp32), DOT_BF16 (queries stay
- * bf16 and are multiplied by the bf16 dot product of the machine), COMMON_DIMS (head sizes 64 and 128 get code of their
- * own), IS_BF16. Included by paged.c; knows Call and Plan only. */
+/* Paged attention for one dtype. Included by the unit of each dtype, which defines DTYPE (suffix), ELEMENT, LOAD (W
+ * elements as fp32), DOT_BF16 (queries stay bf16 and are multiplied by the machine's bf16 dot product) and COMMON_DIMS
+ * (head sizes 64 and 128 get code of their own). */
+#include "keys.h"
+#include "vectors.h"
+#include "finish.inc.c"
 
 #if DOT_BF16
 #define Q_ELEMENT uint16_t
@@ -116,106 +119,35 @@ typedef struct {
     int64_t *low, *high; /* [count]: the keys each query sees */
 } TYPED(Buffers);
 
-INLINE void *TYPED(take)(char **at, int64_t bytes) {
-    void *p = *at;
-    *at += round_up(bytes, 64);
-    return p;
-}
+/* An item while it is computed; all of it in registers or on the stack. */
+typedef struct {
+    const Call *call;
+    const Token *tokens;                 /* [count] */
+    int64_t count, group, heads, rows;   /* queries, query heads a KV head, query heads, rows of a KV head */
+    int64_t q_pad, v_pad, header;        /* floats from query to query and output to output; before the outputs */
+    float scale, softcap;
+    TYPED(Buffers) b;
+} TYPED(Work);
 
-/* Normalise and write one query's heads [first, last) from `count` partial results, `stride` floats apart. The maxima
- * are replaced by the weights of their partial results. */
-static void TYPED(finish)(const Call *call, int32_t row, float *partials, int64_t stride, int64_t count, int64_t first,
-                          int64_t last) {
-    const int64_t heads = call->num_heads, dim = call->v_head_dim, pad = padded_dim(dim);
-    for (int64_t h = first; h < last; h++) {
-        float top = call->sinks ? call->sinks[h] : -INFINITY;
-        for (int64_t c = 0; c < count; c++) top = partials[c * stride + h] > top ? partials[c * stride + h] : top;
-        float total = call->sinks ? expf(call->sinks[h] - top) : 0.0f;
-        for (int64_t c = 0; c < count; c++) {
-            float *part = partials + c * stride;
-            part[h] = part[h] == -INFINITY ? 0.0f : expf(part[h] - top);
-            total += part[h] * part[heads + h];
-        }
-        const float scale = 1.0f / total;
-        const float *acc = partials + round_up(2 * heads, 16) + h * pad;
-        ELEMENT *out = (ELEMENT *)call->out + row * call->o_token + h * call->o_head;
-        for (int64_t d = 0; d < dim; d += W) {
-            vf sum = {0};
-            for (int64_t c = 0; c < count; c++) sum += load_f32(acc + c * stride + d) * partials[c * stride + h];
-            sum *= scale;
-            TYPED(store_part)(out + d, sum, dim - d < W ? dim - d : W);
-        }
-        if (call->lse) call->lse[row * heads + h] = top + logf(total);
-    }
-}
-
-/* Where the keys and values of positions [low, high) of `size` positions from `tile` on lie. Positions among these that
- * nobody sees take the place of one that somebody sees: they count for nothing, but they are read. */
-INLINE void TYPED(locate)(const Call *call, const int32_t *table, int64_t tile, int64_t size, int64_t low,
-                          int64_t high, int64_t *k_at, int64_t *v_at) {
-    const int64_t from = tile > low ? tile : low, to = tile + size < high ? tile + size : high;
-    int64_t block = from / call->block_size, inside = from % call->block_size;
-    for (int64_t j = from; j < to;) {
-        int64_t run = call->block_size - inside < to - j ? call->block_size - inside : to - j;
-        int64_t k = table[block] * call->k_block + inside * call->k_token;
-        int64_t v = table[block] * call->v_block + inside * call->v_token;
-        for (int64_t i = 0; i < run; i++) {
-            k_at[j - tile + i] = k + i * call->k_token;
-            v_at[j - tile + i] = v + i * call->v_token;
-        }
-        j += run;
-        inside = 0;
-        block++;
-    }
-    for (int64_t j = 0; j < from - tile; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
-    for (int64_t j = to - tile; j < size; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
-}
-
-/* The keys of an item that at least one of its queries sees. */
-INLINE void TYPED(range)(const Call *call, const Item *item, int64_t *low, int64_t *high) {
-    const Token *tokens = call->plan->tokens + item->first;
-    const int64_t start = (int64_t)item->chunk * CHUNK, end = start + CHUNK;
-    *low = end;
-    *high = start;
-    for (int64_t t = 0; t < item->count; t++) {
-        int64_t lo = first_key(tokens[t].pos, call->window, call->chunk_size), hi = tokens[t].pos + 1;
-        lo = lo > start ? lo : start;
-        hi = hi < end ? hi : end;
-        *low = lo < *low ? lo : *low;
-        *high = hi > *high ? hi : *high;
-    }
-}
-
-/* `next`: the item that this thread is likely to do next (prefetched), or NULL. */
-INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next, TYPED(Buffers) b, float scale,
-                            float softcap, const int64_t dim, const int64_t v_dim, const int fixed) {
-    const Plan *plan = call->plan;
-    const Token *tokens = plan->tokens + item->first;
-    const int64_t count = item->count, kv_heads = call->num_kv_heads, heads = call->num_heads;
-    const int64_t group = heads / kv_heads, rows = count * group;
-    const int64_t q_pad = padded_dim(dim), v_pad = padded_dim(v_dim), header = round_up(2 * heads, 16);
-    const int64_t slot_size = round_up(slot_floats(heads, v_dim) * 4, 64) / 4;
-    const int32_t *table = call->tables + item->seq * call->table_stride;
-    const ELEMENT *keys = (const ELEMENT *)call->key, *values = (const ELEMENT *)call->value;
-
-    int64_t low, high, next_low = 0, next_high = 0;
-    TYPED(range)(call, item, &low, &high);
-    if (next) TYPED(range)(call, next, &next_low, &next_high);
-    for (int64_t t = 0; t < count; t++) {
-        b.low[t] = first_key(tokens[t].pos, call->window, call->chunk_size);
-        b.high[t] = tokens[t].pos + 1;
-        float *slot = tokens[t].slot < 0 ? b.own + t * slot_size
-                                         : (float *)call->workspace + tokens[t].slot * slot_size;
-        b.slots[t] = slot;
-        for (int64_t h = 0; h < heads; h++) slot[h] = -INFINITY;
-        memset(slot + header, 0, sizeof(float) * (size_t)(heads * v_pad));
-        const ELEMENT *query = (const ELEMENT *)call->query + tokens[t].row * call->q_token;
-        for (int64_t h = 0; h < heads; h++) {
-            Q_ELEMENT *to = b.q + ((h / group) * rows + t * group + h % group) * q_pad;
+/* Clears the partial results of the item's queries, and lays out the queries by KV head. */
+INLINE void TYPED(begin_item)(const TYPED(Work) *w, const int64_t dim, const int64_t v_dim) {
+    const Call *call = w->call;
+    const int64_t slot_size = slot_bytes(w->heads, v_dim) / 4;
+    for (int64_t t = 0; t < w->count; t++) {
+        const Token token = w->tokens[t];
+        w->b.low[t] = first_key(token.pos, call->window, call->chunk_size);
+        w->b.high[t] = token.pos + 1;
+        float *slot = token.slot < 0 ? w->b.own + t * slot_size : (float *)call->workspace + token.slot * slot_size;
+        w->b.slots[t] = slot;
+        for (int64_t h = 0; h < w->heads; h++) slot[h] = -INFINITY;
+        memset(slot + w->header, 0, sizeof(float) * (size_t)(w->heads * w->v_pad));
+        const ELEMENT *query = (const ELEMENT *)call->query + token.row * call->q_token;
+        for (int64_t h = 0; h < w->heads; h++) {
+            Q_ELEMENT *to = w->b.q + ((h / w->group) * w->rows + t * w->group + h % w->group) * w->q_pad;
             const ELEMENT *from = query + h * call->q_head;
 #if DOT_BF16
             memcpy(to, from, (size_t)dim * 2);
-            memset(to + dim, 0, (size_t)(q_pad - dim) * 2);
+            memset(to + dim, 0, (size_t)(w->q_pad - dim) * 2);
 #else
             int64_t d = 0;
             for (; d + W <= dim; d += W) store_f32(to + d, LOAD(from + d));
@@ -223,137 +155,165 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
 #endif
         }
     }
-    memset(b.sums, 0, sizeof(float) * (size_t)(heads * count * W));
+    memset(w->b.sums, 0, sizeof(float) * (size_t)(w->heads * w->count * W));
+}
 
-    int64_t k_offsets[2][TILE], v_offsets[2][TILE];
+/* Scores of a tile's keys with the rows of KV head h: [rows, TILE], `vectors` of each row. */
+INLINE void TYPED(score_tile)(const TYPED(Work) *w, int64_t h, const int64_t *at, const int64_t *ahead, int vectors,
+                              const int64_t dim, const int fixed) {
+    const ELEMENT *k = (const ELEMENT *)w->call->key + h * w->call->k_head;
+    const Q_ELEMENT *q = w->b.q + h * w->rows * w->q_pad;
+    for (int x = 0; x < vectors; x++) {
+        store_f32(w->b.scores + x * W, TYPED(scores)(q, k, at + x * W, ahead + x * W, dim, fixed) * w->scale);
+        for (int64_t r = 1; r < w->rows; r++) {
+            vf s = TYPED(scores)(q + r * w->q_pad, k, at + x * W, NULL, dim, fixed);
+            store_f32(w->b.scores + r * TILE + x * W, s * w->scale);
+        }
+    }
+}
+
+/* Caps and masks one row of scores in its place: query t, with the keys from position `tile` on. Returns the maxima, lane
+ * by lane. */
+INLINE vf TYPED(mask_row)(const TYPED(Work) *w, float *s, int64_t head, int64_t t, int64_t tile, int vectors) {
+    const Call *call = w->call;
+    const int64_t lo = w->b.low[t] - tile, hi = w->b.high[t] - tile;
     vi lanes = {0};
     for (int i = 0; i < W; i++) lanes[i] = i;
-    int64_t start = low / TILE * TILE;
-    TYPED(locate)(call, table, start, TILE, low, high, k_offsets[0], v_offsets[0]);
+    vf top = splat(-INFINITY);
+    for (int x = 0; x < vectors; x++) {
+        vf y = load_f32(s + x * W);
+        if (w->softcap > 0) y = w->softcap * tanh_v(y / w->softcap);
+        if (call->slopes) {
+            vi distance = lanes + (int32_t)(tile + x * W - w->tokens[t].pos);
+            y += call->slopes[head] * __builtin_convertvector(distance, vf);
+        }
+        if (lo > x * W || hi < (x + 1) * W) {
+            vi place = lanes + x * W;
+            int32_t from = (int32_t)(lo < 0 ? 0 : lo), to = (int32_t)(hi > TILE ? TILE : hi);
+            vi seen = (place >= from) & (place < to);
+            y = choose(seen, y, splat(-INFINITY));
+        }
+        store_f32(s + x * W, y);
+        top = vmax(y, top);
+    }
+    return top;
+}
+
+/* One row of scores to weights; updates the row's maximum and sums. Leaves in factors[r] what the output so far is to be
+ * multiplied by. r: query t, head g of the group of KV head h. */
+INLINE void TYPED(softmax_row)(const TYPED(Work) *w, int64_t h, int64_t t, int64_t g, int64_t tile, int vectors) {
+    const int64_t r = t * w->group + g, head = h * w->group + g;
+    float *s = w->b.scores + r * TILE, *slot = w->b.slots[t], *sums = w->b.sums + (h * w->rows + r) * W;
+    w->b.acc[r] = slot + w->header + head * w->v_pad;
+    const vf top = TYPED(mask_row)(w, s, head, t, tile, vectors);
+    float before = slot[head], after = max_lanes(top);
+    if (!(after > before)) after = before;
+    if (after == -INFINITY) { /* sees nothing of the chunk so far */
+        for (int x = 0; x < vectors; x++) store_f32(s + x * W, (vf){0});
+        w->b.factors[r] = 1;
+        return;
+    }
+    float factor = before == after ? 1.0f : exp_negative(splat(before - after))[0];
+    vf sum = load_f32(sums) * factor;
+    for (int x = 0; x < vectors; x++) {
+        vf p = exp_negative(load_f32(s + x * W) - after);
+        store_f32(s + x * W, p);
+        sum += p;
+    }
+    store_f32(sums, sum);
+    slot[head] = after;
+    w->b.factors[r] = factor;
+}
+
+/* Adds keys [first, last) of a tile, weighed, to the outputs of KV head h: four rows at a time. */
+INLINE void TYPED(add_tile)(const TYPED(Work) *w, int64_t h, const int64_t *at, const int64_t *ahead, int first, int last,
+                            const int64_t v_dim) {
+    const ELEMENT *v = (const ELEMENT *)w->call->value + h * w->call->v_head;
+    for (int64_t r = 0; r < w->rows; r += 4, ahead = NULL) {
+        float **acc = w->b.acc + r, *factors = w->b.factors + r, *p = w->b.scores + r * TILE;
+        if (w->rows - r >= 4)
+            TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 4);
+        else if (w->rows - r == 3)
+            TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 3);
+        else if (w->rows - r == 2)
+            TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 2);
+        else
+            TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 1);
+    }
+}
+
+/* Sums of the lanes; outputs of the queries that have no other chunk. */
+INLINE void TYPED(end_item)(const TYPED(Work) *w) {
+    for (int64_t t = 0; t < w->count; t++) {
+        for (int64_t h = 0; h < w->heads; h++) {
+            int64_t r = (h / w->group) * w->rows + t * w->group + h % w->group;
+            w->b.slots[t][w->heads + h] = sum_lanes(load_f32(w->b.sums + r * W));
+        }
+        if (w->tokens[t].slot < 0) TYPED(finish)(w->call, w->tokens[t].row, w->b.slots[t], 0, 1, 0, w->heads);
+    }
+}
+
+/* `next`: the item that this thread is likely to do next (prefetched), or NULL. */
+INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next, TYPED(Buffers) b, float scale,
+                            float softcap, const int64_t dim, const int64_t v_dim, const int fixed) {
+    const int64_t kv_heads = call->num_kv_heads, heads = call->num_heads, group = heads / kv_heads;
+    const TYPED(Work) w = {call, call->plan->tokens + item->first, item->count, group, heads, item->count * group,
+                           padded_dim(dim), padded_dim(v_dim), round_up(2 * heads, 16), scale, softcap, b};
+    const int32_t *table = call->tables + item->seq * call->table_stride;
+    int64_t low, high, next_low = 0, next_high = 0;
+    keys_of_item(call, item, &low, &high);
+    if (next) keys_of_item(call, next, &next_low, &next_high);
+    TYPED(begin_item)(&w, dim, v_dim);
+
+    int64_t k_offsets[2][TILE], v_offsets[2][TILE]; /* of this tile and of the next one */
+    const int64_t start = low / TILE * TILE;
+    locate(call, table, start, TILE, low, high, k_offsets[0], v_offsets[0]);
     int side = 0;
     for (int64_t tile = start; tile < high; tile += TILE, side ^= 1) {
         const int64_t *k_at = k_offsets[side], *v_at = v_offsets[side];
         const int64_t *k_next = k_offsets[side ^ 1], *v_next = v_offsets[side ^ 1];
         if (tile + TILE < high)
-            TYPED(locate)(call, table, tile + TILE, TILE, low, high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
+            locate(call, table, tile + TILE, TILE, low, high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
         else if (next)
-            TYPED(locate)(call, call->tables + next->seq * call->table_stride, next_low / TILE * TILE, TILE,
-                          next_low, next_high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
+            locate(call, call->tables + next->seq * call->table_stride, next_low / TILE * TILE, TILE, next_low,
+                   next_high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
         else
             k_next = k_at, v_next = v_at;
         const int first = tile < low ? (int)(low - tile) : 0, last = high - tile < TILE ? (int)(high - tile) : TILE;
         const int vectors = (last + W - 1) / W;
-
         for (int64_t h = 0; h < kv_heads; h++) {
-            const ELEMENT *k = keys + h * call->k_head, *v = values + h * call->v_head;
-            const Q_ELEMENT *q = b.q + h * rows * q_pad;
-            for (int x = 0; x < vectors; x++) {
-                store_f32(b.scores + x * W, TYPED(scores)(q, k, k_at + x * W, k_next + x * W, dim, fixed) * scale);
-                for (int64_t r = 1; r < rows; r++) {
-                    vf s = TYPED(scores)(q + r * q_pad, k, k_at + x * W, NULL, dim, fixed);
-                    store_f32(b.scores + r * TILE + x * W, s * scale);
-                }
-            }
-            for (int64_t t = 0; t < count; t++) {
-                const int64_t lo = b.low[t] - tile, hi = b.high[t] - tile;
-                for (int64_t g = 0; g < group; g++) {
-                    const int64_t r = t * group + g, head = h * group + g;
-                    float *s = b.scores + r * TILE, *slot = b.slots[t];
-                    b.acc[r] = slot + header + head * v_pad;
-                    vf top = splat(-INFINITY);
-                    for (int x = 0; x < vectors; x++) {
-                        vf y = load_f32(s + x * W);
-                        if (softcap > 0) y = softcap * tanh_v(y / softcap);
-                        if (call->slopes) {
-                            vi distance = lanes + (int32_t)(tile + x * W - tokens[t].pos);
-                            y += call->slopes[head] * __builtin_convertvector(distance, vf);
-                        }
-                        if (lo > x * W || hi < (x + 1) * W) {
-                            vi place = lanes + x * W;
-                            int32_t from = (int32_t)(lo < 0 ? 0 : lo), to = (int32_t)(hi > TILE ? TILE : hi);
-                            vi seen = (place >= from) & (place < to);
-                            y = choose(seen, y, splat(-INFINITY));
-                        }
-                        store_f32(s + x * W, y);
-                        top = vmax(y, top);
-                    }
-                    float before = slot[head], after = max_lanes(top);
-                    if (!(after > before)) after = before;
-                    float *sums = b.sums + (h * rows + r) * W;
-                    if (after == -INFINITY) { /* sees nothing of the chunk so far */
-                        for (int x = 0; x < vectors; x++) store_f32(s + x * W, (vf){0});
-                        b.factors[r] = 1;
-                        continue;
-                    }
-                    float factor = before == after ? 1.0f : exp_negative(splat(before - after))[0];
-                    vf sum = load_f32(sums) * factor;
-                    for (int x = 0; x < vectors; x++) {
-                        vf p = exp_negative(load_f32(s + x * W) - after);
-                        store_f32(s + x * W, p);
-                        sum += p;
-                    }
-                    store_f32(sums, sum);
-                    slot[head] = after;
-                    b.factors[r] = factor;
-                }
-            }
-            const int64_t *ahead = v_next;
-            for (int64_t r = 0; r < rows; r += 4, ahead = NULL) {
-                float **acc = b.acc + r, *factors = b.factors + r, *p = b.scores + r * TILE;
-                if (rows - r >= 4)
-                    TYPED(add_rows)(acc, factors, p, v, v_at, ahead, first, last, v_dim, 4);
-                else if (rows - r == 3)
-                    TYPED(add_rows)(acc, factors, p, v, v_at, ahead, first, last, v_dim, 3);
-                else if (rows - r == 2)
-                    TYPED(add_rows)(acc, factors, p, v, v_at, ahead, first, last, v_dim, 2);
-                else
-                    TYPED(add_rows)(acc, factors, p, v, v_at, ahead, first, last, v_dim, 1);
-            }
+            TYPED(score_tile)(&w, h, k_at, k_next, vectors, dim, fixed);
+            for (int64_t t = 0; t < w.count; t++)
+                for (int64_t g = 0; g < group; g++) TYPED(softmax_row)(&w, h, t, g, tile, vectors);
+            TYPED(add_tile)(&w, h, v_at, v_next, first, last, v_dim);
         }
     }
-    for (int64_t t = 0; t < count; t++) {
-        for (int64_t h = 0; h < heads; h++) {
-            int64_t r = (h / group) * rows + t * group + h % group;
-            b.slots[t][heads + h] = sum_lanes(load_f32(b.sums + r * W));
-        }
-        if (tokens[t].slot < 0) TYPED(finish)(call, tokens[t].row, b.slots[t], 0, 1, 0, heads);
-    }
+    TYPED(end_item)(&w);
 }
 
-/* Combine the partial results of the queries that have several chunks: the threads' share of it. */
-static void TYPED(merge)(const Call *call) {
-    const Plan *plan = call->plan;
-    const int64_t kv_heads = call->num_kv_heads, group = call->num_heads / kv_heads;
-    const int64_t slot_bytes = round_up(slot_floats(call->num_heads, call->v_head_dim) * 4, 64);
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t i = 0; i < plan->num_merges; i++)
-        for (int64_t h = 0; h < kv_heads; h++) {
-            const Merge *merge = plan->merges + i;
-            TYPED(finish)(call, merge->row, (float *)(call->workspace + merge->slot * slot_bytes), slot_bytes / 4,
-                          merge->count, h * group, (h + 1) * group);
-        }
+static TYPED(Buffers) TYPED(buffers)(char *at, const Call *call) {
+    const int64_t count = call->plan->max_count, heads = call->num_heads, rows = count * (heads / call->num_kv_heads);
+    TYPED(Buffers) b;
+    b.q = take(&at, count * heads * padded_dim(call->head_dim) * (int64_t)sizeof(Q_ELEMENT));
+    b.sums = take(&at, count * heads * W * 4);
+    b.scores = take(&at, rows * TILE * 4);
+    b.factors = take(&at, rows * 4);
+    b.acc = take(&at, rows * 8);
+    b.slots = take(&at, count * 8);
+    b.low = take(&at, count * 8);
+    b.high = take(&at, count * 8);
+    b.own = take(&at, count * slot_bytes(heads, call->v_head_dim));
+    return b;
 }
 
-static void TYPED(attention)(const Call *call, float scale, float softcap) {
+void TYPED(attention)(const Call *call, float scale, float softcap) {
     const Plan *plan = call->plan;
-    const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads;
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
-    const int64_t slot_bytes = round_up(slot_floats(heads, v_dim) * 4, 64);
-    const int64_t own_bytes = thread_bytes(plan->max_count, heads, kv_heads, dim, v_dim);
-    const int64_t count = plan->max_count, rows = count * (heads / kv_heads);
+    const int64_t own_bytes = thread_bytes(plan->max_count, call->num_heads, call->num_kv_heads, dim, v_dim);
+    char *parts = call->workspace + plan->num_slots * slot_bytes(call->num_heads, v_dim);
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1)
     {
-        char *at = call->workspace + plan->num_slots * slot_bytes + omp_get_thread_num() * own_bytes;
-        TYPED(Buffers) b;
-        b.q = TYPED(take)(&at, count * heads * padded_dim(dim) * (int64_t)sizeof(Q_ELEMENT));
-        b.sums = TYPED(take)(&at, count * heads * W * 4);
-        b.scores = TYPED(take)(&at, rows * TILE * 4);
-        b.factors = TYPED(take)(&at, rows * 4);
-        b.acc = TYPED(take)(&at, rows * 8);
-        b.slots = TYPED(take)(&at, count * 8);
-        b.low = TYPED(take)(&at, count * 8);
-        b.high = TYPED(take)(&at, count * 8);
-        b.own = TYPED(take)(&at, count * slot_bytes);
+        const TYPED(Buffers) b = TYPED(buffers)(parts + omp_get_thread_num() * own_bytes, call);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < plan->num_items; i++) {
             const Item *item = plan->items + i;
@@ -368,26 +328,3 @@ static void TYPED(attention)(const Call *call, float scale, float softcap) {
         TYPED(merge)(call);
     }
 }
-
-#define AMX 0
-#define PREFILL_TYPE DTYPE
-#include "prefill.inc.c"
-#if IS_BF16 && HAS_AMX
-#define AMX 1
-#define PREFILL_TYPE amx
-#include "prefill.inc.c"
-#endif
-
-#include "sampling.inc.c"
-
-#undef Q_ELEMENT
-#undef Q_STEP
-#undef SLICE
-#undef LINE
-#undef MULTIPLY_ADD
-#undef DTYPE
-#undef ELEMENT
-#undef LOAD
-#undef DOT_BF16
-#undef COMMON_DIMS
-#undef IS_BF16

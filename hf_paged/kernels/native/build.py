@@ -20,10 +20,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_paged.kernels.native.structs import declare
+
 SWITCH = "HF_PAGED_NATIVE"
-_SOURCES = Path(__file__).parent
+EMULATE_AMX = "HF_PAGED_EMULATE_AMX"
+"""For tests: "1" builds and uses the code for AMX on an emulation of it, which needs AVX-512 with BF16."""
+# Every *.c in these is a translation unit of its own; *.inc.c and *.h are included by those.
+_SOURCE_DIRECTORIES = (Path(__file__).parent, Path(__file__).parents[2] / "fused" / "cpu" / "native")
 # Neither flag changes a result: no code here reads errno or floating-point exceptions. No -ffast-math: NaN must travel.
-_FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
+_FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fvisibility=hidden", "-w")
 _STALE_SECONDS = 600
 
 
@@ -39,12 +44,22 @@ class _Toolchain:
 
     def commands(self, directory: Path, stem: str) -> list[list[str]]:
         """Compile and link `stem`.tmp.so. Linking the very OpenMP library that torch uses shares its threads."""
-        source, unit, out = _SOURCES / "paged.c", directory / f"{stem}.o", directory / f"{stem}.tmp.so"
         link = [self.openmp] if self.openmp else ["-fopenmp"]
+        compiled = {str(directory / f"{stem}.{number}.o"): source for number, source in enumerate(_units())}
+        includes = [f"-I{directory}" for directory in _SOURCE_DIRECTORIES]
+        flags = (*_FLAGS, *self.target, "-fopenmp", *includes)
         return [
-            [self.compiler, *_FLAGS, *self.target, "-fopenmp", "-c", str(source), "-o", str(unit)],
-            [self.compiler, "-shared", str(unit), *link, "-lm", "-o", str(out)],
+            *([self.compiler, *flags, "-c", str(source), "-o", unit] for unit, source in compiled.items()),
+            [self.compiler, "-shared", *compiled, *link, "-lm", "-o", str(directory / f"{stem}.tmp.so")],
         ]
+
+
+def _sources() -> list[Path]:
+    return [path for directory in _SOURCE_DIRECTORIES for path in sorted(directory.glob("*.[ch]"))]
+
+
+def _units() -> list[Path]:
+    return [path for path in _sources() if path.suffix == ".c" and not path.name.endswith(".inc.c")]
 
 
 def _openmp_library() -> str | None:
@@ -78,6 +93,8 @@ def _toolchain() -> _Toolchain | None:
         if path:
             machine = platform.machine()
             target = ("-mcpu=native",) if machine in ("aarch64", "arm64") else ("-march=native",)
+            if os.environ.get(EMULATE_AMX) == "1":
+                target += (f"-D{EMULATE_AMX}=1",)
             return _Toolchain(os.path.realpath(path), target, _openmp_library())
     return None
 
@@ -90,7 +107,7 @@ def cache_directory() -> Path:
 def _stem(toolchain: _Toolchain) -> str:
     """Names a build: changes with the sources, the flags, the compiler, the CPU and the OpenMP library."""
     digest = hashlib.sha256()
-    for path in sorted(_SOURCES.glob("*.c")):
+    for path in _sources():
         digest.update(path.read_bytes())
     compiler = os.stat(toolchain.compiler)
     parts = (*_FLAGS, *toolchain.target, toolchain.compiler, compiler.st_size, compiler.st_mtime_ns)
@@ -118,56 +135,20 @@ def _start_in_background(toolchain: _Toolchain, directory: Path, stem: str) -> N
             return
         os.utime(lock)
     own = f"{stem}.{os.getpid()}"
-    quoted = {name: shlex.quote(str(directory / name)) for name in (f"{own}.log", f"{own}.tmp.so", f"{own}.o")}
-    log, library, unit = quoted.values()
+    quoted = {name: shlex.quote(str(directory / name)) for name in (f"{own}.log", f"{own}.tmp.so")}
+    log, library = quoted.values()
+    units = f"{shlex.quote(str(directory / own))}.*.o"
     steps = " && ".join(shlex.join(command) for command in toolchain.commands(directory, own))
     script = (
         f"( if {steps} && mv -f {library} {shlex.quote(str(directory / stem))}.so; then rm -f {log}; "
         f"else mv -f {log} {shlex.quote(str(directory / stem))}.failed; fi; "
-        f"rm -f {unit}; rmdir {shlex.quote(str(lock))} ) >{log} 2>&1 </dev/null &"
+        f"rm -f {units}; rmdir {shlex.quote(str(lock))} ) >{log} 2>&1 </dev/null &"
     )
     subprocess.run(["nice", "sh", "-c", script] if shutil.which("nice") else ["sh", "-c", script], check=True)
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    signatures: dict[str, tuple[list[type], type | None]] = {
-        "hfp_plan_bytes": ([*[pointer] * 3, *[integer] * 3], integer),
-        "hfp_plan": ([*[pointer] * 2, integer, *[pointer] * 3, *[integer] * 6], None),
-        "hfp_plan_counts": ([pointer, pointer], None),
-        "hfp_workspace_bytes": ([pointer, *[integer] * 5], integer),
-        "hfp_attention": ([pointer, ctypes.c_int, real, real], ctypes.c_int),
-        "hfp_prefill_bytes": ([*[integer] * 3], integer),
-        "hfp_prefill": ([pointer, ctypes.c_int, real, real, *[pointer] * 3, integer], ctypes.c_int),
-        "hfp_has_f16": ([], ctypes.c_int),
-        "hfp_openmp": ([], ctypes.c_int),
-        "hfp_target": ([], ctypes.c_char_p),
-        "hfp_write_kv": ([*[pointer] * 5, integer, integer, pointer, integer], None),
-        "hfp_copy_blocks": ([pointer, integer, pointer, integer, integer], None),
-        "hfp_greedy": ([pointer, ctypes.c_int, *[integer] * 3, pointer, pointer, integer], ctypes.c_int),
-        "hfp_draw": ([pointer, *[integer] * 3, pointer, ctypes.c_int, pointer, integer], None),
-        "hfp_has_layers": ([], ctypes.c_int),
-    }
-    if library.hfp_has_layers():
-        signatures |= {
-            "hfp_prefer_large_pages": ([pointer, integer], None),
-            "hfp_packed_bytes": ([integer, integer], integer),
-            "hfp_pack_linear": ([pointer, integer, integer, pointer, integer], None),
-            "hfp_linear_workspace": ([integer, integer], integer),
-            "hfp_linear": ([pointer], None),
-            "hfp_rms_norm": ([*[pointer] * 3, integer, integer, real, integer], None),
-            "hfp_rotate": ([pointer], None),
-            "hfp_layer_in_workspace": ([integer, integer], integer),
-            "hfp_layer_in": ([pointer, pointer], None),
-            "hfp_layer_out_workspace": ([integer] * 4, integer),
-            "hfp_layer_out": ([pointer, real], None),
-            "hfp_decode_layers": ([*[pointer] * 6, integer], None),
-        }
-    for name, (arguments, result) in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, result
-    return library
+    return declare(ctypes.CDLL(str(path)))
 
 
 @functools.cache
@@ -228,7 +209,8 @@ def build() -> Path:
                     raise NativeBuildError(f"{shlex.join(command)}\n{done.stderr}")
             os.replace(directory / f"{own}.tmp.so", path)
         finally:
-            (directory / f"{own}.o").unlink(missing_ok=True)
+            for unit in directory.glob(f"{own}.*.o"):
+                unit.unlink(missing_ok=True)
         (directory / f"{stem}.failed").unlink(missing_ok=True)
     _find.cache_clear()
     return path

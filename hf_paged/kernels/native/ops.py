@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from hf_paged.kernels import gather
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native.structs import Call, Step
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # A sequence with at least so many new query rows a KV head is multiplied as matrices (prefill.inc.c); with fewer, it is
@@ -29,9 +29,8 @@ _PROMPT_MAX_DIM, _PROMPT_MAX_GROUP = 512, 64
 _MAX_ITEM_QUERIES = 16
 _MAX_ITEM_ROWS = 64
 
-Call = ctypes.c_int64 * 39  # struct Call of paged.c
-CALL_KEY, CALL_VALUE, CALL_WORKSPACE = 1, 2, 9  # places of words in it
-_NO_NEW_KV = (0,) * 10
+_Strides = ctypes.c_int64 * 12
+_NO_NEW_KV = (0, 0, 0, 0, _Strides())
 _local = threading.local()
 
 
@@ -45,17 +44,6 @@ def status() -> str:
     return native_build.status()
 
 
-def build() -> None:
-    """Compile the kernels now if they are not in the cache, and use them in this process from now on.
-
-    Raises NativeBuildError if there is no compiler or it fails.
-    """
-    from hf_paged.kernels import ops
-
-    native_build.build()
-    ops.refresh()
-
-
 def supports(dtype: torch.dtype) -> bool:
     """Whether attention and writes have code for the dtype on this machine (block copies have, for any)."""
     return dtype in (torch.float32, torch.bfloat16) or (dtype == torch.float16 and bool(_library().hfp_has_f16()))
@@ -64,7 +52,7 @@ def supports(dtype: torch.dtype) -> bool:
 def _library() -> ctypes.CDLL:
     library = native_build.library()
     if library is None:
-        raise RuntimeError(f"impl='native': {native_build.status()}; hf_paged.kernels.native.ops.build() compiles them")
+        raise RuntimeError(f"impl='native': {native_build.status()}; hf_paged.kernels.ops.build_native() compiles them")
     return library
 
 
@@ -89,22 +77,23 @@ class _Plan:
         mine = np.ascontiguousarray((~long).nonzero()[0], dtype=np.int32)
         self.prompts = np.ascontiguousarray(long.nonzero()[0], dtype=np.int32) if long.any() else None
         tables = metadata.block_tables
-        lens = metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr(), mine.ctypes.data, len(mine)
-        num_bytes = library.hfp_plan_bytes(*lens, window, chunk_size)
-        # A tensor's memory, which is freed without running Python: Ctrl-C in a finalizer would be lost.
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self.handle = self._memory.data_ptr()
-        library.hfp_plan(
-            self.handle,
+        step = Step(
             tables.data_ptr(),
+            metadata.seq_lens.data_ptr(),
+            metadata.query_start_loc.data_ptr(),
+            mine.ctypes.data,
             tables.stride(0),
-            *lens,
+            len(mine),
             block_size,
             window,
             chunk_size,
             max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
             share,
         )
+        # A tensor's memory, which is freed without running Python: Ctrl-C in a finalizer would be lost.
+        self._memory = torch.empty(library.hfp_plan_bytes(ctypes.byref(step)), dtype=torch.uint8)
+        self.handle = self._memory.data_ptr()
+        library.hfp_plan(self.handle, ctypes.byref(step))
         self.workspace: dict[tuple[int, ...], int] = {}  # bytes by shape
 
     def counts(self) -> tuple[int, int, int, int]:
@@ -161,12 +150,12 @@ def paged_attention(
         query, key_cache, value_cache, metadata, target, key=key, value=value, sliding_window=sliding_window,
         chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, share=share,
     )  # fmt: skip
-    call[CALL_WORKSPACE] = workspace(num_bytes)
-    library = _library()
-    failed = library.hfp_attention(call, _DTYPES[dtype], scale, softcap or 0.0)
+    call.workspace = workspace(num_bytes)
+    library, address = _library(), ctypes.byref(call)
+    failed = library.hfp_attention(address, _DTYPES[dtype], scale, softcap or 0.0)
     if plan.prompts is not None:
         failed |= library.hfp_prefill(
-            call, _DTYPES[dtype], scale, softcap or 0.0, metadata.seq_lens.data_ptr(),
+            address, _DTYPES[dtype], scale, softcap or 0.0, metadata.seq_lens.data_ptr(),
             metadata.query_start_loc.data_ptr(), plan.prompts.ctypes.data, len(plan.prompts),
         )  # fmt: skip
     if failed:
@@ -193,7 +182,7 @@ def attention_call(
     alibi_slopes: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     share: bool = True,
-) -> tuple[ctypes.Array[ctypes.c_int64], _Plan, int]:
+) -> tuple[Call, _Plan, int]:
     """What the kernels want to know of an attention, the step's plan for it, and how many bytes of workspace it takes,
     whose address the caller puts in. All as for `ops.paged_attention`; last dimensions contiguous, floats fp32."""
     library = _library()
@@ -206,13 +195,11 @@ def attention_call(
     plan: _Plan | None = metadata.scratch.get(plan_key)
     if plan is None:
         plan = metadata.scratch[plan_key] = _Plan(metadata, plan_shape, share)
-    new_kv = _NO_NEW_KV
+    new_kv: tuple[Any, ...] = _NO_NEW_KV
     if key is not None and value is not None:
-        if _is_plain_write(key, value, key_cache, value_cache):
-            slots = metadata.slot_mapping
-            new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, *_write_strides(key, value))
-        else:
-            gather.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+        key, value = _as_in(key_cache, key), _as_in(value_cache, value)
+        strides = _write_strides(key, value, key_cache, value_cache)
+        new_kv = (key.data_ptr(), value.data_ptr(), metadata.slot_mapping.data_ptr(), num_tokens, strides)
     threads = torch.get_num_threads()
     shape = (num_heads, num_kv_heads, head_dim, v_head_dim, threads)
     num_bytes = plan.workspace.get(shape)
@@ -250,6 +237,7 @@ def attention_call(
         threads,
         *new_kv,
     )
+    call.held = key, value
     return call, plan, num_bytes
 
 
@@ -261,58 +249,63 @@ def write_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """See `ops.write_kv`."""
-    if not _is_plain_write(key, value, key_cache, value_cache):
-        gather.write_kv(key, value, key_cache, value_cache, slot_mapping)
-        return
+    key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), slot_mapping.contiguous()
     _library().hfp_write_kv(
-        key.data_ptr(),
-        value.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        slot_mapping.contiguous().data_ptr(),
-        key.shape[0],
-        key.shape[1],
-        (ctypes.c_int64 * 6)(*_write_strides(key, value)),
+        key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
+        *key.shape[:2], key_cache.shape[1], _write_strides(key, value, key_cache, value_cache),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
 
 
-def _is_plain_write(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-    """Whether writing is copying rows of bytes."""
-    return (
-        key.dtype == key_cache.dtype
-        and value.dtype == value_cache.dtype
-        and key.stride(2) == 1
-        and value.stride(2) == 1
-        and key_cache.is_contiguous()
-        and value_cache.is_contiguous()
-    )
+def _as_in(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype of the cache, its last dimension contiguous."""
+    x = x.to(cache.dtype)
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _write_strides(key: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
-    """In bytes: from token to token, from head to head, of one head, of key and of value."""
-    k_size, v_size = key.element_size(), value.element_size()
-    k, v = key.stride(), value.stride()
-    return k[0] * k_size, k[1] * k_size, key.shape[2] * k_size, v[0] * v_size, v[1] * v_size, value.shape[2] * v_size
+def _write_strides(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> ctypes.Array[ctypes.c_int64]:
+    """See `hfp_write_kv`."""
+    k, v, kc, vc = key.stride(), value.stride(), key_cache.stride(), value_cache.stride()
+    a, b = key_cache.element_size(), value_cache.element_size()
+    return _Strides(
+        k[0] * a, k[1] * a, key.shape[2] * a, v[0] * b, v[1] * b, value.shape[2] * b,
+        kc[0] * a, kc[1] * a, kc[2] * a, vc[0] * b, vc[1] * b, vc[2] * b,
+    )  # fmt: skip
 
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
     """See `ops.copy_blocks`."""
-    if not all(tensor.is_contiguous() or tensor[0].is_contiguous() for tensor in (*caches, *into)):
-        gather.copy_blocks(caches, copies, into)
-        return
     table: list[int] = []
     for source, target in zip(caches, into):
         size = source.element_size()
-        table += (source.data_ptr(), source.stride(0) * size, target.data_ptr(), target.stride(0) * size)
-        table.append(math.prod(source.shape[1:]) * size)
+        blocks = source.stride(0) * size, target.stride(0) * size
+        first, run = _runs(source, target)
+        for from_, to in first:
+            table += (source.data_ptr() + from_ * size, blocks[0], target.data_ptr() + to * size, blocks[1], run * size)
+    copies = copies.contiguous()
     _library().hfp_copy_blocks(
         (ctypes.c_int64 * len(table))(*table),
-        len(caches),
-        copies.contiguous().data_ptr(),
+        len(table) // 5,
+        copies.data_ptr(),
         copies.shape[0],
         torch.get_num_threads(),
     )
+
+
+def _runs(source: torch.Tensor, target: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
+    """The parts of a block that lie in one piece in both tensors: where they begin in each, and how long they are; in
+    elements. One, as a rule."""
+    run, dim = 1, source.ndim - 1
+    while dim > 0 and (source.shape[dim] == 1 or source.stride(dim) == target.stride(dim) == run):
+        run *= source.shape[dim]
+        dim -= 1
+    first = [(0, 0)]
+    for d in range(1, dim + 1):
+        steps = source.stride(d), target.stride(d)
+        first = [(a + i * steps[0], b + i * steps[1]) for a, b in first for i in range(source.shape[d])]
+    return first, run
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,15 @@
-/* Attention of many new tokens of one sequence, as in a prompt: matrix products instead of rows. Included by
- * attention.inc.c for each dtype (PREFILL_TYPE is the suffix), and for bf16 a second time with AMX: products on the
- * matrix unit (bf16 in, fp32 sums); otherwise everything is converted to fp32 first.
+/* Attention of many new tokens of one sequence, as in a prompt: matrix products instead of rows. Included by the unit of
+ * each dtype, behind the same macros as for attention.inc.c (PREFILL_TYPE is the suffix), and for bf16 once more with AMX
+ * 1: products on the matrix unit (bf16 in, fp32 sums). Otherwise everything is converted to fp32 first.
  *
  * Work is cut by KV head and by new tokens: a unit is up to MAX_TILES tiles of ROWS query rows (new tokens x the head's
  * group). All tiles of a unit use a chunk of keys while it is packed; softmax state and outputs of a tile stay in L2.
  */
+#include "amx.h"
+#include "kernels.h"
+#include "prefill.h"
+#include "transpose.h"
+#include "vectors.h"
 
 #define PREFILL(name) NAME_1(name, PREFILL_TYPE)
 #if AMX
@@ -29,14 +34,14 @@ typedef struct {
 static PREFILL(Prefill) PREFILL(prefill_buffers)(char *at, int64_t dim, int64_t v_dim) {
     const int64_t pad = round_up(dim, 32), v_pad = round_up(v_dim, 32), rows = num_tiles(v_pad) * ROWS;
     PREFILL(Prefill) b;
-    b.queries = TYPED(take)(&at, rows * pad * (int64_t)sizeof(PACKED));
-    b.outputs = TYPED(take)(&at, rows * v_pad * 4);
-    b.tops = TYPED(take)(&at, rows * 4);
-    b.sums = TYPED(take)(&at, rows * W * 4);
-    b.keys = TYPED(take)(&at, pad * KEYS * 4);
-    b.values = TYPED(take)(&at, KEYS * v_pad * 4);
-    b.scores = TYPED(take)(&at, ROWS * KEYS * 4);
-    b.weights = AMX ? TYPED(take)(&at, ROWS * KEYS * (int64_t)sizeof(PACKED)) : (PACKED *)(void *)b.scores;
+    b.queries = take(&at, rows * pad * (int64_t)sizeof(PACKED));
+    b.outputs = take(&at, rows * v_pad * 4);
+    b.tops = take(&at, rows * 4);
+    b.sums = take(&at, rows * W * 4);
+    b.keys = take(&at, pad * KEYS * 4);
+    b.values = take(&at, KEYS * v_pad * 4);
+    b.scores = take(&at, ROWS * KEYS * 4);
+    b.weights = AMX ? take(&at, ROWS * KEYS * (int64_t)sizeof(PACKED)) : (PACKED *)(void *)b.scores;
     return b;
 }
 
@@ -53,8 +58,8 @@ INLINE void PREFILL(pack_row)(PACKED *to, const ELEMENT *from, int64_t dim, int6
 #endif
 }
 
-/* Keys and values of `count` positions from `start` on, of which nobody sees the first `skip` (zeros); zeros also up to
- * the next multiple of 32. */
+/* Keys and values of `count` positions from `start` on, the first `skip` of which no query sees (zeros); zeros also
+ * up to the next multiple of 32. */
 static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int32_t *table, int64_t head, int64_t start,
                                 int64_t skip, int64_t count) {
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim, pad = round_up(dim, 32), v_pad = round_up(v_dim, 32);
@@ -90,6 +95,33 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
 #endif
     }
 }
+
+#if !AMX
+/* out[BLOCK_ROWS][2 * W] (+)= a[BLOCK_ROWS][depth] x b[depth][2 * W] */
+static void multiply_rows(float *out, int64_t out_stride, const float *a, int64_t a_stride, const float *b,
+                          int64_t b_stride, int64_t depth, int add) {
+    vf sums[BLOCK_ROWS][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK_ROWS; i++) {
+        sums[i][0] = add ? load_f32(out + i * out_stride) : (vf){0};
+        sums[i][1] = add ? load_f32(out + i * out_stride + W) : (vf){0};
+    }
+    for (int64_t k = 0; k < depth; k++) {
+        const vf left = load_f32(b + k * b_stride), right = load_f32(b + k * b_stride + W);
+#pragma GCC unroll 8
+        for (int i = 0; i < BLOCK_ROWS; i++) {
+            const vf x = splat(a[i * a_stride + k]);
+            sums[i][0] += x * left;
+            sums[i][1] += x * right;
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK_ROWS; i++) {
+        store_f32(out + i * out_stride, sums[i][0]);
+        store_f32(out + i * out_stride + W, sums[i][1]);
+    }
+}
+#endif
 
 /* out[ROWS][columns] (+)= a[ROWS][depth] x b[depth][columns]; columns and depth are multiples of 32. */
 static void PREFILL(multiply)(float *out, int64_t out_stride, const PACKED *a, int64_t a_stride, const uint32_t *b,
@@ -174,10 +206,10 @@ typedef struct {
     int64_t first, last;   /* new tokens of this unit */
 } PREFILL(Unit);
 
-static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, float scale, float softcap) {
-    const int64_t dim = call->head_dim, v_dim = call->v_head_dim, pad = round_up(dim, 32), v_pad = round_up(v_dim, 32);
+/* Clears the state of a unit's tiles, and lays out its queries. */
+static void PREFILL(begin_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, int64_t tiles) {
+    const int64_t dim = call->head_dim, pad = round_up(dim, 32), v_pad = round_up(call->v_head_dim, 32);
     const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
-    const int64_t tiles = (u.last - u.first + per_tile - 1) / per_tile, window = call->window;
     memset(b.outputs, 0, sizeof(float) * (size_t)(tiles * ROWS * v_pad));
     memset(b.sums, 0, sizeof(float) * (size_t)(tiles * ROWS * W));
     memset(b.queries, 0, sizeof(PACKED) * (size_t)(tiles * ROWS * pad));
@@ -188,33 +220,37 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
         for (int64_t g = 0; g < group; g++)
             PREFILL(pack_row)(b.queries + (row + g) * pad, query + (u.head * group + g) * call->q_head, dim, pad);
     }
-    const int64_t low = first_key(u.context + u.first, window, call->chunk_size), high = u.context + u.last;
-    /* Chunks begin at the same positions whoever looks, so that sums do not depend on how work was cut. */
-    for (int64_t start = low / KEYS * KEYS; start < high; start += KEYS) {
-        const int64_t count = high - start < KEYS ? high - start : KEYS;
-        PREFILL(pack_chunk)(call, b, u.table, u.head, start, low > start ? low - start : 0, count);
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            const int64_t from = u.first + tile * per_tile, to = from + per_tile < u.last ? from + per_tile : u.last;
-            /* Keys of the chunk that the tile's last token sees at the top, its first token at the bottom. */
-            const int64_t end = u.context + to - start < count ? u.context + to - start : count;
-            if (end <= 0 || first_key(u.context + from, window, call->chunk_size) >= start + count) continue;
-            const int64_t columns = round_up(end, 32);
-            PREFILL(multiply)(b.scores, KEYS, b.queries + tile * ROWS * pad, pad, b.keys, KEYS, columns, pad, 0);
-            for (int64_t r = 0; r < ROWS; r++) {
-                const int64_t t = from + r / group, pos = u.context + t, at = tile * ROWS + r;
-                if (r / group >= per_tile || t >= to) {
-                    memset(b.weights + r * KEYS, 0, sizeof(PACKED) * (size_t)columns);
-                    continue;
-                }
-                const int64_t seen = first_key(pos, window, call->chunk_size) - start;
-                PREFILL(weigh_row)(call, b.scores + r * KEYS, b.weights + r * KEYS, b.tops + at, b.sums + at * W,
-                                 b.outputs + at * v_pad, v_pad, u.head * group + r % group, pos, start,
-                                 seen > 0 ? seen : 0, pos + 1 - start < end ? pos + 1 - start : end, columns, scale,
-                                 softcap);
-            }
-            PREFILL(multiply)(b.outputs + tile * ROWS * v_pad, v_pad, b.weights, KEYS, b.values, v_pad, v_pad, columns, 1);
+}
+
+/* One tile of queries with the packed chunk of `count` keys at `start`. */
+static void PREFILL(add_chunk)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, int64_t tile, int64_t start,
+                               int64_t count, float scale, float softcap) {
+    const int64_t pad = round_up(call->head_dim, 32), v_pad = round_up(call->v_head_dim, 32), window = call->window;
+    const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
+    const int64_t from = u.first + tile * per_tile, to = from + per_tile < u.last ? from + per_tile : u.last;
+    /* Keys of the chunk that the tile's last token sees at the top, its first token at the bottom. */
+    const int64_t end = u.context + to - start < count ? u.context + to - start : count;
+    if (end <= 0 || first_key(u.context + from, window, call->chunk_size) >= start + count) return;
+    const int64_t columns = round_up(end, 32);
+    PREFILL(multiply)(b.scores, KEYS, b.queries + tile * ROWS * pad, pad, b.keys, KEYS, columns, pad, 0);
+    for (int64_t r = 0; r < ROWS; r++) {
+        const int64_t t = from + r / group, pos = u.context + t, at = tile * ROWS + r;
+        if (r / group >= per_tile || t >= to) {
+            memset(b.weights + r * KEYS, 0, sizeof(PACKED) * (size_t)columns);
+            continue;
         }
+        const int64_t seen = first_key(pos, window, call->chunk_size) - start;
+        PREFILL(weigh_row)(call, b.scores + r * KEYS, b.weights + r * KEYS, b.tops + at, b.sums + at * W,
+                           b.outputs + at * v_pad, v_pad, u.head * group + r % group, pos, start, seen > 0 ? seen : 0,
+                           pos + 1 - start < end ? pos + 1 - start : end, columns, scale, softcap);
     }
+    PREFILL(multiply)(b.outputs + tile * ROWS * v_pad, v_pad, b.weights, KEYS, b.values, v_pad, v_pad, columns, 1);
+}
+
+/* Normalises and writes the outputs of a unit. */
+static void PREFILL(end_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b) {
+    const int64_t v_dim = call->v_head_dim, v_pad = round_up(v_dim, 32);
+    const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
     for (int64_t t = u.first; t < u.last; t++)
         for (int64_t g = 0; g < group; g++) {
             const int64_t at = (t - u.first) / per_tile * ROWS + (t - u.first) % per_tile * group + g;
@@ -234,18 +270,50 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
         }
 }
 
-/* seqs: which sequences; seq_lens, starts: of all. */
-static void PREFILL(prefill)(const Call *call, const int32_t *seq_lens, const int32_t *starts, const int32_t *seqs,
-                           int64_t num_seqs, float scale, float softcap) {
+static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, float scale, float softcap) {
+    const int64_t per_tile = ROWS / (call->num_heads / call->num_kv_heads);
+    const int64_t tiles = (u.last - u.first + per_tile - 1) / per_tile;
+    PREFILL(begin_unit)(call, u, b, tiles);
+    const int64_t low = first_key(u.context + u.first, call->window, call->chunk_size), high = u.context + u.last;
+    /* Chunks begin at the same positions for every unit, so that sums do not depend on how work was cut. */
+    for (int64_t start = low / KEYS * KEYS; start < high; start += KEYS) {
+        const int64_t count = high - start < KEYS ? high - start : KEYS;
+        PREFILL(pack_chunk)(call, b, u.table, u.head, start, low > start ? low - start : 0, count);
+        for (int64_t tile = 0; tile < tiles; tile++)
+            PREFILL(add_chunk)(call, u, b, tile, start, count, scale, softcap);
+    }
+    PREFILL(end_unit)(call, u, b);
+}
+
+/* Unit number i of all units of `tokens` new tokens: the last tokens of a sequence first, as they see the most keys. */
+static PREFILL(Unit) PREFILL(unit_of)(const Call *call, const Prompts *p, int64_t i, int64_t units, int64_t tokens) {
+    const int64_t kv_heads = call->num_kv_heads;
+    int64_t unit = units - 1 - i / kv_heads, n = 0;
+    for (;; n++) {
+        const int64_t own = (p->starts[p->seqs[n] + 1] - p->starts[p->seqs[n]] + tokens - 1) / tokens;
+        if (unit < own) break;
+        unit -= own;
+    }
+    const int64_t seq = p->seqs[n], count = p->starts[seq + 1] - p->starts[seq];
+    return (PREFILL(Unit)){call->tables + seq * call->table_stride,
+                           p->starts[seq],
+                           p->seq_lens[seq] - count,
+                           i % kv_heads,
+                           unit * tokens,
+                           (unit + 1) * tokens < count ? (unit + 1) * tokens : count};
+}
+
+void PREFILL(prefill)(const Call *call, const Prompts *p, float scale, float softcap) {
     const int64_t kv_heads = call->num_kv_heads, per_tile = ROWS / (call->num_heads / kv_heads);
     int64_t tiles = 0, most = num_tiles(round_up(call->v_head_dim, 32)), units = 0;
-    for (int64_t n = 0; n < num_seqs; n++)
-        tiles += (starts[seqs[n] + 1] - starts[seqs[n]] + per_tile - 1) / per_tile;
-    /* Every thread shall find some units to do. */
+    for (int64_t n = 0; n < p->num_seqs; n++)
+        tiles += (p->starts[p->seqs[n] + 1] - p->starts[p->seqs[n]] + per_tile - 1) / per_tile;
+    /* Every thread should find some units to do. */
     if (call->threads > 1 && tiles * kv_heads / (3 * call->threads) < most)
         most = tiles * kv_heads / (3 * call->threads) > 1 ? tiles * kv_heads / (3 * call->threads) : 1;
     const int64_t tokens = most * per_tile; /* of a whole unit */
-    for (int64_t n = 0; n < num_seqs; n++) units += (starts[seqs[n] + 1] - starts[seqs[n]] + tokens - 1) / tokens;
+    for (int64_t n = 0; n < p->num_seqs; n++)
+        units += (p->starts[p->seqs[n] + 1] - p->starts[p->seqs[n]] + tokens - 1) / tokens;
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1)
     {
         const int64_t bytes = prefill_bytes(call->head_dim, call->v_head_dim);
@@ -255,31 +323,10 @@ static void PREFILL(prefill)(const Call *call, const int32_t *seq_lens, const in
         _tile_loadconfig(&amx_config_16);
 #endif
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < units * kv_heads; i++) {
-            /* The last tokens first: they see the most keys. */
-            int64_t unit = units - 1 - i / kv_heads, n = 0;
-            for (;; n++) {
-                int64_t own = (starts[seqs[n] + 1] - starts[seqs[n]] + tokens - 1) / tokens;
-                if (unit < own) break;
-                unit -= own;
-            }
-            const int64_t seq = seqs[n], count = starts[seq + 1] - starts[seq];
-            PREFILL(Unit) u = {call->tables + seq * call->table_stride,
-                             starts[seq],
-                             seq_lens[seq] - count,
-                             i % kv_heads,
-                             unit * tokens,
-                             (unit + 1) * tokens < count ? (unit + 1) * tokens : count};
-            PREFILL(prefill_unit)(call, u, b, scale, softcap);
-        }
+        for (int64_t i = 0; i < units * kv_heads; i++)
+            PREFILL(prefill_unit)(call, PREFILL(unit_of)(call, p, i, units, tokens), b, scale, softcap);
 #if AMX
         _tile_release();
 #endif
     }
 }
-
-#undef WORD_ELEMENTS
-#undef PACKED
-#undef PREFILL
-#undef PREFILL_TYPE
-#undef AMX

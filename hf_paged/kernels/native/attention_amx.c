@@ -1,11 +1,19 @@
-/* Paged attention in bf16 on AMX tiles. Included by paged.c behind the bf16 instance of attention.inc.c, whose locate,
- * range, merge and finish it uses.
+/* Paged attention in bf16 on the matrix unit.
  *
  * An item is one chunk of keys, so all its scores are computed before the softmax and no accumulator is ever rescaled.
  * Scores are transposed, [key][row]: keys then go into tiles straight from their blocks, and the softmax treats the
  * query rows as lanes. A block of rows is 4 or 16 wide; a vector of scores holds 4 keys or 1. Probabilities are the sum
  * of two bf16 numbers, as exact as fp32 for the purpose. Every sum is taken in an order that depends on the positions
  * alone, so the width changes no bit. */
+#include "common.h"
+#if HAS_AMX
+#include "amx.h"
+#include "keys.h"
+#include "transpose.h"
+#include "vectors.h"
+#define DTYPE bf16
+#define ELEMENT uint16_t
+#include "finish.inc.c"
 
 #define STEP 32 /* keys of one tile of probabilities, elements of one row of a tile */
 
@@ -33,16 +41,16 @@ static int64_t amx_blocks(int64_t rows) { return (rows + 15) / 16; }
 static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t v_dim) {
     const int64_t blocks = amx_blocks(count * (heads / kv_heads));
     AmxBuffers b;
-    b.q = take_bf16(at, kv_heads * blocks * dim * 16 * 2);
-    b.k = take_bf16(at, CHUNK * dim * 2);
-    b.v = take_bf16(at, CHUNK * STEP * 2);
-    b.scores = take_bf16(at, blocks * CHUNK * 16 * 4);
-    b.out = take_bf16(at, 2 * 16 * STEP * 4);
-    b.pos = take_bf16(at, blocks * 16 * 4);
-    b.low = take_bf16(at, blocks * 16 * 4);
-    b.high = take_bf16(at, blocks * 16 * 4);
-    b.slots = take_bf16(at, count * 8);
-    b.own = take_bf16(at, count * round_up(slot_floats(heads, v_dim) * 4, 64));
+    b.q = take(at, kv_heads * blocks * dim * 16 * 2);
+    b.k = take(at, CHUNK * dim * 2);
+    b.v = take(at, CHUNK * STEP * 2);
+    b.scores = take(at, blocks * CHUNK * 16 * 4);
+    b.out = take(at, 2 * 16 * STEP * 4);
+    b.pos = take(at, blocks * 16 * 4);
+    b.low = take(at, blocks * 16 * 4);
+    b.high = take(at, blocks * 16 * 4);
+    b.slots = take(at, count * 8);
+    b.own = take(at, count * slot_bytes(heads, v_dim));
     return b;
 }
 
@@ -233,177 +241,230 @@ INLINE vf amx_sum(const vf *sums, const int width) {
 static void amx_locate(const Call *call, const Item *item, AmxRows *rows) {
     int64_t low, high;
     const int64_t start = (int64_t)item->chunk * CHUNK;
-    range_bf16(call, item, &low, &high);
+    keys_of_item(call, item, &low, &high);
     rows->item = item;
     rows->first = (int)(low - start);
     rows->last = (int)(high - start);
-    locate_bf16(call, call->tables + item->seq * call->table_stride, start, CHUNK, low, high, rows->k, rows->v);
+    locate(call, call->tables + item->seq * call->table_stride, start, CHUNK, low, high, rows->k, rows->v);
 }
 
-/* `next`: what this thread is likely to do next, prefetched meanwhile a few rows at a time; the item itself if there is
- * nothing. */
+/* An item while it is computed. */
+typedef struct {
+    const Call *call;
+    const AmxRows *at, *next; /* next: what this thread is likely to do next; the item itself if there is nothing */
+    const Token *tokens;      /* [count] */
+    int64_t count, group, heads, kv_heads, rows, blocks; /* rows of a KV head, and blocks of 16 of these */
+    int64_t start, header;    /* position of the chunk; floats before the outputs of a partial result */
+    int first, last;          /* steps of STEP keys */
+    AmxBuffers b;
+    int64_t tiles[CHUNK / 16], strides[CHUNK / 16]; /* of the keys, see amx_tile */
+} AmxWork;
+
+/* What each query sees and where its partial results go; the queries as tiles; where the keys are loaded from. */
+INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_t v_dim, const int width) {
+    const Call *call = w->call;
+    const int64_t group = w->group, rows = w->rows, slot_size = slot_bytes(w->heads, v_dim) / 4;
+    for (int64_t t = 0; t < w->count; t++) {
+        const Token token = w->tokens[t];
+        int64_t low = first_key(token.pos, call->window, call->chunk_size) - w->start;
+        int64_t high = token.pos + 1 - w->start;
+        mask->plain &= low <= w->first * STEP && high >= w->last * STEP;
+        for (int64_t r = t * group; r < (t + 1) * group; r++)
+            for (int64_t i = r; i < (width == 4 ? 16 : r + 1); i += 4) {
+                w->b.pos[i] = (int32_t)(token.pos - w->start);
+                w->b.low[i] = (int32_t)low;
+                w->b.high[i] = (int32_t)high;
+            }
+        w->b.slots[t] = token.slot < 0 ? w->b.own + t * slot_size : (float *)call->workspace + token.slot * slot_size;
+    }
+    for (int64_t h = 0; h < w->kv_heads; h++)
+        for (int64_t r = 0; r < rows; r += 16) {
+            const uint16_t *from[16];
+            const int64_t n = rows - r < 16 ? rows - r : 16;
+            for (int64_t i = 0; i < n; i++)
+                from[i] = (const uint16_t *)call->query + w->tokens[(r + i) / group].row * call->q_token +
+                          (h * group + (r + i) % group) * call->q_head;
+            amx_pack_queries(from, n, w->b.q + (h * w->blocks + r / 16) * dim * width, dim, width);
+        }
+    for (int x = 2 * w->first; x < 2 * w->last; x++) w->tiles[x] = amx_tile(call, w->at, x * 16, &w->strides[x]);
+}
+
+/* What to prefetch while heads [h, h + together) are computed: other heads of these keys, or the first ones of the next
+ * item. */
+INLINE AmxAhead amx_plan_ahead(const AmxWork *w, int64_t h, int64_t together, const int64_t v_dim, const int width) {
+    const int64_t first = h + together < w->kv_heads ? h + together : 0;
+    const int64_t last = first + together < w->kv_heads ? first + together : w->kv_heads;
+    AmxAhead ahead = {first ? w->at : w->next, first, last, 0, 0, 0};
+    ahead.row = first || w->next != w->at ? ahead.rows->first : ahead.rows->last;
+    const int64_t left = (ahead.rows->last - ahead.row) * (last - first);
+    const int64_t calls = together * (w->last - w->first) * (w->blocks * (width == 16 ? 6 : 3) + v_dim / STEP);
+    ahead.share = (int)((left + calls - 1) / calls);
+    return ahead;
+}
+
+/* Scores of the item's keys with one block of rows. k_at: where each 16 keys lie. */
+INLINE void amx_scores(const AmxWork *w, AmxAhead *ahead, const uint16_t *const *k_at, const uint16_t *q, float *scores,
+                       const int64_t dim, const int64_t v_dim, const int width) {
+    COMPILER_FENCE();
+    for (int x = w->first; x < w->last; x++) {
+        amx_prefetch(w->call, ahead, dim, v_dim);
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t d = 0; d < dim; d += STEP) {
+            _tile_loadd(2, q + d * width, width * 4);
+            _tile_loadd(3, k_at[2 * x] + d, w->strides[2 * x]);
+            _tile_dpbf16ps(0, 3, 2);
+            _tile_loadd(7, k_at[2 * x + 1] + d, w->strides[2 * x + 1]);
+            _tile_dpbf16ps(1, 7, 2);
+        }
+        _tile_stored(0, scores + x * STEP * width, width * 4);
+        _tile_stored(1, scores + (x * STEP + 16) * width, width * 4);
+    }
+}
+
+/* Scores of one block of rows from row r of KV head h on become probabilities, in their place; maxima and sums go to the
+ * partial results. */
+INLINE void amx_softmax(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h, int64_t r, float *scores,
+                        const int64_t dim, const int64_t v_dim, const int width) {
+    const Call *call = w->call;
+    const vf none = splat(-INFINITY);
+    if (!mask->plain) {
+        memcpy(&mask->pos, w->b.pos + r, 64);
+        memcpy(&mask->low, w->b.low + r, 64);
+        memcpy(&mask->high, w->b.high + r, 64);
+    }
+    if (call->slopes)
+        for (int i = 0; i < 16; i++) mask->slopes[i] = call->slopes[h * w->group + (r + i % width) % w->group];
+    vf tops[4] = {none, none, none, none}, sums[4] = {{0}, {0}, {0}, {0}};
+    for (int x = w->first; x < w->last; x++) {
+        amx_prefetch(call, ahead, dim, v_dim);
+        amx_mask(scores + x * STEP * width, x * STEP, mask, width, tops);
+    }
+    vf top = amx_top(tops, width), base = choose(top == none, splat(0), top); /* none: nothing to see */
+    for (int x = w->first; x < w->last; x++)
+        amx_probabilities(scores + x * STEP * width, base, width, sums, call, ahead, dim, v_dim);
+    vf sum = amx_sum(sums, width);
+    for (int64_t i = r; i < w->rows && i < r + 16; i++) {
+        float *slot = w->b.slots[i / w->group] + h * w->group + i % w->group;
+        slot[0] = top[i - r];
+        slot[w->heads] = sum[i - r];
+    }
+}
+
+/* STEP elements from element d on of the outputs of one block of rows from row r of KV head h on. */
+INLINE void amx_outputs(const AmxWork *w, int64_t h, int64_t r, int64_t d, const int64_t v_dim, const int width) {
+    _tile_zero(4);
+    _tile_zero(5);
+    if (width == 16) {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
+    for (int x = w->first; x < w->last; x++) {
+        const uint16_t *p = (const uint16_t *)(w->b.scores + r * CHUNK + x * STEP * width);
+        const uint16_t *v = w->b.v + x * STEP * STEP;
+        _tile_loadd(6, p, 64);
+        _tile_loadd(3, v, 64);
+        _tile_dpbf16ps(4, 6, 3);
+        _tile_loadd(7, v + 512, 64);
+        _tile_dpbf16ps(5, 6, 7);
+        if (width == 16) {
+            _tile_loadd(2, p + 16 * STEP, 64);
+            _tile_dpbf16ps(0, 2, 3);
+            _tile_dpbf16ps(1, 2, 7);
+        }
+    }
+    _tile_stored(4, w->b.out, STEP * 4);
+    _tile_stored(5, w->b.out + 16, STEP * 4);
+    if (width == 16) {
+        _tile_stored(0, w->b.out + 16 * STEP, STEP * 4);
+        _tile_stored(1, w->b.out + 16 * STEP + 16, STEP * 4);
+    }
+    const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    for (int64_t i = r; i < w->rows && i < r + 16; i++) {
+        const float *part = w->b.out + (i - r) * STEP, *part_2 = part + width * STEP;
+        float *to = w->b.slots[i / w->group] + w->header + (h * w->group + i % w->group) * v_dim + d;
+        __m512i x = (__m512i)(load_f32(part) + load_f32(part_2));
+        __m512i y = (__m512i)(load_f32(part + 16) + load_f32(part_2 + 16));
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi64(x, front, y));
+        _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi64(x, back, y));
+    }
+}
+
+/* One KV head of an item. */
+INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h, const int64_t dim, const int64_t v_dim,
+                     const int width) {
+    const uint16_t *k = (const uint16_t *)w->call->key + h * w->call->k_head;
+    const uint16_t *v = (const uint16_t *)w->call->value + h * w->call->v_head;
+    const uint16_t *k_at[CHUNK / 16];
+    for (int x = 2 * w->first; x < 2 * w->last; x++) {
+        k_at[x] = k + w->tiles[x];
+        if (w->tiles[x] >= 0) continue;
+        k_at[x] = w->b.k + x * 16 * dim;
+        for (int j = 0; j < 16; j++) memcpy(w->b.k + (x * 16 + j) * dim, k + w->at->k[x * 16 + j], (size_t)dim * 2);
+    }
+    for (int64_t r = 0; r < w->rows; r += 16) {
+        const uint16_t *q = w->b.q + (h * w->blocks + r / 16) * dim * width;
+        float *scores = w->b.scores + r * CHUNK;
+        amx_scores(w, ahead, k_at, q, scores, dim, v_dim, width);
+        amx_softmax(w, ahead, mask, h, r, scores, dim, v_dim, width);
+    }
+    for (int64_t d = 0; d < v_dim; d += STEP) {
+        for (int x = w->first; x < w->last; x++) {
+            amx_prefetch(w->call, ahead, dim, v_dim);
+            amx_pack_values(v + d, w->at->v + x * STEP, w->b.v + x * STEP * STEP);
+        }
+        COMPILER_FENCE();
+        for (int64_t r = 0; r < w->rows; r += 16) amx_outputs(w, h, r, d, v_dim, width);
+    }
+}
+
+/* next: see AmxWork; it is prefetched meanwhile, a few rows at a time. */
 INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, AmxBuffers b, float scale,
                      float softcap, const int64_t dim, const int64_t v_dim, const int width) {
     const Item *item = at->item;
-    const Token *tokens = call->plan->tokens + item->first;
-    const int64_t count = item->count, kv_heads = call->num_kv_heads, heads = call->num_heads;
-    const int64_t group = heads / kv_heads, rows = count * group, blocks = amx_blocks(rows);
-    const int64_t header = round_up(2 * heads, 16), slot_size = round_up(slot_floats(heads, v_dim) * 4, 64) / 4;
-    const int64_t start = (int64_t)item->chunk * CHUNK;
-    const uint16_t *keys = (const uint16_t *)call->key, *values = (const uint16_t *)call->value;
-    const int first = at->first / STEP, last = (at->last + STEP - 1) / STEP, steps = last - first;
-    const vf none = splat(-INFINITY);
+    const int64_t kv_heads = call->num_kv_heads, heads = call->num_heads, group = heads / kv_heads;
+    const int64_t rows = item->count * group;
+    AmxWork w = {call, at, next, call->plan->tokens + item->first, item->count, group, heads, kv_heads, rows,
+                 amx_blocks(rows), (int64_t)item->chunk * CHUNK, round_up(2 * heads, 16), at->first / STEP,
+                 (at->last + STEP - 1) / STEP, b, {0}, {0}};
     AmxMask mask = {scale, softcap, softcap <= 0 && !call->slopes, call->slopes != NULL};
     for (int i = 0; i < 16; i++) mask.place[i] = i / width;
     /* Heads that are prefetched together: a few lines of each row, so that memory is read in runs. */
     const int64_t together = 256 / dim < 1 ? 1 : 256 / dim < kv_heads ? 256 / dim : kv_heads;
     AmxAhead ahead = {0};
-
-    for (int64_t t = 0; t < count; t++) {
-        int64_t low = first_key(tokens[t].pos, call->window, call->chunk_size) - start;
-        int64_t high = tokens[t].pos + 1 - start;
-        mask.plain &= low <= first * STEP && high >= last * STEP;
-        for (int64_t r = t * group; r < (t + 1) * group; r++)
-            for (int64_t i = r; i < (width == 4 ? 16 : r + 1); i += 4) {
-                b.pos[i] = (int32_t)(tokens[t].pos - start);
-                b.low[i] = (int32_t)low;
-                b.high[i] = (int32_t)high;
-            }
-        b.slots[t] = tokens[t].slot < 0 ? b.own + t * slot_size
-                                        : (float *)call->workspace + tokens[t].slot * slot_size;
-    }
-    for (int64_t h = 0; h < kv_heads; h++)
-        for (int64_t r = 0; r < rows; r += 16) {
-            const uint16_t *from[16];
-            const int64_t n = rows - r < 16 ? rows - r : 16;
-            for (int64_t i = 0; i < n; i++)
-                from[i] = (const uint16_t *)call->query + tokens[(r + i) / group].row * call->q_token +
-                          (h * group + (r + i) % group) * call->q_head;
-            amx_pack_queries(from, n, b.q + (h * blocks + r / 16) * dim * width, dim, width);
-        }
-    int64_t tiles[CHUNK / 16], strides[CHUNK / 16];
-    for (int x = 2 * first; x < 2 * last; x++) tiles[x] = amx_tile(call, at, x * 16, &strides[x]);
-
+    amx_begin(&w, &mask, dim, v_dim, width);
     for (int64_t h = 0; h < kv_heads; h++) {
-        const uint16_t *k = keys + h * call->k_head, *v = values + h * call->v_head;
-        const uint16_t *k_at[CHUNK / 16];
-        for (int x = 2 * first; x < 2 * last; x++) {
-            k_at[x] = k + tiles[x];
-            if (tiles[x] >= 0) continue;
-            k_at[x] = b.k + x * 16 * dim;
-            for (int j = 0; j < 16; j++)
-                memcpy(b.k + (x * 16 + j) * dim, k + at->k[x * 16 + j], (size_t)dim * 2);
-        }
-        if (h % together == 0) { /* what follows: other heads of these keys, or the first ones of the next item */
-            const int64_t first_head = h + together < kv_heads ? h + together : 0;
-            const int64_t last_head = first_head + together < kv_heads ? first_head + together : kv_heads;
-            ahead = (AmxAhead){first_head ? at : next, first_head, last_head};
-            ahead.row = first_head || next != at ? ahead.rows->first : ahead.rows->last;
-            const int64_t left = (ahead.rows->last - ahead.row) * (last_head - first_head);
-            const int64_t calls = together * steps * (blocks * (width == 16 ? 6 : 3) + v_dim / STEP);
-            ahead.share = (int)((left + calls - 1) / calls);
-        }
-        for (int64_t r = 0; r < rows; r += 16) {
-            const uint16_t *q = b.q + (h * blocks + r / 16) * dim * width;
-            float *scores = b.scores + r * CHUNK;
-            COMPILER_FENCE();
-            for (int x = first; x < last; x++) {
-                amx_prefetch(call, &ahead, dim, v_dim);
-                _tile_zero(0);
-                _tile_zero(1);
-                for (int64_t d = 0; d < dim; d += STEP) {
-                    _tile_loadd(2, q + d * width, width * 4);
-                    _tile_loadd(3, k_at[2 * x] + d, strides[2 * x]);
-                    _tile_dpbf16ps(0, 3, 2);
-                    _tile_loadd(7, k_at[2 * x + 1] + d, strides[2 * x + 1]);
-                    _tile_dpbf16ps(1, 7, 2);
-                }
-                _tile_stored(0, scores + x * STEP * width, width * 4);
-                _tile_stored(1, scores + (x * STEP + 16) * width, width * 4);
-            }
-            if (!mask.plain) {
-                memcpy(&mask.pos, b.pos + r, 64);
-                memcpy(&mask.low, b.low + r, 64);
-                memcpy(&mask.high, b.high + r, 64);
-            }
-            if (call->slopes)
-                for (int i = 0; i < 16; i++) mask.slopes[i] = call->slopes[h * group + (r + i % width) % group];
-            vf tops[4] = {none, none, none, none}, sums[4] = {{0}, {0}, {0}, {0}};
-            for (int x = first; x < last; x++) {
-                amx_prefetch(call, &ahead, dim, v_dim);
-                amx_mask(scores + x * STEP * width, x * STEP, &mask, width, tops);
-            }
-            vf top = amx_top(tops, width), base = choose(top == none, splat(0), top); /* none: nothing to see */
-            for (int x = first; x < last; x++)
-                amx_probabilities(scores + x * STEP * width, base, width, sums, call, &ahead, dim, v_dim);
-            vf sum = amx_sum(sums, width);
-            for (int64_t i = r; i < rows && i < r + 16; i++) {
-                float *slot = b.slots[i / group] + h * group + i % group;
-                slot[0] = top[i - r];
-                slot[heads] = sum[i - r];
-            }
-        }
-        for (int64_t d = 0; d < v_dim; d += STEP) {
-            for (int x = first; x < last; x++) {
-                amx_prefetch(call, &ahead, dim, v_dim);
-                amx_pack_values(v + d, at->v + x * STEP, b.v + x * STEP * STEP);
-            }
-            COMPILER_FENCE();
-            for (int64_t r = 0; r < rows; r += 16) {
-                _tile_zero(4);
-                _tile_zero(5);
-                if (width == 16) {
-                    _tile_zero(0);
-                    _tile_zero(1);
-                }
-                for (int x = first; x < last; x++) {
-                    const uint16_t *p = (const uint16_t *)(b.scores + r * CHUNK + x * STEP * width);
-                    const uint16_t *w = b.v + x * STEP * STEP;
-                    _tile_loadd(6, p, 64);
-                    _tile_loadd(3, w, 64);
-                    _tile_dpbf16ps(4, 6, 3);
-                    _tile_loadd(7, w + 512, 64);
-                    _tile_dpbf16ps(5, 6, 7);
-                    if (width == 16) {
-                        _tile_loadd(2, p + 16 * STEP, 64);
-                        _tile_dpbf16ps(0, 2, 3);
-                        _tile_dpbf16ps(1, 2, 7);
-                    }
-                }
-                _tile_stored(4, b.out, STEP * 4);
-                _tile_stored(5, b.out + 16, STEP * 4);
-                if (width == 16) {
-                    _tile_stored(0, b.out + 16 * STEP, STEP * 4);
-                    _tile_stored(1, b.out + 16 * STEP + 16, STEP * 4);
-                }
-                const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-                const __m512i back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-                for (int64_t i = r; i < rows && i < r + 16; i++) {
-                    const float *part = b.out + (i - r) * STEP, *part_2 = part + width * STEP;
-                    float *to = b.slots[i / group] + header + (h * group + i % group) * v_dim + d;
-                    __m512i x = (__m512i)(load_f32(part) + load_f32(part_2));
-                    __m512i y = (__m512i)(load_f32(part + 16) + load_f32(part_2 + 16));
-                    _mm512_storeu_si512(to, _mm512_permutex2var_epi64(x, front, y));
-                    _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi64(x, back, y));
-                }
-            }
-        }
+        if (h % together == 0) ahead = amx_plan_ahead(&w, h, together, v_dim, width);
+        amx_head(&w, &ahead, &mask, h, dim, v_dim, width);
     }
-    for (int64_t t = 0; t < count; t++)
-        if (tokens[t].slot < 0) finish_bf16(call, tokens[t].row, b.slots[t], 0, 1, 0, heads);
+    for (int64_t t = 0; t < w.count; t++)
+        if (w.tokens[t].slot < 0) finish_bf16(call, w.tokens[t].row, b.slots[t], 0, 1, 0, heads);
+}
+
+/* The item in code made for its sizes. */
+INLINE void amx_run(const Call *call, const AmxRows *now, const AmxRows *next, AmxBuffers b, float scale, float softcap,
+                    const int width) {
+    const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
+    if (dim == 64 && v_dim == 64)
+        amx_item(call, now, next, b, scale, softcap, 64, 64, width);
+    else if (dim == 128 && v_dim == 128)
+        amx_item(call, now, next, b, scale, softcap, 128, 128, width);
+    else
+        amx_item(call, now, next, b, scale, softcap, dim, v_dim, width);
 }
 
 /* With one query head a KV head there is too little to multiply: plain decoding is faster without tiles. */
-static int amx_has_shape(const Call *call) {
+int amx_has_shape(const Call *call) {
     return call->head_dim % STEP == 0 && call->v_head_dim % STEP == 0 && call->num_heads > call->num_kv_heads;
 }
 
-static void attention_amx(const Call *call, float scale, float softcap) {
+void attention_amx(const Call *call, float scale, float softcap) {
     const Plan *plan = call->plan;
     const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads, group = heads / kv_heads;
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
     const int64_t own_bytes = thread_bytes(plan->max_count, heads, kv_heads, dim, v_dim);
-    char *parts = call->workspace + plan->num_slots * round_up(slot_floats(heads, v_dim) * 4, 64);
+    char *parts = call->workspace + plan->num_slots * slot_bytes(heads, v_dim);
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1)
     {
         char *at = parts + omp_get_thread_num() * own_bytes;
@@ -420,27 +481,14 @@ static void attention_amx(const Call *call, float scale, float softcap) {
             const int width = item->count * group <= 4 ? 4 : 16;
             if (width != configured) _tile_loadconfig(width == 4 ? &amx_config_4 : &amx_config_16);
             configured = width;
-            if (dim == 64 && v_dim == 64) {
-                if (width == 4)
-                    amx_item(call, now, next, b, scale, softcap, 64, 64, 4);
-                else
-                    amx_item(call, now, next, b, scale, softcap, 64, 64, 16);
-            } else if (dim == 128 && v_dim == 128) {
-                if (width == 4)
-                    amx_item(call, now, next, b, scale, softcap, 128, 128, 4);
-                else
-                    amx_item(call, now, next, b, scale, softcap, 128, 128, 16);
-            } else {
-                if (width == 4)
-                    amx_item(call, now, next, b, scale, softcap, dim, v_dim, 4);
-                else
-                    amx_item(call, now, next, b, scale, softcap, dim, v_dim, 16);
-            }
+            if (width == 4)
+                amx_run(call, now, next, b, scale, softcap, 4);
+            else
+                amx_run(call, now, next, b, scale, softcap, 16);
             side ^= 1;
         }
         _tile_release(); /* others use tiles in these threads, each with a configuration of its own */
         merge_bf16(call);
     }
 }
-
-#undef STEP
+#endif

@@ -1,5 +1,5 @@
 /* Logits to tokens: the most likely token of each row and its log-probability, in two passes over the row where it lies.
- * Included by attention.inc.c, for each dtype. */
+ * Included for each dtype; see attention.inc.c for the macros. */
 
 static void TYPED(greedy_row)(const ELEMENT *x, int64_t vocab, int64_t *token, float *logprob) {
     vf most = splat(-INFINITY), sums[4] = {{0}};
@@ -38,8 +38,8 @@ static void TYPED(greedy_row)(const ELEMENT *x, int64_t vocab, int64_t *token, f
     *logprob = -logf(sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])));
 }
 
-static void TYPED(greedy)(const ELEMENT *x, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
-                          int64_t threads) {
+void TYPED(greedy)(const ELEMENT *x, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
+                   int64_t threads) {
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
     for (int64_t r = 0; r < rows; r++) TYPED(greedy_row)(x + r * row, vocab, tokens + r, logprobs + r);

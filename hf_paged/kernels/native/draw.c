@@ -3,6 +3,8 @@
  * Twister: 53 bits of two words each, for every token of the row. No time is less than its u; so a logarithm is taken
  * only where u does not tell already that another token is ahead. */
 
+#include "common.h"
+
 /* Plain loops, which gcc puts on vectors at this level only. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options
@@ -81,8 +83,8 @@ static int64_t draw_row(const float *p, int64_t vocab, twister *t) {
 }
 
 /* probs: rows `stride` apart. states: one of a generator for each row, moved on; are_distinct: no two are the same. */
-void hfp_draw(const float *probs, int64_t stride, int64_t rows, int64_t vocab, generator_state *const *states,
-              int are_distinct, int64_t *tokens, int64_t threads) {
+HFP_EXPORT void hfp_draw(const float *probs, int64_t stride, int64_t rows, int64_t vocab,
+                         generator_state *const *states, int are_distinct, int64_t *tokens, int64_t threads) {
     (void)threads, (void)are_distinct;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1 && are_distinct)
     for (int64_t r = 0; r < rows; r++) {

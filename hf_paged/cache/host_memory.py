@@ -1,0 +1,115 @@
+"""How much host memory this process may still take: what the system has free, and what its cgroups allow.
+
+Reads files under `root` only, so that a test can lay them out. Knows nothing of K/V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes: what there is altogether for this process, and what it may still take."""
+
+    total: int
+    available: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Names of the files of a memory cgroup."""
+
+    filesystem: str
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: str  # in memory.stat: file pages that are dropped before anybody is killed
+
+
+_V1 = _Version("cgroup", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Version("cgroup2", ("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """What the system and the tightest memory cgroup of this process leave, whichever is less."""
+    import psutil
+
+    system = psutil.virtual_memory()
+    return within_cgroups(HostMemory(int(system.total), int(system.available)), root)
+
+
+def within_cgroups(memory: HostMemory, root: Path = Path("/")) -> HostMemory:
+    """`memory` cut to what the memory cgroups of this process allow, those around it included (v1, v2 or both)."""
+    total, available = memory.total, memory.available
+    for version, directory in _directories(root):
+        limits = [limit for name in version.limits if (limit := _read_int(directory / name)) is not None]
+        usage = _read_int(directory / version.usage)
+        if not limits or usage is None:
+            continue
+        used = max(usage - _reclaimable(directory, version), 0)
+        total = min(total, *limits)
+        available = min(available, max(min(limits) - used, 0))
+    return HostMemory(total, available)
+
+
+def _directories(root: Path) -> Iterator[tuple[_Version, Path]]:
+    """The memory cgroups of this process, from its own up to the mount."""
+    mounts = dict(_mounts(root))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        version = _V2 if not controllers else _V1
+        if version not in mounts or (controllers and "memory" not in controllers.split(",")):
+            continue
+        mounted, mount_point = mounts[version]
+        yield from ((version, directory) for directory in _up_to(mount_point, _below(mounted, path)))
+
+
+def _mounts(root: Path) -> Iterator[tuple[_Version, tuple[str, Path]]]:
+    """Which part of the hierarchy of memory cgroups is mounted, and where."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        fields, (filesystem, _, options) = before.split(), (*after.split(maxsplit=2), "", "", "")[:3]
+        for version in (_V1, _V2):
+            if filesystem == version.filesystem and (version is _V2 or "memory" in options.split(",")):
+                yield version, (fields[3], root / fields[4].lstrip("/"))
+
+
+def _below(mounted: str, path: str) -> PurePosixPath:
+    """`path` seen from the mounted part. A path that lies outside of it (".." in a container) cannot be followed: the
+    mount itself is then the closest cgroup that can be read."""
+    if ".." in path.split("/"):
+        return PurePosixPath()
+    try:
+        return PurePosixPath(path).relative_to(mounted)
+    except ValueError:
+        return PurePosixPath()
+
+
+def _up_to(mount_point: Path, relative: PurePosixPath) -> Iterator[Path]:
+    yield mount_point / relative
+    if relative.parts:
+        yield from _up_to(mount_point, relative.parent)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # no Linux, or no cgroups
+        return []
+
+
+def _read_int(path: Path) -> int | None:
+    """None: there is no such file, or no limit in it ("max")."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(directory: Path, version: _Version) -> int:
+    for line in _lines(directory / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name == version.reclaimable and value.strip().isdigit():
+            return int(value)
+    return 0

@@ -1,0 +1,91 @@
+/* The two parts of a decoder layer, around its attention, and whole layers. All depths are multiples of 32. The caller
+ * compares them with the model's own layers once (fused/cpu/decoder.py). */
+#include "layers.h"
+#include "kernels.h"
+#if HAS_AMX
+
+INLINE void apply(const Packed *p, const uint16_t *x, int64_t rows, int64_t depth, uint16_t *out, char *workspace,
+                  int64_t threads) {
+    hfp_linear(&(Linear){x, rows, p->columns, depth, p->weight, p->bias, out, workspace, threads});
+}
+
+HFP_EXPORT int64_t hfp_layer_in_workspace(int64_t rows, int64_t depth) {
+    return round_up(rows * depth * 2, 64) + hfp_linear_workspace(rows, depth);
+}
+
+/* What comes before attention: norm, projections, norms of heads, rotation. eps: of all three norms. */
+HFP_EXPORT void hfp_layer_in(const LayerIn *l, const double *eps) {
+    const int64_t rows = l->rows, depth = l->depth, dim = l->head_dim, threads = l->threads;
+    const int64_t heads = l->query.columns / dim, kv_heads = l->key.columns / dim;
+    uint16_t *normed = (uint16_t *)(void *)l->workspace;
+    char *rest = l->workspace + round_up(rows * depth * 2, 64);
+    hfp_rms_norm(l->x, l->norm, normed, rows, depth, eps[0], threads);
+    apply(&l->query, normed, rows, depth, l->new_query, rest, threads);
+    apply(&l->key, normed, rows, depth, l->new_key, rest, threads);
+    apply(&l->value, normed, rows, depth, l->new_value, rest, threads);
+    if (l->query_norm) hfp_rms_norm(l->new_query, l->query_norm, l->new_query, rows * heads, dim, eps[1], threads);
+    if (l->key_norm) hfp_rms_norm(l->new_key, l->key_norm, l->new_key, rows * kv_heads, dim, eps[2], threads);
+    hfp_rotate(&(Rotate){{l->new_query, heads * dim, dim, heads, l->new_query},
+                         {l->new_key, kv_heads * dim, dim, kv_heads, l->new_key},
+                         l->cos, l->sin, rows, dim, threads});
+}
+
+/* gate[i] = gate[i] / (1 + exp(-gate[i])) * up[i] */
+INLINE void gate_vector(uint16_t *gate, const uint16_t *up) {
+    const vf x = load_bf16(gate);
+    /* Beyond these bounds the result is 0 or x. NaN stays: the second operand is taken then. */
+    const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(104), _mm512_max_ps(_mm512_set1_ps(-104), (__m512)-x));
+    vf power;
+    const vf y = exp_parts((vf)bounded, &power);
+    const vf silu = round_bf16(x / (1.0f + (vf)_mm512_scalef_ps((__m512)y, (__m512)power)));
+    store_bf16(gate, silu * load_bf16(up));
+}
+
+HFP_EXPORT int64_t hfp_layer_out_workspace(int64_t rows, int64_t x_depth, int64_t depth, int64_t inner) {
+    const int64_t most = x_depth > depth ? x_depth : depth;
+    return 2 * round_up(rows * depth * 2, 64) + 2 * round_up(rows * inner * 2, 64) +
+           hfp_linear_workspace(rows, most > inner ? most : inner);
+}
+
+/* to[i] += x[i] */
+static void add_rows(uint16_t *to, const uint16_t *x, int64_t n, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n >= FORK_ELEMENTS)
+    for (int64_t i = 0; i < n; i += 16) store_bf16(to + i, load_bf16(to + i) + load_bf16(x + i));
+}
+
+/* What comes after attention: output projection, residual, norm, gated MLP, residual. */
+HFP_EXPORT void hfp_layer_out(const LayerOut *l, double eps) {
+    const int64_t rows = l->rows, depth = l->depth, inner = l->gate.columns, size = rows * inner, threads = l->threads;
+    uint16_t *middle = (uint16_t *)(void *)l->workspace, *normed = middle + round_up(rows * depth * 2, 64) / 2;
+    uint16_t *gate = normed + round_up(rows * depth * 2, 64) / 2, *up = gate + round_up(size * 2, 64) / 2;
+    char *rest = (char *)up + round_up(size * 2, 64);
+    apply(&l->output, l->x, rows, l->x_depth, middle, rest, threads);
+    add_rows(middle, l->residual, rows * depth, threads);
+    hfp_rms_norm(middle, l->norm, normed, rows, depth, eps, threads);
+    apply(&l->gate, normed, rows, depth, gate, rest, threads);
+    apply(&l->up, normed, rows, depth, up, rest, threads);
+    /* Memory would be idle meanwhile: the first of what the next layer of weights needs comes to L2. */
+    const char *next = (const char *)l->down.weight, *last = next + (depth * inner * 2 < AHEAD ? depth * inner * 2 : AHEAD);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size >= FORK_ELEMENTS)
+    for (int64_t i = 0; i < size; i += 16) {
+        if (next + i * 8 < last) {
+            _mm_prefetch(next + i * 8, _MM_HINT_T1);
+            _mm_prefetch(next + i * 8 + 64, _MM_HINT_T1);
+        }
+        gate_vector(gate + i, up + i);
+    }
+    apply(&l->down, gate, rows, inner, l->out, rest, threads);
+    add_rows(l->out, middle, rows * depth, threads);
+}
+
+/* `count` decoder layers of a decode step, in bf16: each one's LayerIn, Call and LayerOut name the same buffers, and it
+ * takes what the one before it gives. eps: three for each LayerIn, one for each LayerOut; scales: scale and softcap. */
+HFP_EXPORT void hfp_decode_layers(const LayerIn *ins, const double *in_eps, const Call *calls, const double *scales,
+                                  const LayerOut *outs, const double *out_eps, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        hfp_layer_in(&ins[i], in_eps + 3 * i);
+        hfp_attention(&calls[i], 1, scales[2 * i], scales[2 * i + 1]);
+        hfp_layer_out(&outs[i], out_eps[i]);
+    }
+}
+#endif

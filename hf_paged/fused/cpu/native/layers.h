@@ -1,0 +1,77 @@
+/* What the units for decoder layers share: the arguments of their entry points, filled by the caller as 64-bit words in
+ * this order (fused/cpu/structs.py), and rounding to bf16. Everything here needs a matrix unit (or its emulation). */
+#ifndef HFP_LAYERS_H
+#define HFP_LAYERS_H
+#include "amx.h"
+#include "vectors.h"
+#if HAS_AMX
+
+#define FORK_ELEMENTS (1 << 15) /* fewer are done before a second thread has begun */
+#define AHEAD (256 << 10)       /* bytes that may come to L2 before they are needed */
+
+typedef struct {
+    const uint16_t *x; /* [rows, depth] */
+    int64_t rows, columns, depth;
+    const uint16_t *weight, *bias; /* bias: or NULL */
+    uint16_t *out;                 /* [rows, columns] */
+    char *workspace;               /* hfp_linear_workspace() bytes, aligned to 64 */
+    int64_t threads;
+} Linear;
+
+typedef struct {
+    const uint16_t *x; /* [tokens, heads, dim] */
+    int64_t token, head, heads;
+    uint16_t *out; /* contiguous */
+} Rotated;
+
+typedef struct {
+    Rotated query, key;
+    const uint16_t *cos, *sin; /* [tokens, dim] */
+    int64_t tokens, dim, threads;
+} Rotate;
+
+/* The weight of a linear layer. */
+typedef struct {
+    const uint16_t *weight, *bias; /* packed; bias: or NULL */
+    int64_t columns;
+} Packed;
+
+typedef struct {
+    const uint16_t *x; /* [rows, depth] */
+    int64_t rows, depth, head_dim;
+    const uint16_t *norm, *query_norm, *key_norm; /* weights; those of the heads, [head_dim]: or NULL */
+    Packed query, key, value;
+    const uint16_t *cos, *sin;                /* [rows, head_dim] */
+    uint16_t *new_query, *new_key, *new_value; /* [rows, columns of each] */
+    char *workspace;                          /* hfp_layer_in_workspace() bytes, aligned to 64 */
+    int64_t threads;
+} LayerIn;
+
+typedef struct {
+    const uint16_t *x, *residual; /* what attention gave [rows, x_depth]; what came into the layer [rows, depth] */
+    int64_t rows, x_depth, depth;
+    const uint16_t *norm;
+    Packed output, gate, up, down;
+    uint16_t *out;   /* [rows, depth] */
+    char *workspace; /* hfp_layer_out_workspace() bytes, aligned to 64 */
+    int64_t threads;
+} LayerOut;
+
+int64_t hfp_linear_workspace(int64_t rows, int64_t depth);
+void hfp_linear(const Linear *call);
+void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n, double eps,
+                  int64_t threads);
+void hfp_rotate(const Rotate *r);
+
+/* Rounds to the nearest even, as torch does; subnormal numbers too, which the instructions for it flush. */
+INLINE vf round_bf16(vf x) {
+    const __m512i u = (__m512i)x, odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(u, odd), _mm512_set1_epi32(0x7fff));
+    const __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    return (vf)_mm512_mask_mov_epi32(_mm512_and_si512(sum, _mm512_set1_epi32((int)0xffff0000)), nan,
+                                     _mm512_set1_epi32(0x7fc00000));
+}
+INLINE __m256i to_bf16(vf x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)round_bf16(x), 16)); }
+INLINE void store_bf16(uint16_t *p, vf x) { _mm256_storeu_si256((__m256i *)p, to_bf16(x)); }
+#endif
+#endif

@@ -1,0 +1,85 @@
+/* Norms and rotary position embeddings in bf16. They take longer to call than to compute, so each is one call instead of
+ * several. Each rounds where transformers' own code rounds, and the sum of squares is taken in torch's order, so that
+ * results are the same bit for bit; the caller compares them once (fused/cpu/norms.py). */
+#include "layers.h"
+#if HAS_AMX
+
+INLINE float square(uint16_t x) {
+    const uint32_t word = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value * value;
+}
+
+/* Adds the squares of 32 elements, lane by lane. */
+INLINE void add_squares(vf *sums, const uint16_t *x) {
+    const vf a = load_bf16(x), b = load_bf16(x + 16);
+    sums[0] += a * a;
+    sums[1] += b * b;
+}
+
+/* The sum of the squares of n elements, in the order in which torch sums a row of fp32: four vectors of 8 lanes side by
+ * side, in four levels of partial sums, then the vectors, the elements behind them, and the lanes. */
+static float sum_of_squares(const uint16_t *x, int64_t n) {
+    const int64_t vectors = n / 8, size = vectors / 4;
+    int64_t power = 0, i = 0;
+    while ((int64_t)1 << power < size) power++;
+    power = power / 4 > 4 ? power / 4 : 4;
+    const int64_t step = (int64_t)1 << power;
+    vf sums[4][2] = {{{0}}};
+    float lanes[32], total = 0;
+    while (i + step <= size) {
+        for (int64_t j = 0; j < step; j++, i++) add_squares(sums[0], x + 32 * i);
+        for (int level = 1; level < 4; level++) {
+            for (int h = 0; h < 2; h++) {
+                sums[level][h] += sums[level - 1][h];
+                sums[level - 1][h] = (vf){0};
+            }
+            if (i & ((step - 1) << (level * power))) break;
+        }
+    }
+    for (; i < size; i++) add_squares(sums[0], x + 32 * i);
+    for (int h = 0; h < 2; h++) store_f32(lanes + 16 * h, sums[0][h] + sums[1][h] + sums[2][h] + sums[3][h]);
+    for (int64_t k = size * 32; k < vectors * 8; k++) lanes[k % 8] += square(x[k]);
+    for (int k = 8; k < 32; k++) lanes[k % 8] += lanes[k];
+    for (int64_t k = vectors * 8; k < n; k++) total += square(x[k]);
+    for (int k = 0; k < 8; k++) total += lanes[k];
+    return total;
+}
+
+/* out = weight * round(x / sqrt(mean(x * x) + eps)), rows of n elements; n a multiple of 16. */
+HFP_EXPORT void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n, double eps,
+                  int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * n >= FORK_ELEMENTS)
+    for (int64_t r = 0; r < rows; r++) {
+        const uint16_t *from = x + r * n;
+        uint16_t *to = out + r * n;
+        const vf factor = splat(1.0f / sqrtf(sum_of_squares(from, n) / (float)n + (float)eps));
+        for (int64_t i = 0; i < n; i += 16)
+            store_bf16(to + i, load_bf16(weight + i) * round_bf16(load_bf16(from + i) * factor));
+    }
+}
+
+INLINE void rotate_heads(const Rotated *r, int64_t token, const uint16_t *cos, const uint16_t *sin, int64_t dim) {
+    const int64_t half = dim / 2;
+    for (int64_t h = 0; h < r->heads; h++) {
+        const uint16_t *x = r->x + token * r->token + h * r->head;
+        uint16_t *out = r->out + (token * r->heads + h) * dim;
+        for (int64_t d = 0; d < half; d += 16) {
+            const vf a = load_bf16(x + d), b = load_bf16(x + half + d);
+            store_bf16(out + d, round_bf16(a * load_bf16(cos + d)) - round_bf16(b * load_bf16(sin + d)));
+            store_bf16(out + half + d, round_bf16(b * load_bf16(cos + half + d)) + round_bf16(a * load_bf16(sin + half + d)));
+        }
+    }
+}
+
+/* Rotary position embedding of queries and keys: the halves of a head rotate against each other. dim: a multiple of 32. */
+HFP_EXPORT void hfp_rotate(const Rotate *r) {
+#pragma omp parallel for schedule(static) num_threads(r->threads) \
+    if (r->threads > 1 && r->tokens * (r->query.heads + r->key.heads) * r->dim >= FORK_ELEMENTS)
+    for (int64_t t = 0; t < r->tokens; t++) {
+        rotate_heads(&r->query, t, r->cos + t * r->dim, r->sin + t * r->dim, r->dim);
+        rotate_heads(&r->key, t, r->cos + t * r->dim, r->sin + t * r->dim, r->dim);
+    }
+}
+#endif

@@ -1,0 +1,90 @@
+"""EngineStats: the figures of an engine at one moment, and how they are collected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.stepper import Stepper
+from hf_paged.model.graphs import GraphedSteps
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment. Block counts are sums over layer groups: free + used + cached == num_blocks.
+
+    used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
+    blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
+    ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
+    blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
+    same sequences would take in addition without sharing. graph_replays: those of the steps that a CUDA graph computed.
+    Counters count since the start.
+    """
+
+    num_blocks: int
+    blocks_free: int
+    blocks_used: int
+    blocks_shared: int
+    blocks_cached: int
+    blocks_swapped: int
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    cow_copies: int
+    kv_bytes_reserved: int
+    kv_bytes_touched: int
+    kv_bytes_used: int
+    kv_bytes_saved_by_sharing: int
+    kv_waste_ratio: float
+    preemptions_recompute: int
+    preemptions_swap: int
+    prefix_cache_query_tokens: int
+    prefix_cache_hit_tokens: int
+    prompt_tokens: int
+    generated_tokens: int
+    steps: int
+    graph_replays: int
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
+
+
+def collect_stats(
+    memory: PagedMemory,
+    host_managers: list[BlockManager],
+    scheduler: Scheduler,
+    stepper: Stepper,
+    graphs: GraphedSteps | None,
+    *,
+    prompt_tokens: int,
+) -> EngineStats:
+    stats, cache = memory.stats(), scheduler.prefix_cache
+    allocators = [manager.allocator for manager in memory.managers]
+    return EngineStats(
+        num_blocks=stats.num_blocks,
+        blocks_free=sum(a.num_free for a in allocators),
+        blocks_used=stats.blocks_used,
+        blocks_shared=stats.blocks_shared,
+        blocks_cached=sum(a.num_cached for a in allocators),
+        blocks_swapped=sum(m.allocator.num_used for m in host_managers),
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_swapped=scheduler.num_swapped,
+        cow_copies=stats.cow_copies,
+        kv_bytes_reserved=stats.bytes_reserved,
+        kv_bytes_touched=stats.bytes_touched,
+        kv_bytes_used=stats.bytes_used,
+        kv_bytes_saved_by_sharing=stats.bytes_saved_by_sharing,
+        kv_waste_ratio=1 - stats.bytes_filled / stats.bytes_used if stats.bytes_used else 0.0,
+        preemptions_recompute=scheduler.num_preemptions_recompute,
+        preemptions_swap=scheduler.num_preemptions_swap,
+        prefix_cache_query_tokens=cache.query_tokens if cache is not None else 0,
+        prefix_cache_hit_tokens=cache.hit_tokens if cache is not None else 0,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=stepper.generated_tokens,
+        steps=stepper.steps,
+        graph_replays=0 if graphs is None else graphs.replays,
+    )

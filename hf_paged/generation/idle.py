@@ -1,0 +1,62 @@
+"""Idle K/V memory of paged generate calls on one model, kept for the next call. Within bounds, however calls differ."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.model.devices import device_of
+
+Kind = tuple[Any, ...]  # what the model's K/V is made of
+MemoryKey = tuple[Kind, int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
+"""Kind, block_size, num_blocks, windows: memories of one key may serve one another's calls."""
+
+MAX_POOLS = 4
+MAX_BYTES = 1 << 30
+"""Of the pools that are kept beside the one used last, which is kept whatever its size: the next call is most likely of
+the same kind."""
+
+
+def kind_of(model: Any) -> Kind:
+    device = device_of(model)
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return model.dtype, device, autocast
+
+
+class IdlePools:
+    """At most MAX_POOLS pools, and MAX_BYTES beside the one used last; least recently used ones go first.
+
+    Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[MemoryKey, PagedMemory] = {}  # by last use, the last one at the end
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[PagedMemory]:
+        """Least recently used first."""
+        return iter(list(self._pools.values()))
+
+    def take(self, key: MemoryKey) -> PagedMemory:
+        """An idle pool of that key, now the caller's, or a new one. Pools of another kind are forgotten."""
+        with self._lock:
+            memory = self._pools.pop(key, None)
+            for other in [other for other in self._pools if other[0] != key[0]]:
+                del self._pools[other]  # of what the model was
+        if memory is not None:
+            return memory
+        _, block_size, max_blocks, windows = key
+        return PagedMemory(block_size, windows=windows, growable=True, max_blocks=max_blocks)
+
+    def give_back(self, key: MemoryKey, memory: PagedMemory) -> None:
+        """Keep a pool that no sequence uses any more."""
+        with self._lock:
+            self._pools.pop(key, None)
+            self._pools[key] = memory
+            others = sum(other.nbytes for other in self._pools.values()) - memory.nbytes
+            while len(self._pools) > MAX_POOLS or others > MAX_BYTES:
+                others -= self._pools.pop(next(iter(self._pools))).nbytes

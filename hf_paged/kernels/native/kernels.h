@@ -1,0 +1,82 @@
+/* What the units of attention share: the arguments of a call, the sizes of workspaces, the code for each dtype. */
+#ifndef HFP_KERNELS_H
+#define HFP_KERNELS_H
+#include "plan.h"
+
+/* Filled by the caller as 64-bit words in this order (kernels/native/structs.py); strides in elements, 0 = absent. */
+typedef struct {
+    const char *query, *key, *value;
+    char *out;
+    float *lse;                  /* [num_tokens, num_heads] or NULL */
+    const float *sinks, *slopes; /* [num_heads] or NULL */
+    const int32_t *tables;
+    const Plan *plan;
+    char *workspace;
+    int64_t q_token, q_head, k_block, k_token, k_head, v_block, v_token, v_head, o_token, o_head;
+    int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk_size, threads;
+    const char *new_key, *new_value; /* K/V of the step's tokens, to be written first; NULL: they are in the cache */
+    const int64_t *slots;
+    int64_t num_tokens, strides[12]; /* as hfp_write_kv takes them */
+} Call;
+
+/* Sequences whose new tokens are many. seq_lens, starts: of all sequences; seqs: which ones. */
+typedef struct {
+    const int32_t *seq_lens, *starts, *seqs;
+    int64_t num_seqs;
+} Prompts;
+
+static inline int64_t padded_dim(int64_t dim) { return round_up(dim, 2 * W); }
+
+/* floats of one partial result: maxima, sums, unnormalised outputs */
+static inline int64_t slot_floats(int64_t num_heads, int64_t v_head_dim) {
+    return round_up(2 * num_heads, 16) + num_heads * padded_dim(v_head_dim);
+}
+
+/* Bytes of one partial result. */
+static inline int64_t slot_bytes(int64_t num_heads, int64_t v_head_dim) {
+    return round_up(slot_floats(num_heads, v_head_dim) * 4, 64);
+}
+
+/* Bytes of workspace that each thread needs for items of up to `count` queries. */
+static inline int64_t thread_bytes(int64_t count, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                   int64_t v_head_dim) {
+    const int64_t rows = count * (num_heads / num_kv_heads);
+    const int64_t floats = count * num_heads * padded_dim(head_dim) /* queries */
+                           + count * slot_floats(num_heads, v_head_dim)
+                           + count * num_heads * W /* sums, lane by lane */
+                           + rows * (TILE + 4)     /* scores, factors, pointers to accumulators */
+                           + count * 8
+#if HAS_AMX
+                           + round_up(rows, 16) * (num_kv_heads * head_dim / 2 + 3) /* queries as tiles, what they see */
+                           + round_up(rows, 16) * CHUNK                             /* scores */
+                           + CHUNK * (head_dim + 32) / 2 + 1024                     /* keys, values, outputs as tiles */
+#endif
+        ;
+    return round_up(floats * 4, 64) + 4096;
+}
+
+void attention_f32(const Call *call, float scale, float softcap);
+void attention_bf16(const Call *call, float scale, float softcap);
+void prefill_f32(const Call *call, const Prompts *prompts, float scale, float softcap);
+void prefill_bf16(const Call *call, const Prompts *prompts, float scale, float softcap);
+void greedy_f32(const float *logits, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
+                int64_t threads);
+void greedy_bf16(const uint16_t *logits, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
+                 int64_t threads);
+#if HAS_F16
+void attention_f16(const Call *call, float scale, float softcap);
+void prefill_f16(const Call *call, const Prompts *prompts, float scale, float softcap);
+void greedy_f16(const uint16_t *logits, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
+                int64_t threads);
+#endif
+#if HAS_AMX
+int amx_has_shape(const Call *call);
+void attention_amx(const Call *call, float scale, float softcap);
+void prefill_amx(const Call *call, const Prompts *prompts, float scale, float softcap);
+#endif
+
+int hfp_attention(const Call *call, int dtype, double scale, double softcap);
+void hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache, const int64_t *slots,
+                  int64_t num_tokens, int64_t num_kv_heads, int64_t block_size, const int64_t *strides,
+                  int64_t threads);
+#endif

@@ -1,0 +1,12 @@
+/* Attention, prompts and greedy choice in bf16, without a matrix unit. */
+#include "common.h"
+#define DTYPE bf16
+#define ELEMENT uint16_t
+#define LOAD load_bf16
+#define DOT_BF16 HAS_DPBF16
+#define COMMON_DIMS 1
+#define AMX 0
+#define PREFILL_TYPE DTYPE
+#include "attention.inc.c"
+#include "prefill.inc.c"
+#include "greedy.inc.c"

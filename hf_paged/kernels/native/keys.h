@@ -1,0 +1,42 @@
+/* Where the keys and values of an item lie. */
+#ifndef HFP_KEYS_H
+#define HFP_KEYS_H
+#include "kernels.h"
+
+/* Where the keys and values of `size` positions from `tile` on lie, as far as they are in [low, high). The others get the
+ * place of one that is: they are read, but their scores are masked. */
+INLINE void locate(const Call *call, const int32_t *table, int64_t tile, int64_t size, int64_t low, int64_t high,
+                   int64_t *k_at, int64_t *v_at) {
+    const int64_t from = tile > low ? tile : low, to = tile + size < high ? tile + size : high;
+    int64_t block = from / call->block_size, inside = from % call->block_size;
+    for (int64_t j = from; j < to;) {
+        int64_t run = call->block_size - inside < to - j ? call->block_size - inside : to - j;
+        int64_t k = table[block] * call->k_block + inside * call->k_token;
+        int64_t v = table[block] * call->v_block + inside * call->v_token;
+        for (int64_t i = 0; i < run; i++) {
+            k_at[j - tile + i] = k + i * call->k_token;
+            v_at[j - tile + i] = v + i * call->v_token;
+        }
+        j += run;
+        inside = 0;
+        block++;
+    }
+    for (int64_t j = 0; j < from - tile; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
+    for (int64_t j = to - tile; j < size; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
+}
+
+/* The keys of an item that at least one of its queries sees. */
+INLINE void keys_of_item(const Call *call, const Item *item, int64_t *low, int64_t *high) {
+    const Token *tokens = call->plan->tokens + item->first;
+    const int64_t start = (int64_t)item->chunk * CHUNK, end = start + CHUNK;
+    *low = end;
+    *high = start;
+    for (int64_t t = 0; t < item->count; t++) {
+        int64_t lo = first_key(tokens[t].pos, call->window, call->chunk_size), hi = tokens[t].pos + 1;
+        lo = lo > start ? lo : start;
+        hi = hi < end ? hi : end;
+        *low = lo < *low ? lo : *low;
+        *high = hi > *high ? hi : *high;
+    }
+}
+#endif

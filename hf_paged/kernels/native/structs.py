@@ -1,0 +1,82 @@
+"""The C structs that the kernels take, field for field as in the headers, and the signatures of the entry points."""
+
+from __future__ import annotations
+
+import ctypes
+
+_INTEGER, _POINTER, _REAL, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double, ctypes.c_int
+
+
+class Step(ctypes.Structure):
+    """struct Step of plan.h: a step as `hfp_plan` is told of it."""
+
+    _fields_ = [
+        (name, _INTEGER)
+        for name in (
+            "tables", "seq_lens", "starts", "seqs", "table_stride", "num_seqs", "block_size", "window", "chunk_size",
+            "max_count", "share",
+        )
+    ]  # fmt: skip
+
+
+class Call(ctypes.Structure):
+    """struct Call of kernels.h: the arguments of `hfp_attention` and `hfp_prefill`; addresses are integers."""
+
+    _fields_ = [
+        *(
+            (name, _INTEGER)
+            for name in (
+                "query", "key", "value", "out", "lse", "sinks", "slopes", "tables", "plan", "workspace",
+                "q_token", "q_head", "k_block", "k_token", "k_head", "v_block", "v_token", "v_head", "o_token",
+                "o_head", "table_stride", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "block_size",
+                "window", "chunk_size", "threads", "new_key", "new_value", "slots", "num_tokens",
+            )
+        ),
+        ("strides", _INTEGER * 12),
+    ]  # fmt: skip
+    held: object = None
+    """Tensors that must live as long as the call: it has addresses only."""
+
+
+_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "hfp_check": ([_POINTER, *[_INTEGER] * 4], _INTEGER),
+    "hfp_plan_bytes": ([_POINTER], _INTEGER),
+    "hfp_plan": ([_POINTER, _POINTER], None),
+    "hfp_plan_counts": ([_POINTER, _POINTER], None),
+    "hfp_workspace_bytes": ([_POINTER, *[_INTEGER] * 5], _INTEGER),
+    "hfp_attention": ([_POINTER, _INT, _REAL, _REAL], _INT),
+    "hfp_prefill_bytes": ([_INTEGER] * 3, _INTEGER),
+    "hfp_prefill": ([_POINTER, _INT, _REAL, _REAL, *[_POINTER] * 3, _INTEGER], _INT),
+    "hfp_has_f16": ([], _INT),
+    "hfp_openmp": ([], _INT),
+    "hfp_target": ([], ctypes.c_char_p),
+    "hfp_write_kv": ([*[_POINTER] * 5, *[_INTEGER] * 3, _POINTER, _INTEGER], None),
+    "hfp_copy_blocks": ([_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER], None),
+    "hfp_greedy": ([_POINTER, _INT, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER], _INT),
+    "hfp_draw": ([_POINTER, *[_INTEGER] * 3, _POINTER, _INT, _POINTER, _INTEGER], None),
+    "hfp_has_layers": ([], _INT),
+}
+# Where `hfp_has_layers`; the structs are those of fused/cpu/ops.py.
+_LAYER_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "hfp_prefer_large_pages": ([_POINTER, _INTEGER], None),
+    "hfp_packed_bytes": ([_INTEGER, _INTEGER], _INTEGER),
+    "hfp_pack_linear": ([_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER], None),
+    "hfp_linear_workspace": ([_INTEGER, _INTEGER], _INTEGER),
+    "hfp_linear": ([_POINTER], None),
+    "hfp_rms_norm": ([*[_POINTER] * 3, _INTEGER, _INTEGER, _REAL, _INTEGER], None),
+    "hfp_rotate": ([_POINTER], None),
+    "hfp_layer_in_workspace": ([_INTEGER, _INTEGER], _INTEGER),
+    "hfp_layer_in": ([_POINTER, _POINTER], None),
+    "hfp_layer_out_workspace": ([_INTEGER] * 4, _INTEGER),
+    "hfp_layer_out": ([_POINTER, _REAL], None),
+    "hfp_decode_layers": ([*[_POINTER] * 6, _INTEGER], None),
+}
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Give the library's functions their argument and result types."""
+    signatures = _SIGNATURES | (_LAYER_SIGNATURES if library.hfp_has_layers() else {})
+    for name, (arguments, result) in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library

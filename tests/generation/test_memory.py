@@ -1,0 +1,164 @@
+"""How much memory engines and calls take: sized by what the process may have, touched as needed, kept within bounds."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.cache.host_memory import HostMemory
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation import idle, paged_generate
+from hf_paged.generation.engine import sizing
+from hf_paged.generation.idle import IdlePools
+
+MIB = 2**20
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, K and V, block_size, KV heads, head_dim, fp32
+GREEDY = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=models.VOCAB, pad_token_id=models.PAD)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host, or a container, with 10 MiB."""
+    monkeypatch.setattr(sizing, "host_memory", lambda: HostMemory(20 * MIB, 10 * MIB))
+
+
+# -- sizes ---
+
+
+def test_the_default_pool_and_swap_space_are_a_share_of_what_the_process_may_take(host: None) -> None:
+    with Engine(models.shared("llama")) as engine:
+        assert engine.stats().num_blocks == 3 * MIB // BLOCK_BYTES
+        assert engine._host_managers[0].allocator.num_blocks == 3 * MIB // BLOCK_BYTES
+    with Engine(models.shared("llama"), CacheConfig(memory_fraction=0.5)) as engine:
+        assert engine.stats().num_blocks == 5 * MIB // BLOCK_BYTES
+        assert engine._host_managers[0].allocator.num_blocks == 3 * MIB // BLOCK_BYTES
+
+
+def test_sizes_that_are_given_are_taken(host: None) -> None:
+    with Engine(models.shared("llama"), CacheConfig(memory="8MiB", swap_memory="9MiB")) as engine:
+        assert engine.stats().num_blocks == 8 * MIB // BLOCK_BYTES
+        assert engine._host_managers[0].allocator.num_blocks == 9 * MIB // BLOCK_BYTES
+
+
+def test_a_pool_that_the_host_cannot_hold_is_warned_of(host: None) -> None:
+    with pytest.warns(RuntimeWarning, match=r"pool of 0\.02 GiB is larger than the 0\.01 GiB"):
+        Engine(models.shared("llama"), CacheConfig(memory="20MiB")).close()
+
+
+def test_an_engine_tells_how_large_its_pool_is(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "hf_paged"),
+        Engine(models.shared("llama"), CacheConfig(num_blocks=512)) as engine,
+    ):
+        assert caplog.messages == ["K/V pool of 512 blocks of 16 tokens: 0.00 GiB"]
+        assert repr(engine) == (
+            "<Engine of LlamaForCausalLM: 512 blocks of 16 tokens, 2.0 MiB reserved, 0.0 MiB touched>"
+        )
+
+
+# -- touched blocks ---
+
+
+def unique_requests(engine: Engine, count: int) -> list[int]:
+    """Bytes touched after each of `count` requests, one after the other, whose prompts have nothing in common."""
+    touched = []
+    for prompt in models.prompts(*[33] * count):
+        engine.generate([prompt], GREEDY)
+        touched.append(engine.stats().kv_bytes_touched)
+    engine.check_integrity()
+    return touched
+
+
+def test_a_stream_of_unique_requests_takes_a_bounded_part_of_the_default_pool(host: None) -> None:
+    with Engine(models.shared("llama")) as engine:
+        eighth = engine.stats().num_blocks // 8
+        touched = unique_requests(engine, 100)
+        stats = engine.stats()
+        assert touched[-1] == touched[60] == eighth * BLOCK_BYTES
+        assert stats.blocks_cached > eighth - 4, "what is touched is used for prefixes"
+
+
+def test_without_a_prefix_cache_a_stream_of_requests_takes_what_one_does() -> None:
+    with Engine(models.shared("llama"), None, SchedulerConfig(prefix_caching=False)) as engine:
+        assert set(unique_requests(engine, 20)) == {3 * BLOCK_BYTES}
+
+
+def test_a_pool_of_a_given_size_is_the_prefix_cache_s_to_fill() -> None:
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=40)) as engine:
+        assert unique_requests(engine, 40)[-1] == 40 * BLOCK_BYTES
+
+
+def test_requests_take_what_they_need_at_once_whatever_the_prefix_cache_may(host: None) -> None:
+    with Engine(models.shared("llama"), None, SchedulerConfig(max_num_batched_tokens=10_000)) as engine:
+        prompts = models.prompts(*[65] * 50)
+        engine.generate(prompts, GREEDY)
+        stats = engine.stats()
+        assert stats.kv_bytes_touched == 250 * BLOCK_BYTES > stats.num_blocks * BLOCK_BYTES / 8
+        assert stats.blocks_cached == 200, "and what they have touched, it keeps"
+
+
+# -- idle pools of generate ---
+
+
+def memory_of(num_blocks: int) -> PagedMemory:
+    memory = PagedMemory(16, num_blocks)
+    memory.groups[0].pool.layer_for(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
+    return memory
+
+
+def key_of(number: int, kind: str = "fp32") -> Any:
+    return (kind,), 16, number, ((None, None),)
+
+
+def test_few_idle_pools_are_kept_the_last_used_ones() -> None:
+    pools = IdlePools()
+    memories = [memory_of(4) for _ in range(7)]
+    for number, memory in enumerate(memories):
+        pools.give_back(key_of(number), memory)
+        pools.give_back(key_of(0), pools.take(key_of(0)))
+    assert list(pools) == [memories[n] for n in (4, 5, 6, 0)]
+    assert pools.take(key_of(5)) is memories[5]
+    assert pools.take(key_of(5)) is not memories[5], "it is in use"
+    assert pools.take(key_of(1)) is not memories[1]
+
+
+def test_idle_pools_beside_the_last_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = memory_of(4), memory_of(40)
+    monkeypatch.setattr(idle, "MAX_BYTES", 10 * small.nbytes - 1)
+    pools = IdlePools()
+    for number, memory in enumerate((small, large)):
+        pools.give_back(key_of(number), memory)
+    assert list(pools) == [small, large], "the last one is kept whatever its size"
+    pools.give_back(key_of(2), other := memory_of(4))
+    assert list(pools) == [other]
+
+
+def test_pools_of_what_the_model_was_are_forgotten() -> None:
+    pools = IdlePools()
+    pools.give_back(key_of(1, "fp32"), memory_of(4))
+    pools.take(key_of(1, "bf16"))
+    assert not list(pools)
+
+
+def test_calls_that_ask_for_many_sizes_keep_few_pools() -> None:
+    model, seen = models.build("llama"), weakref.WeakSet[PagedMemory]()
+    ids = models.prompts(5)[0][None]
+    for num_blocks in range(10, 30):
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=GREEDY,
+            cache_implementation="paged",
+            cache_config={"num_blocks": num_blocks},
+        )
+        seen.update(paged_generate._idle_pools(model))
+    gc.collect()
+    assert len(seen) == len(list(paged_generate._idle_pools(model))) == idle.MAX_POOLS

@@ -1,0 +1,216 @@
+"""Models as people have them: offloaded by accelerate, compiled, quantised, changed under a living engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+import hf_paged
+from tests.architectures.tiny import tiny_config, tiny_model
+
+NEW = 8
+CONFIG = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids and attention_mask int64 [2, 9], the second row left-padded."""
+    ids = torch.randint(6, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return ids * mask, mask
+
+
+def generate(model: Any, **options: Any) -> torch.Tensor:
+    ids, mask = prompts()
+    result: torch.Tensor = model.generate(ids, attention_mask=mask, generation_config=CONFIG, **options)
+    return result
+
+
+def engine_tokens(model: Any) -> list[list[int]]:
+    """Tokens of the two prompts as requests of one engine."""
+    requests = [row[keep.bool()].tolist() for row, keep in zip(*prompts())]
+    with hf_paged.Engine(model, hf_paged.CacheConfig(block_size=4)) as engine:
+        outputs = engine.generate(requests, CONFIG)
+    assert not any(output.error for output in outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def assert_both_doors(model: Any, plain: torch.Tensor) -> hf_paged.CallRecord:
+    with hf_paged.record_calls() as records:
+        assert torch.equal(generate(model, cache_implementation="paged"), plain)
+    assert engine_tokens(model) == plain[:, -NEW:].tolist()
+    return records[0]
+
+
+# -- weights that are elsewhere ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bamba"])
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_offloaded_by_accelerate(model_type: str, to_disk: bool, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model(model_type)
+    plain = generate(model)
+    where = torch.device("cpu")
+    if to_disk:
+        accelerate.disk_offload(model, str(tmp_path), execution_device=where)
+    else:
+        accelerate.cpu_offload(model, execution_device=where)
+    assert model.device.type == "meta"
+    assert torch.equal(generate(model), plain)
+    record = assert_both_doors(model, plain)
+    assert (record.route, record.peak_blocks_used > 0) == ("hf_loop", True)
+
+
+def test_partly_offloaded(tmp_path: Path) -> None:
+    """The first weights are where they belong: the model's device tells nothing about the others."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model("llama")
+    plain = generate(model)
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "cpu" if i < 2 else "disk" for i in range(4)}
+    accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    assert model.device.type == "cpu"
+    report = hf_paged.check(model)
+    assert report.supported and not report.native and "offloaded" in report.reason
+    assert_both_doors(model, plain)
+
+
+def test_offloading_after_a_call_is_noticed() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model("llama")
+    plain = generate(model)
+    assert hf_paged.check(model).native
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert_both_doors(model, plain)
+
+
+def test_weights_without_data_are_refused() -> None:
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(tiny_config("llama")).eval()
+    with pytest.raises(hf_paged.UnsupportedModelError, match="meta device, which holds no data; load them"):
+        generate(model, cache_implementation="paged")
+    with pytest.raises(hf_paged.UnsupportedModelError, match="meta device, which holds no data; load them"):
+        hf_paged.Engine(model)
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("bloom", marks=pytest.mark.slow)])
+def test_compiled_in_place(model_type: str) -> None:
+    model = tiny_model(model_type)
+    plain = generate(model)
+    solo = engine_tokens(model)
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend)
+    assert torch.equal(generate(model, cache_implementation="paged"), plain)
+    if model_type == "llama":
+        assert not compiled  # else once for every length
+    torch._dynamo.reset()
+    hf_paged.check(model)
+    assert engine_tokens(model) == solo
+
+
+# -- quantised -----------------------------------------------------------------------------------------------------
+
+
+class Int8Weight(torch.Tensor):
+    """A weight [out, in] as int8 with a scale a row: a wrapper without memory of its own, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Int8Weight:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.data_int8, self.scale = data, scale
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Int8Weight:
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        return cls((weight / scale).round().to(torch.int8), scale)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_int8", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Int8Weight:
+        return cls(inner["data_int8"], inner["scale"])
+
+    def plain(self) -> torch.Tensor:
+        return self.data_int8.to(self.scale.dtype) * self.scale
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            rows, weight, *bias = args
+            return nn.functional.linear(rows, weight.plain(), *bias, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data_int8, args[0].scale)
+        raise NotImplementedError(f"{func} on an Int8Weight")
+
+
+def _quantise(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(Int8Weight.of(layer.weight.data), requires_grad=False)
+
+
+def _quantise_by_torchao(model: nn.Module) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("quantise", [_quantise, _quantise_by_torchao])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_weights(quantise: Any, dtype: torch.dtype) -> None:
+    model = tiny_model("llama").to(dtype)
+    exact = generate(model)
+    quantise(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert type(weight).__name__ != "Parameter" and weight.__tensor_flatten__()
+    plain = generate(model)
+    if dtype == torch.float32:
+        assert not torch.equal(plain, exact)  # else the test would not see unquantised weights
+        assert_both_doors(model, plain)
+    else:
+        assert hf_paged.check(model).native
+        assert len(engine_tokens(model)) == 2
+    with pytest.raises(ValueError, match="prepack"):
+        hf_paged.Engine(model, prepack=True)
+
+
+# -- changed under a living engine ---------------------------------------------------------------------------------
+
+
+def test_half_under_a_living_engine() -> None:
+    model = tiny_model("llama")
+    ids = prompts()[0][0].tolist()
+    with hf_paged.Engine(model) as engine:
+        engine.add_request(ids, CONFIG)
+        engine.step()
+        model.to(torch.bfloat16)
+        with pytest.raises(hf_paged.UnsupportedModelError, match=r"torch\.float32.*torch\.bfloat16.*make a new one"):
+            engine.add_request(ids, CONFIG)
+        finals = [output for _ in range(3) for output in engine.step() if output.finished]
+        assert len(finals) == 1 and "make a new one" in finals[0].error
+        assert not engine.has_unfinished_requests()
+        engine.check_integrity()
+    assert torch.equal(generate(model.half(), cache_implementation="paged"), generate(model))
