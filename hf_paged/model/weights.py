@@ -7,6 +7,7 @@ what is derived from them.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -238,9 +239,9 @@ class _Picture:
     def versions(self) -> list[int]:
         return list(map(_version_of, self.versioned))
 
-    def settings(self) -> list[tuple[list[str], dict[str, float]]]:
+    def settings(self) -> list[tuple[list[str], Any]]:
         """Of the adapters in each layer: which are merged into the weights, and the scaling of each."""
-        return [([*a["merged_adapters"]], {**a.get("scaling", {})}) for a in self._adapters]
+        return [([*a["merged_adapters"]], copy.copy(a.get("scaling"))) for a in self._adapters]
 
     def has_structure_of(self, other: _Picture) -> bool:
         """Whether modules, their attributes' names, `forward`s and hooks are the same."""
