@@ -480,8 +480,6 @@ def main() -> None:
     global clock
     clock = CLOCKS[args.clock]
     device = args.device
-    if device == "cpu" and native_build.library() is None and "HF_PAGED_NATIVE=0" not in native_build.status():
-        ops.build_native()
     record = environment(device)
     print(json.dumps(record, indent=1))
     names = args.dtype or (["float32", "bfloat16"] if device == "cpu" else ["bfloat16"])

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.errors import OutOfBlocks, QueueFull, UnsupportedModelError
+from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, UnsupportedModelError
 from hf_paged.integration.hook import install, uninstall
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ __all__ = [
     "CallRecord",
     "CompletionOutput",
     "Engine",
+    "EngineError",
     "EngineStats",
     "OutOfBlocks",
     "PagedKVCache",

@@ -594,16 +594,14 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from hf_paged.kernels import ops
-    from hf_paged.kernels.native import ops as native_ops
-    from hf_paged.kernels.native.build import NativeBuildError
+    from hf_paged.kernels.native import build
 
     try:
-        ops.build_native()
-    except NativeBuildError as error:
+        build.build()
+    except build.NativeBuildError as error:
         print("hf-paged:", " ".join(str(error).split()), file=sys.stderr)
         return EXIT_REFUSED
-    print(native_ops.status())
+    print(build.status())
     return 0
 
 

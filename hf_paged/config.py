@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from typing import Any, Literal, TypeVar
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
@@ -21,7 +24,10 @@ def parse_bytes(value: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f"memory size {value!r} is not understood; write bytes or a string such as '4GiB'")
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
+        exact = float(match[1]) * _UNITS[match[2].upper()]
+        if not isfinite(exact):
+            raise ValueError(f"memory size {value!r} is too large; write bytes or a string such as '4GiB'")
+        size = int(exact)
     if size < 0:
         raise ValueError(f"memory size {value!r} is negative")
     return size
@@ -47,7 +53,8 @@ class CacheConfig:
     is in use; in a pool of a given size, once all of it is. `EngineStats.kv_bytes_touched` tells how much is in use.
     `swap_memory` bounds the host pool that preempted sequences may be swapped to (bytes or a string; 0 = no swap;
     None = as large as the pool, the paper's bound, but at most 0.3 of the host memory that is free). For a GPU it is
-    pinned, part by part as it is first used.
+    pinned, part by part as it is first used. A call of `generate` never preempts, so that it stays within every
+    `swap_memory`.
     """
 
     block_size: int = 16
@@ -89,6 +96,11 @@ _TOKEN_BUDGET, _CPU_TOKEN_BUDGET = 8192, 512
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What one step may hold and what happens when memory runs out.
+
+    `preemption`: what becomes of the K/V of a request that loses its blocks. "recompute": it is dropped, and computed
+    again when the request resumes. "swap": it is copied to host memory (`CacheConfig.swap_memory`) and back. "auto":
+    a single sequence that one step can compute again is recomputed, everything else is swapped. A request that does
+    not fit the swap memory is recomputed in every mode; the first one is reported by a warning.
 
     `watermark` is the share of blocks kept free when new requests are admitted, so that running ones can grow
     without being preempted at once. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
@@ -134,3 +146,26 @@ class SchedulerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens or budget,
             async_scheduling=kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
         )
+
+
+_Config = TypeVar("_Config", CacheConfig, SchedulerConfig)
+
+
+def as_config(kind: type[_Config], given: _Config | Mapping[str, Any] | None, name: str) -> _Config:
+    """`given` as a `kind`: it may be one, a dict of its fields, or None for the defaults. `name`: of the argument.
+
+    Raises ValueError that names an unknown field or a wrong value.
+    """
+    if isinstance(given, kind):
+        return given
+    if given is None:
+        return kind()
+    known = [field.name for field in fields(kind)]
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name}={given!r}: give a hf_paged.{kind.__name__} or a dict with some of {', '.join(known)}")
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"{name}={dict(given)!r}: there is no field {key!r}; {hint}It takes {', '.join(known)}")
+    return kind(**given)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class OutOfBlocks(MemoryError):
     """The pool has too few free blocks for an operation, which therefore changed nothing.
@@ -22,3 +25,20 @@ class UnsupportedModelError(ValueError):
 
 class QueueFull(RuntimeError):
     """So many requests wait already that another one is not taken; try again later."""
+
+
+class EngineError(RuntimeError):
+    """Requests of `Engine.generate` ended with an error. The exception of the first one is the `__cause__`.
+
+    `outputs` has the RequestOutput of every prompt, in the order of the prompts: those that ended well too.
+    """
+
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        self.outputs = list(outputs)
+        failed = [(number, output) for number, output in enumerate(self.outputs, 1) if output.error is not None]
+        number, first = failed[0]
+        super().__init__(
+            f"{len(failed)} of {len(self.outputs)} requests failed, the first for prompt {number} "
+            f"({first.request_id!r}): {first.error}. The outputs of all requests are in this exception's `outputs`; "
+            "raise_on_error=False returns them"
+        )

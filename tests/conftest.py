@@ -23,6 +23,7 @@ import torch
 
 import hf_paged
 from hf_paged.cache import memory as memory_module
+from hf_paged.kernels.native import build as native_build
 from tests import models
 
 torch.set_num_threads(1)
@@ -187,3 +188,9 @@ def _no_memory_between_tests() -> Iterator[None]:
     _memories.clear()
     yield
     hf_paged.release_memory()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _native_kernels() -> None:
+    """Compiled before the first test, so that no test sees it happen, nor a process that a test starts."""
+    native_build.library()

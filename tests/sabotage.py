@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation import paged_generate
 from hf_paged.generation.decoder import PackedDecoder
+from hf_paged.generation.engine.engine import Engine
 from hf_paged.kernels import ops
 
 
@@ -91,3 +94,27 @@ FAULTS = {
     "parents": swap_parents,
     "writes": lose_writes,
 }
+
+
+# -- faults that only a long life of an engine shows -------------------------------------------------------------------
+
+
+def stale_root(patch: pytest.MonkeyPatch) -> None:
+    """Prefixes that were computed with other weights are found after these have changed."""
+    patch.setattr(Engine, "_follow_weights", lambda self, **options: None)
+    patch.setattr(Engine, "clear_prefix_cache", lambda self: None)
+
+
+def leak_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Every 500th sequence that is freed keeps its first block."""
+    free, count = BlockManager.free, itertools.count(1)
+
+    def leaky(self: BlockManager, seq_id: Any) -> None:
+        if next(count) % 500 == 0 and self.block_table(seq_id):
+            self.fork(seq_id, ("leaked", next(count)))
+        free(self, seq_id)
+
+    patch.setattr(BlockManager, "free", leaky)
+
+
+SOAK_FAULTS = {"copies": skip_copies, "root": stale_root, "leak": leak_blocks}

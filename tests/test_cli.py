@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 import hf_paged
 from hf_paged.cli import main
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native import ops as native_ops
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QA = str(EXAMPLES / "pydoc-lm-qa")
@@ -242,9 +241,9 @@ def test_build(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     def fail() -> None:
         raise native_build.NativeBuildError("no C compiler\nwas found")
 
-    monkeypatch.setattr(native_ops, "build", lambda: None)
-    assert run(capsys, "build").strip() == native_ops.status()
-    monkeypatch.setattr(native_ops, "build", fail)
+    monkeypatch.setattr(native_build, "build", lambda: None)
+    assert run(capsys, "build").strip() == native_build.status()
+    monkeypatch.setattr(native_build, "build", fail)
     assert main(["build"]) == 1
     assert capsys.readouterr().err == "hf-paged: no C compiler was found\n"
 

@@ -135,6 +135,12 @@ class BlockAllocator:
             raise ValueError(f"num_blocks={num_blocks}: cannot shrink from {old}")
         self._ref_counts.extend([0] * (num_blocks - old))
 
+    def restart(self, num_blocks: int) -> None:
+        """Have `num_blocks` fresh blocks, more or fewer than before. Raises ValueError unless all are free."""
+        if self.num_used or self._cached:
+            raise ValueError(f"{self.num_used} block(s) are used and {self.num_cached} cached; free them first")
+        self._free, self._num_touched, self._ref_counts = [], 0, [0] * num_blocks
+
     def check_integrity(self) -> None:
         """Raises AssertionError if the invariant of the class does not hold."""
         free, cached = set(self._free), set(self._cached)

@@ -203,6 +203,11 @@ class PagedKVCache(Cache):
         if self._grows:
             while len(self.layers) <= layer_idx:
                 self.layers.append(PagedLayer(self, len(self.layers)))
+        elif layer_idx >= len(self.layers):
+            raise ValueError(
+                f"the model writes layer {layer_idx}, but this PagedKVCache was made for {len(self.layers)} layers: it "
+                "belongs to another model; make one with PagedKVCache(model.config)"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -266,6 +271,18 @@ class PagedKVCache(Cache):
 
     def stats(self) -> MemoryStats:
         return self.memory.stats()
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers that the cache was made for; None if it learns their number from the updates."""
+        return None if self._grows else len(self.layers)
+
+    def sizes_of(self, layer_idx: int) -> tuple[int, int, int] | None:
+        """(num_kv_heads, head_dim, v_head_dim) of what the layer has stored; None if it has stored nothing."""
+        if layer_idx not in self._pool:
+            return None
+        key, value = self._pool[layer_idx]
+        return key.shape[2], key.shape[3], value.shape[3]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of this class or of its memory does not hold."""

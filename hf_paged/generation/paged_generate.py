@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,13 +18,21 @@ from torch import nn
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
-from hf_paged.config import CacheConfig
+from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
-from hf_paged.generation.engine.sizing import draws_dropout, window_groups
+from hf_paged.generation.engine.sizing import blocks_in_memory, draws_dropout, window_groups
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
-from hf_paged.generation.validation import check_counts, check_inputs, check_pool, extends_positions, prompt_length
+from hf_paged.generation.validation import (
+    check_cache,
+    check_counts,
+    check_inputs,
+    check_pool,
+    extends_positions,
+    refuse_no_cache,
+)
+from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
@@ -194,12 +202,25 @@ def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     """Everything that can be refused before transformers starts."""
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    if isinstance(kwargs.get("cache_config"), CacheConfig):
+        # A GenerationConfig holds what JSON can hold.
+        kwargs["cache_config"] = asdict(kwargs["cache_config"])
     inputs = args[0] if args else kwargs.get("inputs")
     report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
     check_inputs(model, inputs, generation_config, kwargs)
+    if kwargs.get("past_key_values") is not None:
+        check_cache(report, kwargs["past_key_values"])
     observed = bool(_recorders.get())
     obstacle = _argument_obstacle(model, report, kwargs)
-    return _Call(model, report, CallRecord(report.model), observed, obstacle, prompt_length(inputs, kwargs))
+    return _Call(model, report, CallRecord(report.model), observed, obstacle, _prompt_length(inputs, kwargs))
+
+
+def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
+    """Tokens a row that the call starts with, padding included. The inputs have been checked."""
+    for given in (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")):
+        if given is not None:
+            return int(given.shape[1])
+    return 1  # BOS
 
 
 def _argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
@@ -233,10 +254,9 @@ def prepare_cache_for_generation(
     config, model_kwargs = values["generation_config"], values["model_kwargs"]
     # Seen and served: the assistant of an assisted call, which copies this config, is a call of its own.
     config.cache_implementation = None
-    cache_config = _cache_config(config)
-    if config.use_cache is False:
-        raise ValueError("use_cache=False contradicts cache_implementation='paged'; drop one of them")
-    check_counts(config)
+    cache_config = as_config(CacheConfig, config.cache_config, "cache_config")
+    refuse_no_cache(config.use_cache)
+    check_counts(vars(config))
     given = model_kwargs.get("past_key_values")
     call.returned = bool(config.return_dict_in_generate) or config.is_assistant
     obstacle = call.obstacle or _config_obstacle(config, model_kwargs, str(values["generation_mode"].value))
@@ -249,6 +269,7 @@ def prepare_cache_for_generation(
         call.cache, call.memory, call.given = given, given.memory, True
         call.record.start(call.memory)
         return None
+    num_blocks = _max_blocks(model, call.report, cache_config)
     call.expand = max(config.num_beams, config.num_return_sequences)
     if obstacle is None:
         # A cache that the caller will own is one group: it may be cropped, continued, read.
@@ -257,16 +278,14 @@ def prepare_cache_for_generation(
         at_once = min(sum(lengths), MAX_PREFILL_TOKENS, config.prefill_chunk_size or MAX_PREFILL_TOKENS)
         # Blocks that leave every window between two chunks of prompts are not needed together.
         if at_once == sum(lengths) or any(window is None for _, window in windows):
-            check_pool(lengths, cache_config.block_size, cache_config.num_blocks)
-        call.key = (kind_of(model), cache_config.block_size, cache_config.num_blocks, windows)
+            check_pool(lengths, cache_config, num_blocks)
+        call.key = (kind_of(model), cache_config.block_size, num_blocks, windows)
         call.memory = _idle_pools(model).take(call.key)
         call.record.start(call.memory)
         model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
         return None
-    check_pool(
-        [call.prompt_length] * values["batch_size"] * call.expand, cache_config.block_size, cache_config.num_blocks
-    )
-    call.key = (kind_of(model), cache_config.block_size, cache_config.num_blocks, ((None, None),))
+    check_pool([call.prompt_length] * values["batch_size"] * call.expand, cache_config, num_blocks)
+    call.key = (kind_of(model), cache_config.block_size, num_blocks, ((None, None),))
     call.memory = _idle_pools(model).take(call.key)
     call.record.start(call.memory)
     call.cache = PagedKVCache(model.config, memory=call.memory)
@@ -284,16 +303,14 @@ def _prompt_lengths(call: _Call, batch_size: int, mask: torch.Tensor | None) -> 
     return lengths
 
 
-def _cache_config(generation_config: Any) -> CacheConfig:
-    options = generation_config.cache_config
-    if options is None:
-        return CacheConfig()
-    if not isinstance(options, dict):
-        options = dict(vars(options))
-    try:
-        return CacheConfig(**options)
-    except TypeError:
-        raise ValueError(f"cache_config={options!r}: a paged cache takes 'block_size' and 'num_blocks' here") from None
+def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig) -> int | None:
+    """Blocks of a group that a call may use; None: as many as its tokens need."""
+    if cache_config.memory is None and cache_config.memory_fraction is None:
+        return cache_config.num_blocks
+    _, _, autocast = kind_of(model)
+    itemsize = (autocast or model.dtype).itemsize
+    bytes_per_block = report.kv_values_per_token * itemsize * cache_config.block_size
+    return blocks_in_memory(cache_config, bytes_per_block, device_of(model))
 
 
 def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:

@@ -1,13 +1,79 @@
-"""Refuses what a paged generate call can never do, before transformers starts: one line, the value, the remedy."""
+"""Refuses what can never be served, before anything is built: a ValueError of one line, with the value and the remedy.
+
+First what both doors ask, then calls of `generate`, then the engine and its requests. Changes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
+from transformers import GenerationConfig, PreTrainedModel
 
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.model.state import unwrapped
+from hf_paged.model.support import SupportReport, check
+
+# -- both doors ----------------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """The value for an error message: its repr, shortened."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # the repr of the caller's own object, or of an integer too long to print
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_generation_config(generation_config: Any) -> None:
+    """Raises ValueError unless it is None or a GenerationConfig."""
+    if isinstance(generation_config, Mapping):
+        raise ValueError(
+            f"generation_config={shown(generation_config)} is a {type(generation_config).__name__}; write "
+            "transformers.GenerationConfig(**options)"
+        )
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise ValueError(
+            f"generation_config={shown(generation_config)} is a {type(generation_config).__name__}; a "
+            "transformers.GenerationConfig is needed, or None for the model's own"
+        )
+
+
+def refuse_no_cache(use_cache: Any) -> None:
+    """Raises ValueError for `use_cache=False`."""
+    if use_cache is False:
+        raise ValueError("use_cache=False contradicts a paged cache; drop one of them")
+
+
+_COUNTS = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "max_new_tokens": 0,
+    "min_new_tokens": 0,
+    "max_length": 0,
+    "min_length": 0,
+}
+
+
+def check_counts(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for generation options that count something and are no integers, or too small."""
+    for name, least in _COUNTS.items():
+        value = options.get(name)
+        if value is not None and (not _is_integer(value) or value < least):
+            raise ValueError(f"{name}={shown(value)}: an integer of at least {least} is needed")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+# -- generate ------------------------------------------------------------------------------------------------------
 
 
 def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
@@ -18,9 +84,9 @@ def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[s
             f"past_key_values is a {type(cache).__name__}, but cache_implementation='paged' continues a PagedKVCache; "
             "pass a hf_paged.PagedKVCache, or drop cache_implementation"
         )
-    use_cache = kwargs.get("use_cache", getattr(generation_config, "use_cache", None))
-    if use_cache is False:
-        raise ValueError("use_cache=False contradicts cache_implementation='paged'; drop one of them")
+    check_generation_config(generation_config)
+    refuse_no_cache(kwargs.get("use_cache", getattr(generation_config, "use_cache", None)))
+    check_counts({**(vars(generation_config) if generation_config is not None else {}), **kwargs})
     ids = inputs if inputs is not None else kwargs.get("input_ids")
     embeds = kwargs.get("inputs_embeds")
     mask = kwargs.get("attention_mask")
@@ -33,29 +99,37 @@ def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[s
             _check_mask("input_ids", ids, mask, cache)
 
 
-def prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
-    """Tokens a row that the call starts with, padding included. The inputs have been checked."""
-    for given in (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")):
-        if given is not None:
-            return int(given.shape[1])
-    return 1  # BOS
-
-
-def check_counts(generation_config: Any) -> None:
-    """Raises ValueError for counts of rows that are none."""
-    for name in ("num_beams", "num_return_sequences"):
-        value = getattr(generation_config, name)
-        if value < 1:
-            raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-
-
-def check_pool(lengths: Sequence[int], block_size: int, num_blocks: int | None) -> None:
-    """Raises ValueError if prompts of these lengths, in tokens, do not fit a pool of `num_blocks` (None: unbounded)."""
-    needed = sum(-(-length // block_size) for length in lengths)
-    if num_blocks is not None and needed > num_blocks:
+def check_cache(report: SupportReport, cache: PagedKVCache) -> None:
+    """Raises ValueError for a cache whose layers are not those of the model that is to continue it."""
+    remedy = "pass a cache that this model has filled, or an empty hf_paged.PagedKVCache(model.config)"
+    if cache.num_layers not in (None, len(report.layers)):
         raise ValueError(
-            f"the prompts need {needed} blocks of {block_size} tokens, the cache has num_blocks={num_blocks}; "
-            "raise num_blocks, or give fewer or shorter prompts"
+            f"past_key_values has {cache.num_layers} layers, {report.model} {len(report.layers)}: it belongs to "
+            f"another model; {remedy}"
+        )
+    for layer in report.layers:
+        stored, own = cache.sizes_of(layer.index), (layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
+        if stored is not None and own[0] is not None and stored != own:
+            raise ValueError(
+                f"layer {layer.index} of past_key_values has {stored[0]} K/V heads of size {stored[1]}, that of "
+                f"{report.model} {own[0]} of size {own[1]}: it belongs to another model; {remedy}"
+            )
+
+
+def check_pool(lengths: Sequence[int], cache_config: CacheConfig, num_blocks: int | None) -> None:
+    """Raises ValueError if prompts of these lengths, in tokens, do not fit a pool of `num_blocks` (None: unbounded)."""
+    needed = sum(-(-length // cache_config.block_size) for length in lengths)
+    if num_blocks is not None and needed > num_blocks:
+        given = {
+            "num_blocks": num_blocks,
+            "memory": cache_config.memory,
+            "memory_fraction": cache_config.memory_fraction,
+        }
+        name = next(name for name in ("memory", "memory_fraction", "num_blocks") if given[name] is not None)
+        held = f"{name}={given[name]!r}" + ("" if name == "num_blocks" else f" ({num_blocks} blocks)")
+        raise ValueError(
+            f"the prompts need {needed} blocks of {cache_config.block_size} tokens, the cache has {held}; "
+            f"raise {name}, or give fewer or shorter prompts"
         )
 
 
@@ -115,3 +189,258 @@ def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache |
     if bool(empty.any()):
         row = int(empty.nonzero()[0])
         raise ValueError(f"row {row} of attention_mask is all zeros: an empty prompt; leave it out of the batch")
+
+
+# -- the engine ----------------------------------------------------------------------------------------------------
+
+
+def check_engine(model: Any, *, tokenizer: Any, prepack: Any, cuda_graphs: Any) -> None:
+    """The arguments of `Engine` but its two configs. Raises TypeError for an object that is not a transformers model,
+    as `hf_paged.check` does.
+    """
+    if isinstance(model, str):
+        raise ValueError(f"model={model!r} is a name; write Engine(AutoModelForCausalLM.from_pretrained({model!r}))")
+    if not isinstance(unwrapped(model), PreTrainedModel):
+        check(model)
+    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+        raise ValueError(f"tokenizer={shown(tokenizer)}: a tokenizer of transformers is needed, or None")
+    for name, value in (("prepack", prepack), ("cuda_graphs", cuda_graphs)):
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}={shown(value)}: use True, False or None")
+
+
+class _Rule(NamedTuple):
+    fits: Callable[[Any], bool]
+    needed: str
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_callables(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(callable, value))
+
+
+def _is_streamer(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("put", "end"))
+
+
+_OPTIONAL = {
+    "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
+    "cache_salt": _Rule(_is_text, "a string is needed, or None"),
+    "logits_processor": _Rule(_is_list_of_callables, "a list of LogitsProcessors is needed (one: [processor])"),
+    "stopping_criteria": _Rule(_is_list_of_callables, "a list of StoppingCriteria is needed (one: [criterion])"),
+    "streamer": _Rule(_is_streamer, "an object with the methods put and end is needed, such as a TextStreamer"),
+}
+
+
+def check_request(generation_config: Any, priority: Any, **options: Any) -> None:
+    """The arguments of `Engine.add_request` but the prompt, each by itself; `options` are those that may be None."""
+    check_generation_config(generation_config)
+    is_number = isinstance(priority, Real) and not isinstance(priority, bool)
+    if not is_number or (not isinstance(priority, Integral) and not isfinite(priority)):
+        raise ValueError(f"priority={shown(priority)}: a finite number is needed; lower numbers run first")
+    for name, value in options.items():
+        rule = _OPTIONAL[name]
+        if value is not None and not rule.fits(value):
+            raise ValueError(f"{name}={shown(value)}: {rule.needed}")
+
+
+_NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
+
+
+def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, streamer: Any) -> None:
+    """What a request asks for, as far as it can be told cheaply. `config` is a GenerationConfig or None; what it leaves
+    out is the model's.
+    """
+    defaults = model.generation_config
+    given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
+    refuse_no_cache(getattr(config, "use_cache", None))
+    for name in _NOT_IN_ENGINE:
+        if given.get(name):
+            hint = " (a request's output has log-probabilities)" if name == "output_logits" else ""
+            raise ValueError(f"{name}={shown(given[name])}: the engine does not do this{hint}; use generate")
+    check_counts(given)
+    name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
+    width = given.get(name) or 1
+    for limit_name, limit in (
+        ("max_num_seqs", scheduler.max_num_seqs),
+        ("max_num_batched_tokens", scheduler.token_budget),
+    ):
+        if width > limit:
+            raise ValueError(
+                f"{name}={width} sequences in one request, but {limit_name}={limit}; lower it or raise that"
+            )
+    if streamer is not None and width > 1:
+        raise ValueError(
+            f"streamer={type(streamer).__name__} follows one sequence, but the request has several; drop it, or "
+            "ask for num_beams=1 and num_return_sequences=1"
+        )
+    seed = getattr(config or defaults, "seed", None)
+    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**64):
+        raise ValueError(f"seed={shown(seed)}: an integer from -2**63 to 2**64 - 1 is needed")
+    if given.get("stop_strings") and tokenizer is None:
+        raise ValueError(
+            f"stop_strings={shown(given['stop_strings'])} need the tokenizer; make the engine with "
+            "Engine(model, tokenizer=tokenizer)"
+        )
+
+
+def check_length(model: Any, prompt_length: int, max_length: int, native_length: int | None) -> None:
+    """Raises ValueError for a request that may grow beyond the model, or beyond what requests can share."""
+    limit = position_limit(model)
+    if limit is not None and max_length > limit:
+        raise ValueError(
+            f"{prompt_length} prompt tokens and max_length={max_length} go beyond the model's "
+            f"max_position_embeddings={limit}; shorten the prompt or lower max_new_tokens"
+        )
+    if native_length is not None and max_length > native_length:
+        raise ValueError(
+            f"max_length={max_length}: this model's rotary frequencies depend on the longest sequence of the batch "
+            f"beyond {native_length} tokens, so requests cannot share one; use model.generate"
+        )
+
+
+def check_fits(prompt_length: int, max_length: int, num_beams: int, managers: Sequence[BlockManager]) -> None:
+    """Raises ValueError if the request, grown to `max_length`, needs more blocks than an empty pool has.
+
+    The least that can be needed is counted: samples may agree to the end, beams share all blocks but their last ones,
+    blocks outside a sliding window are free again, and K/V of the last token is never stored.
+    """
+    stored = max(prompt_length, max_length - 1)
+    beams = num_beams if max_length - prompt_length > 1 else 1
+    for manager in managers:
+        size, total = manager.block_size, manager.allocator.num_blocks
+        needed = _blocks_at_the_peak(stored, manager) + beams - 1
+        if needed <= total:
+            continue
+        of_prompt = _blocks_at_the_peak(prompt_length, manager)
+        remedy = "shorten the prompt"
+        if of_prompt <= total and manager.sliding_window is None:
+            remedy = f"lower max_new_tokens to {max(1, (total - beams + 1) * size - prompt_length + 1)} or less"
+        several = f" with {beams} beams" if beams > 1 else ""
+        raise ValueError(
+            f"a prompt of {prompt_length} tokens and {max_length - prompt_length} new ones{several} need {needed} "
+            f"blocks of {size}, but the cache has {total}; {remedy}, or give the cache more memory"
+        )
+
+
+def _blocks_at_the_peak(num_tokens: int, manager: BlockManager) -> int:
+    """The most blocks that a sequence holds at once while it grows token by token."""
+    size, window = manager.block_size, manager.sliding_window
+    if window is None or num_tokens <= window:
+        return -(-num_tokens // size)
+    lengths = range(max(window, num_tokens - size + 1), num_tokens + 1)
+    return max(-(-window // size), *(-(-length // size) - (length - window) // size for length in lengths))
+
+
+# -- prompts of the engine -----------------------------------------------------------------------------------------
+
+
+def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
+    """Each prompt with its mask (None: no padding).
+
+    prompts: a list of prompts, or an int tensor [num_prompts, length]. attention_mask: None, a tensor of the same shape
+    or a list with one mask (or None) for each prompt.
+    """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts={shown(prompts)} is text; give lists of token ids ([tokenizer(text).input_ids])")
+    if isinstance(prompts, Mapping):
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}; give its token ids, prompts['input_ids'], and its attention_mask"
+        )
+    if isinstance(prompts, torch.Tensor) and prompts.ndim == 0:
+        raise ValueError(f"prompts={shown(prompts)}: a list of prompts is needed, such as [[5, 6, 7]]")
+    try:
+        rows = list(prompts)
+    except TypeError:
+        raise ValueError(f"prompts={shown(prompts)}: a list of prompts is needed, such as [[5, 6, 7]]") from None
+    if not rows:
+        raise ValueError("prompts=[]: give at least one prompt")
+    if isinstance(rows[0], Integral) or (isinstance(rows[0], torch.Tensor) and rows[0].ndim == 0):
+        raise ValueError(f"prompts={shown(prompts)} is a single prompt; put it into a list: [prompt]")
+    if attention_mask is None:
+        return [(row, None) for row in rows]
+    masks = list(attention_mask)
+    if len(masks) != len(rows):
+        raise ValueError(f"attention_mask has {len(masks)} rows for {len(rows)} prompts; give one for each")
+    return list(zip(rows, masks))
+
+
+def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer: Any = None) -> torch.Tensor:
+    """Token ids without padding as int64 [1, length].
+
+    attention_mask: 1 for a token of the prompt, 0 for padding, which may only stand at the ends. Raises ValueError for
+    what is no prompt of this model, and for padding that no mask tells from text.
+    """
+    ids = _prompt_tensor(prompt_ids)
+    check_prompts(model, ids, "prompt_ids")
+    ids = ids.to(torch.int64)
+    if attention_mask is not None:
+        return _without_padding(ids, attention_mask)
+    for name, token in (("begins", int(ids[0, 0])), ("ends", int(ids[0, -1]))):
+        if token in _pad_tokens(model, tokenizer):
+            raise ValueError(
+                f"prompt_ids {name} with the padding token {token}; leave padding out, or give the prompt's "
+                "attention_mask (ones, if the token is text)"
+            )
+    return ids
+
+
+def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
+    """int [1, length], not checked against the model."""
+    if isinstance(prompt_ids, str):
+        raise ValueError(f"prompt_ids={shown(prompt_ids)} is text; give token ids (tokenizer(text).input_ids)")
+    if isinstance(prompt_ids, Mapping):
+        raise ValueError(f"prompt_ids is a {type(prompt_ids).__name__}; give its token ids, prompt_ids['input_ids']")
+    if not isinstance(prompt_ids, torch.Tensor):
+        try:
+            ids = list(prompt_ids)
+        except TypeError:
+            raise ValueError(f"prompt_ids={shown(prompt_ids)}: a list of token ids is needed") from None
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        wrong = [token for token in ids if not _is_integer(token) or not -(2**63) <= token < 2**63]
+        if wrong:
+            raise ValueError(f"{shown(wrong[0])} in the prompt is no token id; integers are needed")
+        prompt_ids = torch.tensor(ids, dtype=torch.int64)
+    if prompt_ids.ndim == 1:
+        prompt_ids = prompt_ids[None]
+    if prompt_ids.ndim == 2 and prompt_ids.shape[0] > 1:
+        raise ValueError(f"prompt_ids has shape {tuple(prompt_ids.shape)}: one request is one prompt; add one for each")
+    return prompt_ids
+
+
+def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
+    """ids int64 [1, length]; attention_mask [length] or [1, length], a tensor or a list."""
+    try:
+        mask = torch.as_tensor(attention_mask, device=ids.device).reshape(-1)
+        is_binary = bool(((mask == 0) | (mask == 1)).all())
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"attention_mask={shown(attention_mask)}: ones and zeros are needed, one a token") from None
+    if mask.numel() != ids.shape[1] or not is_binary:
+        raise ValueError(
+            f"attention_mask={shown(attention_mask)}: ones and zeros are needed, one for each of the {ids.shape[1]} "
+            "tokens of the prompt"
+        )
+    kept = mask.nonzero().flatten()
+    if not len(kept):
+        raise ValueError("attention_mask is all zeros: an empty prompt; leave it out")
+    first, last = int(kept[0]), int(kept[-1])
+    if last - first + 1 != len(kept):
+        raise ValueError(
+            f"attention_mask={shown(mask.tolist())} has zeros between ones; padding may only stand at the ends"
+        )
+    return ids[:, first : last + 1]
+
+
+def _pad_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Ids that can be nothing but padding: those that end or begin texts are left out."""
+    sources = [model.generation_config, *([] if tokenizer is None else [tokenizer])]
+    marks: set[Any] = set()
+    for source in sources:
+        for name in ("eos_token_id", "bos_token_id"):
+            value = getattr(source, name, None)
+            marks.update(value if isinstance(value, (list, tuple)) else [value])
+    return {pad for source in sources if (pad := getattr(source, "pad_token_id", None)) is not None} - marks

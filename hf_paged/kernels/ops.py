@@ -19,6 +19,7 @@ from typing import cast
 import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.native import build as native_build
 
 _MODULES = {
     "reference": "hf_paged.kernels.reference",
@@ -27,43 +28,21 @@ _MODULES = {
     "triton": "hf_paged.kernels.triton.ops",
 }
 _WRITING = ("torch", "native")  # implementations whose attention takes the step's K/V too, and writes it
-_default_impl: dict[str, str] = {}
+_default_impl: dict[str, str] = {}  # what `impl=None` means on a device, where it is not what is best
 
 
 def default_impl(device: torch.device | str) -> str:
-    """The implementation that `impl=None` means on `device`: chosen at the first question, then the same for ever."""
+    """The implementation that `impl=None` means on `device`, the same for the whole process.
+
+    On a CPU it goes with all other native parts: see `native.build`.
+    """
     kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     name = _default_impl.get(kind)
-    if name is None:
-        name = _default_impl[kind] = _choose_impl(kind)
-    return name
-
-
-def refresh() -> None:
-    """Choose anew at the next question, as after `build_native()`. Not while a generate call or an engine runs:
-    a request whose steps ran on two implementations is not reproducible."""
-    _default_impl.clear()
-
-
-def build_native() -> None:
-    """Compile the native kernels now if they are not in the cache, and use them in this process from now on.
-
-    Raises NativeBuildError if there is no compiler or it fails.
-    """
-    from hf_paged.kernels.native import build
-
-    build.build()
-    refresh()
-
-
-def _choose_impl(kind: str) -> str:
-    if kind in ("cuda", "hip"):
-        return "triton"
+    if name is not None:
+        return name
     if kind == "cpu":
-        from hf_paged.kernels.native import ops as native_ops
-
-        return "native" if native_ops.is_available() else "torch"
-    return "torch"
+        return "torch" if native_build.library() is None else "native"
+    return "triton" if kind in ("cuda", "hip") else "torch"
 
 
 def _module(impl: str | None, like: torch.Tensor) -> ModuleType:

@@ -55,6 +55,15 @@ class SupportReport:
     native_length: int | None = None
     counts_padding: bool = False
 
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers, not bytes, of K and V that the cache keeps for one token, over all layers."""
+        return sum(
+            layer.num_kv_heads * ((layer.head_dim or 0) + (layer.v_head_dim or 0))
+            for layer in self.layers
+            if layer.num_kv_heads is not None
+        )
+
     def __str__(self) -> str:
         verdict = "native" if self.native else "dense view" if self.supported else "refused"
         lines = [f"{self.model}: {verdict}: {self.reason}"]
@@ -208,14 +217,17 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     except PROBE_ERRORS as error:
         reason = f"it does not run over a paged cache ({told(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
-    layers = []
+    layers, pool = [], cache.memory.groups[0].pool
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, PagedStateLayer):
-            reason = f"K/V in blocks, gathered for the model's own attention; the rest as {_kind(layer)} keeps it"
-            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
-        elif isinstance(layer, PagedLayer):
+        if isinstance(layer, PagedLayer):
             reason = "K/V in blocks, gathered for the model's own attention"
-            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window))
+            if isinstance(layer, PagedStateLayer):
+                reason += f"; the rest as {_kind(layer)} keeps it"
+            sizes: tuple[int | None, ...] = (None, None, None)
+            if index in pool:
+                key, value = pool[index]
+                sizes = (key.shape[2], key.shape[3], value.shape[3])
+            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window, *sizes))
         elif _kind(layer) == "DummyLayer":
             layers.append(LayerSupport(index, "none", "this layer keeps no cache"))
         else:

@@ -34,7 +34,7 @@ class Weights:
 
     - `epoch`: the model may compute something else: a tensor was replaced or changed, or one of the reasons below;
     - `layout`: a tensor lies elsewhere, or one of the reasons below;
-    - `structure`: a module, a `forward` or a forward hook was added, replaced or removed.
+    - `structure`: a module or a `forward` was added, replaced or removed.
 
     Noticed are: parameters, buffers and submodules that were replaced; addresses and versions of tensors, of the inner
     tensors too where a tensor wraps others; `forward` attributes and forward hooks; merged PEFT adapters and their
@@ -127,16 +127,18 @@ class Weights:
         versions = {id(tensor): version for tensor, version in zip(old.versioned, old.known_versions)}
         others += [t for t, v in zip(new.versioned, new.known_versions) if versions.get(id(t), v) != v]
         same_structure = new.has_structure_of(old)
-        if not same_structure or new.known_settings != old.known_settings:
+        same_code = same_structure and new.has_hooks_of(old)
+        if not same_code:
             self.epoch += 1
         if not same_structure:
             self.structure += 1
-        if not same_structure or others or len(known) != len(new.tensors):
+        if not same_code or others or len(known) != len(new.tensors):
             self.layout += 1
         equal = new.equal_buffers(old) if same_structure else set()
         self._move(tensor for tensor in others if id(tensor) not in equal)
         if new.known_settings != old.known_settings:
             self._move_all()
+            self.layout += 1
         if self._sample is not None and self._sample.tensors is old.tensors:
             # Tensors that are where they were may have been written to meanwhile.
             self._move(self._sample.look_at({id(t) for t in new.tensors if known.get(id(t)) == _address(t)}))
@@ -244,16 +246,17 @@ class _Picture:
         return [([*a["merged_adapters"]], copy.copy(a.get("scaling"))) for a in self._adapters]
 
     def has_structure_of(self, other: _Picture) -> bool:
-        """Whether modules, their attributes' names, `forward`s and hooks are the same."""
+        """Whether modules, the names in them and their `forward`s are the same."""
         ours, theirs = self._skeleton(), other._skeleton()
         return (
             list(map(list, self._contents)) == list(map(list, other._contents))
             and len(ours) == len(theirs)
             and all(map(is_, ours, theirs))
             and self._root_forward == other._root_forward
-            and self._root_hooks == other._root_hooks
-            and self._all_hooks == other._all_hooks
         )
+
+    def has_hooks_of(self, other: _Picture) -> bool:
+        return self._root_hooks == other._root_hooks and self._all_hooks == other._all_hooks
 
     def _skeleton(self) -> list[Any]:
         modules = [None if isinstance(x, torch.Tensor) else x for x in self._objects]

@@ -24,7 +24,7 @@ from hf_paged.integration.attention import MaskPattern
 from hf_paged.kernels.native import build as native_build
 from tests import models
 
-pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

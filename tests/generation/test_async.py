@@ -159,7 +159,8 @@ def test_nobody_gives_way_for_a_token_that_may_not_come() -> None:
     (line,) = plain(model, [prompt], max_new_tokens=6)
     assert line[5] not in line[:5]
     made = config("greedy", max_new_tokens=20, eos_token_id=line[5])
-    with Engine(model, CacheConfig(num_blocks=11, block_size=1)) as engine:
+    with Engine(model, CacheConfig(num_blocks=25, block_size=1)) as engine:
+        engine.cache_prefix([3] * 14)  # pinned: the pool could hold 20 tokens more, but it has room for 5
         (output,) = engine.generate([prompt], made)
         assert (output.error, output.outputs[0].token_ids) == (None, line)
         assert engine.stats().preemptions_recompute == engine.stats().preemptions_swap == 0
@@ -213,7 +214,7 @@ def test_the_token_before_a_forward_that_fails_is_not_lost(at: int, monkeypatch:
             return run(*args)
 
         monkeypatch.setattr(engine._runner, "run", broken)
-        (output,) = engine.generate([prompt], config("greedy", eos_token_id=NEVER))
+        (output,) = engine.generate([prompt], config("greedy", eos_token_id=NEVER), raise_on_error=False)
         assert output.error == "the forward failed: OSError: no device"
         assert output.outputs[0].token_ids == line[:at]
         assert_idle(engine)

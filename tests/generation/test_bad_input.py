@@ -64,7 +64,19 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bad early_stopping": ({"input_ids": IDS, "early_stopping": "soon", "num_beams": 2}, ("early_stopping", "soon")),
     "stop_strings without a tokenizer": ({"input_ids": IDS, "stop_strings": ["a"]}, ("stop string", "tokenizer")),
     "misspelt option": ({"input_ids": IDS, "max_new_token": 4}, ("max_new_token",)),
+    "beams that are no number": ({"input_ids": IDS, "num_beams": 2.5}, (r"num_beams=2\.5", "integer")),
+    "sequences that are no number": ({"input_ids": IDS, "num_return_sequences": "2"}, ("num_return_sequences='2'",)),
+    "a dict as generation config": (
+        {"input_ids": IDS, "generation_config": {"max_length": 20}},
+        ("generation_config=.*dict", r"GenerationConfig\(\*\*options\)"),
+    ),
     "misspelt cache option": ({"input_ids": IDS, "cache_config": {"blocksize": 4}}, ("blocksize", "block_size")),
+    "a number as cache config": ({"input_ids": IDS, "cache_config": 5}, ("cache_config=5", "CacheConfig")),
+    "memory for no block": ({"input_ids": IDS, "cache_config": {"memory": 100}}, ("memory=100 holds no block", "4096")),
+    "prompts larger than the memory": (
+        {**BATCH, "cache_config": {"memory": "4KiB", "block_size": 4}},
+        ("the prompts need 5 blocks", r"memory='4KiB' \(4 blocks\)", "raise memory"),
+    ),
     "no block size": ({"input_ids": IDS, "cache_config": {"block_size": 0}}, ("block_size=0",)),
     "no blocks": ({"input_ids": IDS, "cache_config": {"num_blocks": 0}}, ("num_blocks=0",)),
     "prompt larger than the pool": (
@@ -180,3 +192,72 @@ def test_modes_that_transformers_has_given_up_fail_as_in_plain_generate(options:
         messages.append((type(caught.value), str(caught.value)))
     assert messages[0] == messages[1]
     assert conftest.blocks_in_use() == 0
+
+
+MEMORY_CONFIGS = [
+    {"memory": "16KiB", "block_size": 4},
+    {"memory": 16384, "block_size": 4, "swap_memory": "1MiB"},
+    {"memory_fraction": 1.0},
+]
+
+
+@pytest.mark.parametrize("as_object", [False, True], ids=["dict", "object"])
+@pytest.mark.parametrize("fields", MEMORY_CONFIGS, ids=lambda fields: " ".join(fields))
+@pytest.mark.parametrize("route", ["engine", "hf_loop"])
+def test_every_field_of_cache_config_is_honoured(fields: dict[str, Any], as_object: bool, route: str) -> None:
+    model = models.shared("llama")
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": models.VOCAB, "pad_token_id": models.PAD}
+    if route == "hf_loop":
+        options["prompt_lookup_num_tokens"] = 2
+    expected = model.generate(IDS, **options)
+    cache_config = hf_paged.CacheConfig(**fields) if as_object else fields
+    with hf_paged.record_calls() as records:
+        paged = model.generate(IDS, **options, cache_implementation="paged", cache_config=cache_config)
+    assert torch.equal(paged, expected)
+    assert records[0].route == route and records[0].block_size == fields.get("block_size", 16)
+    if "memory" in fields:
+        assert 0 < records[0].kv_bytes_reserved <= 16384
+        with pytest.raises(hf_paged.OutOfBlocks):
+            model.generate(
+                IDS, **{**options, "max_new_tokens": 60}, cache_implementation="paged", cache_config=cache_config
+            )
+    assert conftest.blocks_in_use() == 0
+
+
+def test_memory_bounds_a_model_that_is_served_through_the_dense_view() -> None:
+    import transformers
+
+    config = transformers.FalconH1Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.FalconH1ForCausalLM(config).eval()
+    assert not hf_paged.check(model).native
+    options = {"max_new_tokens": 6, "eos_token_id": models.VOCAB, "pad_token_id": models.PAD}
+    with hf_paged.record_calls() as records:
+        model.generate(IDS, **options, cache_implementation="paged", cache_config={"memory": "32KiB"})
+    assert 0 < records[0].kv_bytes_reserved <= 2**15
+
+
+def test_a_cache_of_another_model() -> None:
+    model, other = models.shared("llama"), models.shared("gemma3")
+    ids = torch.cat([IDS, IDS], dim=1)
+    options = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "cache_implementation": "paged",
+    }
+    filled = model.generate(IDS, **options).past_key_values
+    length = filled.get_seq_length()
+    with pytest.raises(ValueError, match=r"past_key_values has 2 layers, Gemma3ForCausalLM 3.*another model"):
+        other.generate(ids, past_key_values=filled, **options)
+    wide = models.shared("qwen3").generate(IDS, **options).past_key_values
+    with pytest.raises(ValueError, match=r"layer 0 of past_key_values has 2 K/V heads of size 16.*2 of size 8"):
+        model.generate(ids, past_key_values=wide, **options)
+    with pytest.raises(ValueError, match=r"writes layer 2.*made for 2 layers.*another model"):
+        other(IDS, past_key_values=hf_paged.PagedKVCache(model.config))
+    assert filled.get_seq_length() == length
+    for cache in (filled, wide):
+        cache.check_integrity()
+        cache.reset()

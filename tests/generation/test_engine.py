@@ -427,18 +427,24 @@ def test_logits_that_are_nan_fail_their_request_only() -> None:
         model.get_input_embeddings().weight[95] = float("nan")
     good, bad = models.prompts(7)[0].clamp(max=94), torch.tensor([5, 95, 7])
     with Engine(model) as engine:
-        outputs = engine.generate([good, bad], config("greedy", suppress_tokens=[95]))
+        with pytest.raises(hf_paged.EngineError, match=r"1 of 2 requests failed.*prompt 2.*NaN") as caught:
+            engine.generate([good, bad], config("greedy", suppress_tokens=[95]))
+        outputs = caught.value.outputs
         assert_idle(engine)
     assert outputs[0].error is None
     assert "NaN" in str(outputs[1].error)
 
 
 def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
+    """Samples may agree to the end, so the request is taken; these do not."""
     model = models.shared("llama")
     big, small = models.prompts(10, 6)
+    options = config("four samples", max_new_tokens=14, eos_token_id=models.VOCAB)
     with Engine(model, CacheConfig(num_blocks=6, block_size=4)) as engine:
-        outputs = engine.generate([big, small], [config("greedy", max_new_tokens=60), config("greedy")])
+        with pytest.raises(hf_paged.EngineError, match="cache is too small") as caught:
+            engine.generate([big, small], [options, config("greedy")])
         assert_idle(engine)
+    outputs = caught.value.outputs
     assert "cache is too small" in str(outputs[0].error)
     assert outputs[0].outputs[0].finish_reason == "error"
     assert_as_solo(model, outputs[1:], [(small, config("greedy"))])
@@ -490,6 +496,23 @@ def test_models_that_cannot_run_packed_run_row_by_row() -> None:
         assert_idle(engine)
         stats = engine.stats()
     assert stats.preemptions_recompute + stats.preemptions_swap > 0
+    assert_as_solo(model, outputs, wanted)
+
+
+def test_a_model_with_a_recurrent_state_runs_without_gradients() -> None:
+    """States and K/V that remembered how they were computed could not be forked, and would grow with every step."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": models.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    model = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, initializer_range=0.6)).eval()
+    prompts, names = models.prompts(9, 9, 5), ("beams", "four samples", "greedy")
+    wanted = [(prompt, config(name)) for prompt, name in zip(prompts, names)]
+    with Engine(model, CacheConfig(num_blocks=60, block_size=4)) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert not any(t.requires_grad for layer in engine._memory.groups[0].pool._layers.values() for t in layer)
+        assert_idle(engine)
     assert_as_solo(model, outputs, wanted)
 
 

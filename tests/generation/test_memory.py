@@ -7,7 +7,6 @@ import logging
 import weakref
 from typing import Any
 
-import models
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -18,6 +17,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation import idle, paged_generate
 from hf_paged.generation.engine import sizing
 from hf_paged.generation.idle import IdlePools
+from tests import models
 
 MIB = 2**20
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, K and V, block_size, KV heads, head_dim, fp32

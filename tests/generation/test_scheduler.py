@@ -226,6 +226,18 @@ def test_without_room_in_the_swap_space_it_is_recomputed(num_host_blocks: int) -
     assert (engine.scheduler.num_preemptions_recompute, engine.scheduler.num_preemptions_swap) == (1, 0)
 
 
+def test_a_full_swap_space_is_reported_once() -> None:
+    engine = FakeEngine(config(preemption="swap"), num_host_blocks=1)
+    engine.add(long(7, request_id="a"))
+    engine.add(long(7, request_id="b"))
+    engine.step()
+    with pytest.warns(
+        RuntimeWarning, match=r"swap memory of 1 blocks has no room for request 'b'.*swap_memory"
+    ) as told:
+        assert engine.force_preempt("b", "swap") and engine.force_preempt("a", "swap")
+    assert len(told) == 1
+
+
 def test_auto_recomputes_what_fits_in_a_step_and_swaps_the_rest() -> None:
     def after_preemption(request: Request) -> SeqStatus:
         engine = FakeEngine(config(preemption="auto", prefix_caching=False), num_blocks=20)

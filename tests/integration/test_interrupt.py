@@ -21,6 +21,7 @@ from hf_paged.generation.sampling import batch, request
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import adapters, packed
+from hf_paged.model.state import state_of
 from tests import models
 
 ENTERED = (
@@ -105,7 +106,7 @@ def test_packed_forward() -> None:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
-@pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+@pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_stand_ins_of_an_engine() -> None:
     native_build.build()
     if not fused_ops.is_available():
@@ -156,7 +157,7 @@ def test_adapters_of_requests() -> None:
         expected = generate()
         for at in interrupted_everywhere(generate, 60):
             assert state() == before, at
-            assert not adapters.lock_of(model)._is_owned(), at
+            assert not state_of(model).lock._is_owned(), at
             engine.check_integrity()
         assert generate() == expected
 

@@ -1,12 +1,8 @@
-"""The native kernels: every instruction set this machine runs, sharing, threads; and how they are built and found."""
+"""The native kernels: every instruction set this machine runs, sharing, threads. test_build.py has their making."""
 
 from __future__ import annotations
 
-import os
 import platform
-import stat
-import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +12,10 @@ import torch
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
+from hf_paged.kernels.native.toolchain import find_toolchain
 from tests.kernels.cases import Case, check, make_batch
 
-pytestmark = pytest.mark.skipif(native_build._toolchain() is None, reason="no C compiler on this machine")
+pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 
 MIXED = ((1, 1), (1, 300), (5, 18), (70, 70), (1, 129), (0, 0), (33, 97))
 
@@ -49,12 +46,8 @@ def _machine_runs(target: str) -> bool:
 def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not _machine_runs(target):
         pytest.skip(f"this machine does not run {target} code")
-    toolchain = native_build._toolchain()
-    assert toolchain is not None
-    toolchain = replace(toolchain, target=(f"-march={target}", "-O1"))
-    for command in toolchain.commands(tmp_path, "other"):
-        subprocess.run(command, check=True)
-    library = native_build._load(tmp_path / "other.tmp.so")
+    toolchain = replace(find_toolchain(), target=(f"-march={target}", "-O0"))  # quick to compile
+    library = native_build.load(native_build.compile_library(toolchain, tmp_path))
     assert library.hfp_target() == TARGETS[target][0]
     monkeypatch.setattr(native_build, "library", lambda: library)
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if library.hfp_has_f16() else [])
@@ -173,93 +166,6 @@ def test_other_dtypes_are_refused_by_name_and_served_by_default(monkeypatch: pyt
     torch.testing.assert_close(double.run(None).float(), expected, atol=1e-5, rtol=1e-5)
 
 
-# -- the build --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; returns the directory where the kernels will be."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(native_build.SWITCH, raising=False)
-    return tmp_path / "hf_paged"
-
-
-def _ask() -> tuple[object, str]:
-    return native_build._find.__wrapped__()
-
-
-def _compiler(path: Path, script: str) -> str:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def _wait_for(directory: Path, suffix: str) -> Path:
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        found = [p for p in directory.glob(f"*{suffix}") if ".tmp." not in p.name]
-        if found and not list(directory.glob("*.lock")):
-            return found[0]
-        time.sleep(0.05)
-    raise AssertionError(f"no {suffix} in {sorted(os.listdir(directory))}")
-
-
-def test_the_first_question_does_not_wait(
-    fresh: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Stands for a slow compiler: whatever it is asked to make, it makes after a while.
-    script = f'sleep 1; while [ "$1" != -o ]; do shift; done; cp {built} "$2"'
-    monkeypatch.setenv("CC", _compiler(tmp_path / "slow", script))
-    start = time.monotonic()
-    library, status = _ask()
-    assert time.monotonic() - start < 0.9
-    assert library is None and "background" in status
-    assert _ask()[1] == status  # asked again while it runs: no second build, no wait
-    path = _wait_for(fresh, ".so")
-    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
-    assert sorted(p.name for p in fresh.iterdir()) == [path.name]
-    library, status = _ask()
-    assert library is not None and status.startswith("native kernels: ")
-
-
-def test_a_failing_compiler_is_reported_and_not_asked_again(
-    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count = tmp_path / "count"
-    compiler = _compiler(tmp_path / "broken", f"echo x >> {count}; echo 'no such instruction' >&2; exit 1")
-    monkeypatch.setenv("CC", compiler)
-    _ask()
-    _wait_for(fresh, ".failed")
-    library, status = _ask()
-    assert library is None and "no such instruction" in status
-    assert count.read_text() == "x\n"
-    with pytest.raises(native_build.NativeBuildError, match="no such instruction"):
-        native_build.build()
-
-
-def test_switched_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_build.SWITCH, "0")
-    library, status = _ask()
-    assert library is None and "HF_PAGED_NATIVE=0" in status
-    assert not fresh.exists()
-
-
-def test_no_compiler(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    library, status = _ask()
-    assert library is None and "no C compiler" in status
-    with pytest.raises(native_build.NativeBuildError, match="no C compiler"):
-        native_build.build()
-
-
-def test_a_cache_that_others_can_write_is_not_trusted(fresh: Path) -> None:
-    fresh.mkdir()
-    fresh.chmod(0o777)
-    library, status = _ask()
-    assert library is None and "written by others" in status
-
-
 def test_without_kernels_the_torch_path_serves_and_native_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_build, "library", lambda: None)
     monkeypatch.setattr(ops, "_default_impl", {})
@@ -268,13 +174,3 @@ def test_without_kernels_the_torch_path_serves_and_native_says_why(monkeypatch: 
     torch.testing.assert_close(batch.run(None), batch.run("reference"), atol=2e-5, rtol=2e-5)
     with pytest.raises(RuntimeError, match="impl='native'"):
         batch.run("native")
-
-
-def test_the_choice_is_kept_until_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_default_impl", {})
-    monkeypatch.setattr(native_ops, "is_available", lambda: False)
-    assert ops.default_impl("cpu") == "torch"
-    monkeypatch.setattr(native_ops, "is_available", lambda: True)
-    assert ops.default_impl("cpu") == "torch"
-    ops.refresh()
-    assert ops.default_impl("cpu") == "native"

@@ -30,7 +30,7 @@ _lock = threading.RLock()
 
 def native_layers(model: Any) -> NativeLayers | None:
     """What kernels can do of the model, found out once; None if there is nothing."""
-    if not fused_ops.is_available() or model.device.type != "cpu" or model.dtype != torch.bfloat16:
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not fused_ops.is_available():
         return None
     known = _native.get(model)
     if known is None or not known.is_of(model):

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from hf_paged.cache.prefix_cache import root_digest
-from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.config import CacheConfig, SchedulerConfig, as_config
+from hf_paged.errors import EngineError
 from hf_paged.generation.engine.delivery import Delivery, RequestStream, StepGuard
 from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.pauses import Pauses
@@ -30,8 +31,17 @@ from hf_paged.generation.engine.sequence import FinishReason
 from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.stepper import Stepper
-from hf_paged.generation.prepare import as_prompt, prepare_request
+from hf_paged.generation.prepare import PreparedRequest, prepare_request
 from hf_paged.generation.sampling.request import Request, new_request
+from hf_paged.generation.validation import (
+    as_prompt,
+    as_prompts,
+    check_engine,
+    check_fits,
+    check_generation,
+    check_length,
+    check_request,
+)
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
@@ -50,26 +60,29 @@ class Engine:
     With PEFT adapters, requests of one step may each have their own (`add_request`). A step switches them on in the
     model: load, delete and set adapters, and call the model yourself, between steps.
 
-    model: a causal LM of transformers, or a PEFT model over one. tokenizer: needed for `stop_strings` only. prepack:
-    keep a copy of the linear weights in the layout a CPU computes fastest with (None = in bf16, if memory allows). Sums
-    may then come in another order: in fp32, and in bf16 in steps of more than 32 tokens. cuda_graphs: capture decode
-    steps and replay them (None = on a CUDA device, where it can be done, with a warning where not; True = or raise).
-    Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`).
+    model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
+    of its fields. tokenizer: needed for `stop_strings` only. prepack: keep a copy of the linear weights in the layout a
+    CPU computes fastest with (None = in bf16, if memory allows). Sums may then come in another order: in fp32, and in
+    bf16 in steps of more than 32 tokens. cuda_graphs: capture decode steps and replay them (None = on a CUDA device,
+    where it can be done, with a warning where not; True = or raise). Raises UnsupportedModelError for a model that
+    cannot be paged (see `hf_paged.check`), ValueError for a wrong argument.
     """
 
     def __init__(
         self,
         model: Any,
-        cache_config: CacheConfig | None = None,
-        scheduler_config: SchedulerConfig | None = None,
+        cache_config: CacheConfig | Mapping[str, Any] | None = None,
+        scheduler_config: SchedulerConfig | Mapping[str, Any] | None = None,
         *,
         tokenizer: Any = None,
         prepack: bool | None = None,
         cuda_graphs: bool | None = None,
     ) -> None:
+        check_engine(model, tokenizer=tokenizer, prepack=prepack, cuda_graphs=cuda_graphs)
         self.model = model
-        self.cache_config = cache_config or CacheConfig()
-        self.scheduler_config = (scheduler_config or SchedulerConfig()).for_device(device_of(model).type)
+        self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
+        asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
+        self.scheduler_config = asked.for_device(device_of(model).type)
         self.tokenizer = tokenizer
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model
@@ -80,7 +93,7 @@ class Engine:
         if not opened.shares_prefixes:
             self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
         if not self._is_packed:
-            if scheduler_config is not None and scheduler_config.async_scheduling:
+            if asked.async_scheduling:
                 raise ValueError(
                     "async_scheduling=True: the model computes one sequence at a time (hf_paged.check tells why); "
                     "leave it out"
@@ -122,6 +135,7 @@ class Engine:
         streamer: Any = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        attention_mask: SequenceOf[int] | torch.Tensor | None = None,
     ) -> str:
         """Queue a request; returns its id. Lower `priority` runs first; equal ones in order of arrival.
 
@@ -130,20 +144,34 @@ class Engine:
         transformers', fed as by `generate`, by whoever does the steps. adapter: name of the PEFT adapter that computes
         the request, whatever is active on the model or in its neighbours; "__base__" = no adapter; None = what is
         active now, to the request's end. cache_salt: requests share cached prefixes only with others of the same salt,
-        and of the same adapter. Raises ValueError at once on a request that can never run, QueueFull when `max_waiting`
-        wait already.
+        and of the same adapter. attention_mask: of a padded prompt, [length], 0 for padding at its ends.
+
+        Raises ValueError at once on a wrong argument and on a request that cannot run to its length limit in the memory
+        of this engine, QueueFull when `max_waiting` wait already. The engine is then as it was.
 
         If the adapter is deleted, or merged into the weights, the requests that need it switched end with an error;
         if its weights are changed in place, they go on with the new ones.
         """
-        ids = as_prompt(self._model, prompt_ids)
+        check_request(
+            generation_config,
+            priority,
+            request_id=request_id,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            streamer=streamer,
+            cache_salt=cache_salt,
+        )
+        ids = as_prompt(self._model, prompt_ids, attention_mask, self.tokenizer)
         with self._lock:
             self._check_open()
             self._runner.check_model()
             self._guard.settle()
+            if request_id in self._requests:
+                raise ValueError(f"request_id {request_id!r} is in use; choose another one")
+            check_generation(
+                self._model, generation_config, self.scheduler_config, tokenizer=self.tokenizer, streamer=streamer
+            )
             choice = self._adapters.choose(adapter)
-            if request_id is None:
-                request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
             prepared = prepare_request(
                 self._model,
                 ids.to(device_of(self._model)),
@@ -152,12 +180,9 @@ class Engine:
                 stopping_criteria=stopping_criteria,
                 tokenizer=self.tokenizer,
             )
-            length, limit = prepared.generation_config.max_length, self._max_length
-            if limit is not None and length > limit:
-                raise ValueError(
-                    f"max_length={length}: this model's rotary frequencies depend on the longest sequence of the batch "
-                    f"beyond {limit} tokens, so requests cannot share one; use model.generate"
-                )
+            self._check_size(prepared)
+            if request_id is None:
+                request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
             request = new_request(
                 prepared,
                 request_id,
@@ -176,6 +201,11 @@ class Engine:
                     raise
             self._prompt_tokens += request.prompt_length
             return request_id
+
+    def _check_size(self, prepared: PreparedRequest) -> None:
+        config, length = prepared.generation_config, prepared.input_ids.shape[1]
+        check_length(self._model, length, config.max_length, self._max_length)
+        check_fits(length, prepared.max_length, config.num_beams if prepared.uses_beams else 1, self._memory.managers)
 
     def _root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
         """Of the prefixes that a request may share: they were computed with the same adapters."""
@@ -209,16 +239,18 @@ class Engine:
         """True while a step would have something to do or to deliver."""
         return bool(self._requests or self._delivery)
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None, exception: BaseException | None = None
+    ) -> None:
         """Finish a request from outside its own decoding; its output waits for the next step."""
         request.stop_all(reason)
-        request.error = error
+        request.error, request.exception = error, exception
         self._scheduler.finish_group(request.group, reason)
         self._close(request)
         self._delivery.ended.append(request)
 
-    def _fail(self, request: Request, error: str) -> None:
-        self._end(request, FinishReason.ERROR, error)
+    def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:
+        self._end(request, FinishReason.ERROR, error, exception)
 
     def _close(self, request: Request) -> None:
         if self._requests.get(request.request_id) is request:  # not, if an interrupt came before the rest
@@ -257,7 +289,7 @@ class Engine:
                     self._follow_weights(contents=self._scheduler.is_idle)
                 # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
                 # own may keep tensors for later.
-                with torch.no_grad(), torch.inference_mode(self._is_packed):
+                with torch.inference_mode(self._is_packed), torch.no_grad():  # inference_mode(False) turns gradients on
                     self._stepper.step(self._delivery.changed)
         finally:
             try:
@@ -277,7 +309,7 @@ class Engine:
         if request.group.is_finished:
             self._close(request)
         elif request.error is not None:
-            self._fail(request, request.error)
+            self._fail(request, request.error, request.exception)
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -288,13 +320,17 @@ class Engine:
         progress: bool | None = None,
         *,
         adapter: str | SequenceOf[str | None] | None = None,
+        attention_mask: Any = None,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Run all prompts to their end; the outputs are in the order of the prompts.
 
         generation_config, adapter: one for all, or a list with one for each. progress: a bar with tokens/s on stderr
-        (None = on a terminal).
+        (None = on a terminal). attention_mask: of padded prompts, a tensor [num_prompts, length] or one mask for each.
+        raise_on_error: when all requests have ended and some of them with an error, raise EngineError, which has the
+        outputs of all; False returns the outputs, with `error` set in those that failed.
         """
-        stream = self._open_stream(prompts, generation_config, adapter, finals_only=True)
+        stream = self._open_stream(prompts, generation_config, adapter, attention_mask, finals_only=True)
         finished: dict[str, RequestOutput] = {}
         with closing(stream), self._progress(len(stream.requests), progress) as bar:
             started, before = time.monotonic(), self._stepper.generated_tokens
@@ -303,7 +339,11 @@ class Engine:
                 rate = (self._stepper.generated_tokens - before) / max(time.monotonic() - started, 1e-9)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update()
-        return [finished[request.request_id] for request in stream.requests]
+        outputs = [finished[request.request_id] for request in stream.requests]
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is not None and raise_on_error:
+            raise EngineError(outputs) from failed.exception
+        return outputs
 
     def stream(
         self,
@@ -311,13 +351,15 @@ class Engine:
         generation_config: Any = None,
         *,
         adapter: str | SequenceOf[str | None] | None = None,
+        attention_mask: Any = None,
     ) -> RequestStream:
         """Yield an output whenever a request has changed (a slow reader gets the latest state, not every one).
 
-        generation_config, adapter: one for all, or a list with one for each. Closing the iterator early aborts what is
-        unfinished.
+        generation_config, adapter: one for all, or a list with one for each. attention_mask: as in `generate`. The last
+        output of a request that failed has `error` set (`RequestOutput.raise_for_error`). Closing the iterator early
+        aborts what is unfinished.
         """
-        return self._open_stream(prompts, generation_config, adapter)
+        return self._open_stream(prompts, generation_config, adapter, attention_mask)
 
     async def astream(
         self,
@@ -325,9 +367,12 @@ class Engine:
         generation_config: Any = None,
         *,
         adapter: str | SequenceOf[str | None] | None = None,
+        attention_mask: Any = None,
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio: steps run in a worker thread, several streams share them."""
-        outputs = await asyncio.to_thread(self.stream, prompts, generation_config, adapter=adapter)
+        outputs = await asyncio.to_thread(
+            self.stream, prompts, generation_config, adapter=adapter, attention_mask=attention_mask
+        )
         try:
             while (output := await asyncio.to_thread(next, outputs, None)) is not None:
                 yield output
@@ -340,20 +385,19 @@ class Engine:
         prompts: SequenceOf[Prompt],
         generation_config: Any | SequenceOf[Any],
         adapter: str | SequenceOf[str | None] | None,
+        attention_mask: Any = None,
         *,
         finals_only: bool = False,
     ) -> RequestStream:
-        if isinstance(prompts, torch.Tensor) or not prompts:
-            prompts = list(prompts)
-        if not prompts:
-            raise ValueError("prompts=[]: give at least one prompt")
-        configs = _one_each(generation_config, len(prompts), "generation configs")
-        adapters = _one_each(adapter, len(prompts), "adapters")
+        rows = as_prompts(prompts, attention_mask)
+        configs = _one_each(generation_config, len(rows), "generation configs")
+        adapters = _one_each(adapter, len(rows), "adapters")
         requests: list[Request] = []
         with self._lock:
             try:
-                for prompt, config, name in zip(prompts, configs, adapters):
-                    requests.append(self._requests[self.add_request(prompt, config, adapter=name)])
+                for (prompt, mask), config, name in zip(rows, configs, adapters):
+                    request_id = self.add_request(prompt, config, adapter=name, attention_mask=mask)
+                    requests.append(self._requests[request_id])
             except BaseException:
                 self._drop(requests)
                 raise
@@ -386,7 +430,7 @@ class Engine:
         adapter, cache_salt: those of the requests that are to find it. Returns the number of tokens held: a multiple
         of `block_size`. It is gone when the weights change.
         """
-        ids = as_prompt(self._model, prompt_ids)
+        ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         if cache is None:
             raise ValueError(
@@ -404,7 +448,7 @@ class Engine:
             finally:
                 self._drop([request])
             if request.error is not None:
-                raise RuntimeError(f"the prefix was not computed: {request.error}")
+                raise RuntimeError(f"the prefix was not computed: {request.error}") from request.exception
             root = request.group.cache_root
             if root is None:
                 raise RuntimeError("the prefix was not cached: the weights have changed meanwhile; try again")
@@ -412,7 +456,7 @@ class Engine:
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
         """Let a prefix of `cache_prefix` with the same arguments be evicted again. False if it was not held."""
-        ids = as_prompt(self._model, prompt_ids)
+        ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         with self._lock:
             root = self._root(self._adapters.choose(adapter), cache_salt)
@@ -454,7 +498,7 @@ class Engine:
             self._check_open()
             self._check_not_stepping()
             self._guard.settle()
-            with torch.no_grad(), torch.inference_mode(self._is_packed):
+            with torch.inference_mode(self._is_packed), torch.no_grad():
                 self._stepper.settle(self._delivery.changed)
             self._pauses.begin()
         try:

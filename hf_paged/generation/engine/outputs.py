@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_paged.errors import EngineError
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
@@ -45,9 +47,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request as it stands after a step. `error` says why a request with finish_reason "error" failed.
+    """A request as it stands after a step.
 
-    Beams appear in `outputs` when they are final, samples grow from step to step.
+    Beams appear in `outputs` when they are final, samples grow from step to step. If the request failed, `error` says
+    why, `exception` is the cause with its traceback (None if there was no exception), and the `outputs` that it left
+    unfinished have finish_reason "error" and the tokens generated until then.
     """
 
     request_id: str
@@ -56,3 +60,10 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    exception: BaseException | None = None
+
+    def raise_for_error(self) -> RequestOutput:
+        """The output itself; raises EngineError if the request failed."""
+        if self.error is not None:
+            raise EngineError([self]) from self.exception
+        return self

@@ -7,6 +7,7 @@ do is returned as data (SchedulerOutput). Standard library only.
 from __future__ import annotations
 
 import itertools
+import warnings
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -100,6 +101,7 @@ class Scheduler:
         self._output = SchedulerOutput.for_managers(len(managers))  # of the next step, as far as it is known
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
+        self._has_warned = False  # of a full swap memory
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -387,8 +389,21 @@ class Scheduler:
             self.num_preemptions_swap += 1
             self._set_status(group, SeqStatus.SWAPPED)
         else:
+            if mode == "swap" and self.host_managers:
+                self._warn_of_full_swap(group)
             self.num_preemptions_recompute += 1
             self._start_over(group)
+
+    def _warn_of_full_swap(self, group: SequenceGroup) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            total = min(host.allocator.num_blocks for host in self.host_managers or ())
+            warnings.warn(
+                f"the swap memory of {total} blocks has no room for request {group.request_id!r}, which is computed "
+                "again instead (reported once); raise swap_memory, or use preemption='recompute'",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # -- other weights ------------------------------------------------------------------------------------------
 

@@ -90,14 +90,15 @@ def _open(
     _tell_size(model, cache_config, num_blocks, bytes_per_block)
     for group in memory.groups:
         group.pool.resize(num_blocks)
-        group.manager.allocator.grow(num_blocks)
+        group.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
         if _is_default_size(cache_config) and device_of(model).type == "cpu":
             group.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
     if not host_blocks:
-        if scheduler_config.preemption == "swap":
+        if scheduler_config.preemption == "swap" or (cache_config.swap_bytes and scheduler_config.preemption == "auto"):
             raise ValueError(
-                f"preemption='swap' needs swap memory, but swap_memory={cache_config.swap_memory!r} holds no block of "
-                f"{bytes_per_block} bytes; give it more, or use preemption='recompute'"
+                f"swap_memory={cache_config.swap_memory!r} holds no block of {bytes_per_block} bytes, so that "
+                f"preemption={scheduler_config.preemption!r} has no room to swap to; give it more, or use "
+                "preemption='recompute'"
             )
         return OpenedMemory(bound, memory, [], [], report.native_length, shares_prefixes)
     host_managers = [
@@ -172,15 +173,24 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
 def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, bytes_per_block: int) -> int:
     if cache_config.num_blocks is not None:
         return cache_config.num_blocks
+    num_blocks = blocks_in_memory(cache_config, bytes_per_block, device_of(model))
+    if cache_config.memory is None and cache_config.memory_fraction is None:
+        num_blocks = min(num_blocks, _most_blocks(model, cache_config, scheduler_config))
+    return num_blocks
+
+
+def blocks_in_memory(cache_config: CacheConfig, bytes_per_block: int, device: torch.device) -> int:
+    """Blocks that `memory` or `memory_fraction` (or the default share of what is free) holds: at least one.
+
+    bytes_per_block: K and V of one block of every layer. Raises ValueError if not even one fits.
+    """
     if cache_config.memory_bytes is not None:
         num_blocks, source = cache_config.memory_bytes // bytes_per_block, f"memory={cache_config.memory!r}"
     else:
         fraction = cache_config.memory_fraction
-        free = _free_bytes(device_of(model))
-        share = DEFAULT_FRACTION.get(device_of(model).type, 0.3) if fraction is None else fraction
+        free = _free_bytes(device)
+        share = DEFAULT_FRACTION.get(device.type, 0.3) if fraction is None else fraction
         num_blocks, source = int(free * share) // bytes_per_block, f"{share:g} of {free} free bytes"
-        if fraction is None:
-            num_blocks = min(num_blocks, _most_blocks(model, cache_config, scheduler_config))
     if num_blocks < 1:
         raise ValueError(f"{source} holds no block: one takes {bytes_per_block} bytes; give the cache more memory")
     return num_blocks

@@ -24,10 +24,15 @@ _FORWARD = "the forward failed"
 _REST = "the step was broken off"
 
 
+def _described(error: BaseException, doing: str | None = None) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if doing is None else f"{doing}: {text}"
+
+
 class Stepper:
     """Steps over `requests`, which the caller adds to and takes from between them.
 
-    `fail` ends a request with the error that it is given, and tells the scheduler.
+    `fail` ends a request with the error and the exception that it is given, and tells the scheduler.
 
     With `is_async`, a step is prepared and sent to the device before the host knows the tokens of the one before:
     requests with one sequence get theirs a step later, and where one of these turns out to be the last, the row that
@@ -40,7 +45,7 @@ class Stepper:
         scheduler: Scheduler,
         runner: Runner,
         requests: Mapping[str, Request],
-        fail: Callable[[Request, str], None],
+        fail: Callable[[Request, str, BaseException | None], None],
         *,
         is_async: bool,
     ) -> None:
@@ -74,7 +79,7 @@ class Stepper:
             # The device is busy with this step while the host learns what was chosen in the last one.
             self._accept(changed)
             for seqs, error in result.failed:
-                self._fail_all((seq.group for seq in seqs), f"{_FORWARD}: {type(error).__name__}: {error}")
+                self._fail_all((seq.group for seq in seqs), _described(error, _FORWARD), error)
             self._scheduler.update(output)
             if result.logits is not None:
                 self._choose(result.seqs, result.logits, changed)
@@ -94,26 +99,26 @@ class Stepper:
             self._scheduler.rollback(output)
         if self._may_repeat and not isinstance(error, Exception):
             return
-        cause = f"{self._doing}: {type(error).__name__}: {error}"
+        cause = _described(error, self._doing)
         if self._doing == _FORWARD and output is not None:
             # Nobody can tell whose tokens the forward stumbled over: all of the step fail.
             try:
                 self._accept(changed)
             finally:
-                self._fail_all((seq.group for seq, _ in output.scheduled), cause)
+                self._fail_all((seq.group for seq, _ in output.scheduled), cause, error)
             return
         # Nor who has got a token, or which blocks hold what they should: all that have blocks fail.
         self._choice = None
         for request in list(self._requests.values()):
             if request.group.status is not SeqStatus.WAITING and request not in changed:
-                self._fail(request, request.group.error or cause)
-        self._fail_all((request.group for request in changed), cause)
+                self._fail(request, request.group.error or cause, error)
+        self._fail_all((request.group for request in changed), cause, error)
 
-    def _fail_all(self, groups: Iterable[SequenceGroup], cause: str) -> None:
+    def _fail_all(self, groups: Iterable[SequenceGroup], cause: str, error: BaseException) -> None:
         """These requests end with an error, unless they have ended."""
         for group in dict.fromkeys(groups):
             if not group.is_finished:
-                self._fail(self._requests[group.request_id], cause)
+                self._fail(self._requests[group.request_id], cause, error)
 
     def _schedule(self, changed: dict[Request, None]) -> SchedulerOutput:
         output = None if self._choice is None else self._scheduler.schedule_in_peace()
@@ -122,7 +127,7 @@ class Stepper:
             output = self._scheduler.schedule()
         self.steps += bool(output.scheduled)
         for group in output.failed:
-            self._fail(self._requests[group.request_id], group.error or "")
+            self._fail(self._requests[group.request_id], group.error or "", None)
         return output
 
     def close(self) -> None:
@@ -153,7 +158,7 @@ class Stepper:
             return
         self._choice, failed = choose_next(picks, logits, self._in_fp32)
         for request, error in failed:
-            self._fail_all([request.group], f"{type(error).__name__}: {error}")
+            self._fail_all([request.group], _described(error), error)
         for request, seq, _ in picks:
             # A token that ends its request, whatever it is, will not be computed.
             seq.num_pending = int(request.length + 1 < request.max_length)
@@ -180,7 +185,7 @@ class Stepper:
                 continue  # aborted, or failed
             seq.num_pending = 0
             if isnan(logprob) or isnan(invalid):
-                self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT)
+                self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT, None)
                 continue
             changed[request] = None
             self.generated_tokens += 1
@@ -197,7 +202,7 @@ class Stepper:
         try:
             decision = request.advance(seqs, logits)
         except Exception as error:  # NaN, or a processor or criterion of the caller's: the others go on
-            self._fail(request, f"{type(error).__name__}: {error}")
+            self._fail(request, _described(error), error)
             return
         changed[request] = None
         self._apply(request, decision)

@@ -95,6 +95,7 @@ class Request:
         self._history_length = self.length
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
+        self.exception: BaseException | None = None
         self.streamer: Any = None
         self._num_streamed = 0
 
@@ -115,13 +116,7 @@ class Request:
         raise NotImplementedError
 
     def stream_to(self, streamer: Any) -> None:
-        """Hand the prompt to a streamer of transformers, and from now on each token. Raises ValueError where `generate`
-        does: a streamer follows one sequence."""
-        if self.num_rows > 1:
-            raise ValueError(
-                f"streamer={type(streamer).__name__} follows one sequence, but the request has several; drop it, or "
-                "ask for num_beams=1 and num_return_sequences=1"
-            )
+        """Hand the prompt to a streamer of transformers, and from now on each token. The request has one row."""
         streamer.put(torch.tensor([self.prompt_token_ids]))
         self.streamer = streamer
 
@@ -141,6 +136,7 @@ class Request:
     def _streamer_failed(self, error: Exception) -> None:
         self.streamer = None
         self.error = self.error or f"the streamer failed: {type(error).__name__}: {error}"
+        self.exception = self.exception or error
 
     def output(self) -> RequestOutput:
         """The request as it stands now."""
@@ -151,6 +147,7 @@ class Request:
             self.metrics.finish_time is not None,
             self.metrics,
             self.error,
+            self.exception,
         )
 
     def _rows(self) -> torch.Tensor:
@@ -411,7 +408,9 @@ class BeamRequest(Request):
 
     def stop_all(self, reason: FinishReason) -> None:
         outputs = self._hypotheses(reason)
-        for seq, logprobs in zip(self.group.live, self._logprobs):
+        # The scheduler may have released them already, with the same reason.
+        beams = self.group.live or [seq for seq in self.group.sequences if seq.finish_reason is reason]
+        for seq, logprobs in zip(beams, self._logprobs):
             if len(outputs) == self.num_return_sequences:
                 break
             total = sum(logprobs)

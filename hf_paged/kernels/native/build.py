@@ -1,216 +1,227 @@
-"""Compiles the C kernels once a machine, in the background, and loads them. Knows compilers and files, no tensors.
+"""The native kernels of a process: found in the user's cache, or compiled there, and loaded. Knows files, no tensors.
 
-A process uses the kernels that are in the cache when it first asks, or never: it does not change over later. So results
-cannot change in the middle of a run, and no call of a user waits for a compiler.
+A process decides once, for all native parts together (attention, sampling, decoder layers), when it first asks whether
+it has the kernels: then it waits until they are compiled, seconds, once a machine. So its results do not depend on when
+a compiler ends.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
+import logging
 import os
-import platform
-import re
 import shlex
-import shutil
-import stat
 import subprocess
+import tempfile
+import threading
 import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_paged.kernels.native import store
 from hf_paged.kernels.native.structs import declare
+from hf_paged.kernels.native.toolchain import NativeBuildError, Toolchain, find_toolchain, has_compiler
+
+__all__ = ["NativeBuildError", "build", "compile_library", "has_compiler", "library", "load", "status"]
+
+log = logging.getLogger("hf_paged")
 
 SWITCH = "HF_PAGED_NATIVE"
-EMULATE_AMX = "HF_PAGED_EMULATE_AMX"
-"""For tests: "1" builds and uses the code for AMX on an emulation of it, which needs AVX-512 with BF16."""
+_PACKAGE = Path(__file__).parents[2]
 # Every *.c in these is a translation unit of its own; *.inc.c and *.h are included by those.
-_SOURCE_DIRECTORIES = (Path(__file__).parent, Path(__file__).parents[2] / "fused" / "cpu" / "native")
-# Neither flag changes a result: no code here reads errno or floating-point exceptions. No -ffast-math: NaN must travel.
-_FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fvisibility=hidden", "-w")
-_STALE_SECONDS = 600
+_SOURCE_DIRECTORIES = (Path(__file__).parent, _PACKAGE / "fused" / "cpu" / "native")
+_RETRY_SECONDS = 3600  # after a failed build
+_COMPILER_SECONDS = 900  # then it hangs
 
 
-class NativeBuildError(RuntimeError):
-    """The native kernels cannot be compiled here."""
+def _read_sources() -> dict[str, bytes]:
+    """Path in the package -> content."""
+    files = (path for directory in _SOURCE_DIRECTORIES for path in sorted(directory.glob("*.[ch]")))
+    return {str(path.relative_to(_PACKAGE)): path.read_bytes() for path in files}
+
+
+# Read with the Python code that calls the kernels: an upgrade of the package while this process runs changes both.
+SOURCES: Mapping[str, bytes] = _read_sources()
 
 
 @dataclass(frozen=True, slots=True)
-class _Toolchain:
-    compiler: str
-    target: tuple[str, ...]
-    openmp: str | None  # the library this process already runs its threads with
-
-    def commands(self, directory: Path, stem: str) -> list[list[str]]:
-        """Compile and link `stem`.tmp.so. Linking the very OpenMP library that torch uses shares its threads."""
-        link = [self.openmp] if self.openmp else ["-fopenmp"]
-        compiled = {str(directory / f"{stem}.{number}.o"): source for number, source in enumerate(_units())}
-        includes = [f"-I{directory}" for directory in _SOURCE_DIRECTORIES]
-        flags = (*_FLAGS, *self.target, "-fopenmp", *includes)
-        return [
-            *([self.compiler, *flags, "-c", str(source), "-o", unit] for unit, source in compiled.items()),
-            [self.compiler, "-shared", *compiled, *link, "-lm", "-o", str(directory / f"{stem}.tmp.so")],
-        ]
+class _Decision:
+    library: ctypes.CDLL | None
+    status: str
 
 
-def _sources() -> list[Path]:
-    return [path for directory in _SOURCE_DIRECTORIES for path in sorted(directory.glob("*.[ch]"))]
+_decision: _Decision | None = None
+_lock = threading.Lock()
 
 
-def _units() -> list[Path]:
-    return [path for path in _sources() if path.suffix == ".c" and not path.name.endswith(".inc.c")]
+def _new_lock() -> None:
+    """In a forked child: a thread that the child does not have may have held it."""
+    global _lock
+    _lock = threading.Lock()
 
 
-def _openmp_library() -> str | None:
-    """Path of the OpenMP runtime loaded into this process (torch's own copy first), if it can be told."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    found = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps)))
-    return min(found, key=lambda path: "torch" not in path, default=None)
-
-
-def _cpu() -> str:
-    """What -march=native depends on."""
-    lines: list[str] = [platform.machine()]
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if re.match(r"(model name|flags|Features|CPU part)\b", line):
-                lines.append(line)
-            elif not line:
-                break
-    except OSError:
-        lines.append(platform.processor())
-    return "\n".join(lines)
-
-
-def _toolchain() -> _Toolchain | None:
-    names = [os.environ["CC"]] if os.environ.get("CC") else []
-    for name in [*names, "cc", "gcc", "clang"]:
-        path = shutil.which(name)
-        if path:
-            machine = platform.machine()
-            target = ("-mcpu=native",) if machine in ("aarch64", "arm64") else ("-march=native",)
-            if os.environ.get(EMULATE_AMX) == "1":
-                target += (f"-D{EMULATE_AMX}=1",)
-            return _Toolchain(os.path.realpath(path), target, _openmp_library())
-    return None
-
-
-def cache_directory() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "hf_paged"
-
-
-def _stem(toolchain: _Toolchain) -> str:
-    """Names a build: changes with the sources, the flags, the compiler, the CPU and the OpenMP library."""
-    digest = hashlib.sha256()
-    for path in _sources():
-        digest.update(path.read_bytes())
-    compiler = os.stat(toolchain.compiler)
-    parts = (*_FLAGS, *toolchain.target, toolchain.compiler, compiler.st_size, compiler.st_mtime_ns)
-    digest.update(repr((parts, toolchain.openmp, _cpu())).encode())
-    return f"kernels-{digest.hexdigest()[:24]}"
-
-
-def _private_directory() -> Path:
-    """The cache directory, which nobody else may write: code is loaded from it."""
-    directory = cache_directory()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = directory.stat()
-    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NativeBuildError(f"{directory} can be written by others; make it yours alone, or set XDG_CACHE_HOME")
-    return directory
-
-
-def _start_in_background(toolchain: _Toolchain, directory: Path, stem: str) -> None:
-    """Start a build that outlives this process; a build of the same kernels that already runs is left alone."""
-    lock = directory / f"{stem}.lock"
-    try:
-        lock.mkdir()
-    except FileExistsError:
-        if time.time() - lock.stat().st_mtime < _STALE_SECONDS:
-            return
-        os.utime(lock)
-    own = f"{stem}.{os.getpid()}"
-    quoted = {name: shlex.quote(str(directory / name)) for name in (f"{own}.log", f"{own}.tmp.so")}
-    log, library = quoted.values()
-    units = f"{shlex.quote(str(directory / own))}.*.o"
-    steps = " && ".join(shlex.join(command) for command in toolchain.commands(directory, own))
-    script = (
-        f"( if {steps} && mv -f {library} {shlex.quote(str(directory / stem))}.so; then rm -f {log}; "
-        f"else mv -f {log} {shlex.quote(str(directory / stem))}.failed; fi; "
-        f"rm -f {units}; rmdir {shlex.quote(str(lock))} ) >{log} 2>&1 </dev/null &"
-    )
-    subprocess.run(["nice", "sh", "-c", script] if shutil.which("nice") else ["sh", "-c", script], check=True)
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    return declare(ctypes.CDLL(str(path)))
-
-
-@functools.cache
-def _find() -> tuple[ctypes.CDLL | None, str]:
-    """The kernels, if they can be used, and a line about it. Asked once a process; may start a background build."""
-    if os.environ.get(SWITCH) == "0":
-        return None, f"native kernels are off ({SWITCH}=0)"
-    if os.name != "posix":
-        return None, "native kernels are built on POSIX systems only"
-    toolchain = _toolchain()
-    if toolchain is None:
-        return None, "no native kernels: no C compiler found (cc, gcc, clang or $CC)"
-    try:
-        directory = _private_directory()
-        stem = _stem(toolchain)
-        path = directory / f"{stem}.so"
-        if path.exists():
-            library = _load(path)
-            threads = "OpenMP" if library.hfp_openmp() else "one thread"
-            return library, f"native kernels: {library.hfp_target().decode()}, {threads}"
-        failed = directory / f"{stem}.failed"
-        if failed.exists():
-            lines = failed.read_text(errors="replace").strip().splitlines() or ["no message"]
-            return None, f"no native kernels: the compiler failed ({lines[0][:150]}; all of it in {failed})"
-        _start_in_background(toolchain, directory, stem)
-    except (OSError, NativeBuildError, subprocess.CalledProcessError) as error:
-        return None, f"no native kernels: {error}"
-    return None, f"native kernels are being compiled in the background ({path}); the next process will use them"
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def library() -> ctypes.CDLL | None:
-    """The loaded kernels, or None: then `status` says why."""
-    return _find()[0]
+    """The loaded kernels, or None: then `status` says why. The first question of a machine compiles them and waits.
+
+    Raises ValueError if HF_PAGED_NATIVE has a value that means neither on nor off.
+    """
+    return _decided().library
 
 
 def status() -> str:
     """One line for people: which CPU kernels this process has, or why it has none."""
-    return _find()[1]
+    return _decided().status
 
 
 def build() -> Path:
-    """Compile now and wait (seconds), then load: for setup scripts, tests and benchmarks.
+    """Compile the kernels if they are not in the cache, whatever failed before, and load them.
 
-    Returns the library's path. Raises NativeBuildError with the compiler's words if it cannot be had.
+    Returns the library's path. A process that had decided to do without them uses them from now on: not while a
+    generate call or an engine runs. Raises NativeBuildError with the reason, the compiler's words for one, if there is
+    nothing to load.
     """
-    toolchain = _toolchain()
-    if toolchain is None:
-        raise NativeBuildError("no C compiler found (cc, gcc, clang or $CC)")
-    directory = _private_directory()
-    stem = _stem(toolchain)
-    path = directory / f"{stem}.so"
-    if not path.exists():
-        own = f"{stem}.{os.getpid()}"
+    global _decision
+    if _is_off():
+        raise NativeBuildError(f"native kernels are off ({SWITCH}={os.environ[SWITCH]})")
+    with _lock:
         try:
-            for command in toolchain.commands(directory, own):
-                done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-                if done.returncode:
-                    raise NativeBuildError(f"{shlex.join(command)}\n{done.stderr}")
-            os.replace(directory / f"{own}.tmp.so", path)
-        finally:
-            for unit in directory.glob(f"{own}.*.o"):
-                unit.unlink(missing_ok=True)
-        (directory / f"{stem}.failed").unlink(missing_ok=True)
-    _find.cache_clear()
+            path = _built(retry=True)
+            if _decision is None or _decision.library is None:
+                _decision = _loaded(path)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise NativeBuildError(str(error)) from error
     return path
+
+
+def _decided() -> _Decision:
+    global _decision
+    if _decision is None:
+        with _lock:
+            if _decision is None:
+                _decision = _decide()
+    return _decision
+
+
+def _decide() -> _Decision:
+    if _is_off():
+        return _Decision(None, f"native kernels are off ({SWITCH}={os.environ[SWITCH]})")
+    if os.name != "posix":
+        return _Decision(None, "no native kernels: they are built on POSIX systems only")
+    try:
+        return _loaded(_built(retry=False))
+    except (OSError, NativeBuildError, subprocess.SubprocessError) as error:
+        reason = " ".join(str(error).split())[:300]
+    warnings.warn(
+        f"no native CPU kernels, so slower code of torch takes their place: {reason}. `hf-paged build` tries again and "
+        f"tells all of it; {SWITCH}=0 does without them and without this warning",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return _Decision(None, f"no native kernels: {reason}")
+
+
+def _is_off() -> bool:
+    value = os.environ.get(SWITCH, "1").strip().lower()
+    if value in ("0", "false", "off", "no"):
+        return True
+    if value in ("", "1", "true", "on", "yes"):
+        return False
+    raise ValueError(f"{SWITCH}={os.environ[SWITCH]!r}: use 1 (compile and use the native CPU kernels) or 0 (do not)")
+
+
+def _loaded(path: Path) -> _Decision:
+    loaded = load(path)
+    threads = "OpenMP" if loaded.hfp_openmp() else "one thread"
+    return _Decision(loaded, f"native kernels: {loaded.hfp_target().decode()}, {threads}")
+
+
+def _built(*, retry: bool) -> Path:
+    """Path of the library, compiled now if need be. retry: even if that has failed within the last hour."""
+    toolchain = find_toolchain()
+    directory = store.open_directory()
+    path = directory / _file_name(toolchain)
+    if not path.exists():
+        if store.is_locked(directory):
+            log.warning("hf_paged: waiting for another process that compiles the CPU kernels")
+        with store.locked(directory):
+            if not path.exists():
+                _build(toolchain, path, retry=retry)
+    with suppress(OSError):  # a cache that is read-only
+        os.utime(path)  # the builds last used are kept
+    return path
+
+
+def _file_name(toolchain: Toolchain) -> str:
+    """Names a build: changes with the sources and with whatever they are compiled with."""
+    digest = hashlib.sha256(toolchain.identity().encode())
+    for name, content in SOURCES.items():
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return f"kernels-{digest.hexdigest()[:24]}.so"
+
+
+def _build(toolchain: Toolchain, path: Path, *, retry: bool) -> None:
+    failed = path.with_suffix(".failed")
+    if not retry and failed.exists() and abs(time.time() - failed.stat().st_mtime) < _RETRY_SECONDS:
+        raise NativeBuildError(failed.read_text(errors="replace"))
+    log.warning("hf_paged: compiling the CPU kernels, once for this machine; this takes 5 to 30 seconds")
+    for leftover in path.parent.glob("build-*"):  # of a process that was killed
+        store.remove(leftover)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:
+        try:
+            built = compile_library(toolchain, Path(work))
+        except NativeBuildError as error:
+            failed.write_text(str(error), errors="replace")
+            raise
+        store.publish(built, path)
+
+
+def compile_library(toolchain: Toolchain, directory: Path) -> Path:
+    """Compile the sources in `directory`, all units side by side; returns the library.
+
+    Raises NativeBuildError with the compiler's words.
+    """
+    toolchain.check()
+    includes = [directory / path.relative_to(_PACKAGE) for path in _SOURCE_DIRECTORIES]
+    units: list[Path] = []
+    for name, content in SOURCES.items():
+        source = directory / name
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_bytes(content)
+        if name.endswith(".c") and not name.endswith(".inc.c"):
+            units.append(source)
+    out = directory / "kernels.so"
+    _run([toolchain.compile(unit, unit.with_suffix(".o"), includes) for unit in units], directory)
+    _run([toolchain.link([unit.with_suffix(".o") for unit in units], out)], directory)
+    return out
+
+
+def _run(commands: list[list[str]], directory: Path) -> None:
+    """All at once. Raises NativeBuildError with the words of the first that fails."""
+    running: list[subprocess.Popen[bytes]] = []
+    logs = [directory / f"{number}.log" for number in range(len(commands))]
+    try:
+        for command, output in zip(commands, logs, strict=True):
+            with output.open("wb") as file:
+                running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
+        for process, command, output in zip(running, commands, logs, strict=True):
+            if process.wait(_COMPILER_SECONDS):
+                words = output.read_text(errors="replace").strip() or f"exit status {process.returncode}"
+                raise NativeBuildError(f"the compiler failed: {words}\n{shlex.join(command)}")
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """A library that `compile_library` has made, with the types of its functions."""
+    return declare(store.load(path))

@@ -35,7 +35,7 @@ _local = threading.local()
 
 
 def is_available() -> bool:
-    """Whether this process has the kernels. The first question may start a background build for later processes."""
+    """Whether this process has the kernels. The first question of a machine compiles them, and waits."""
     return native_build.library() is not None
 
 
@@ -52,7 +52,7 @@ def supports(dtype: torch.dtype) -> bool:
 def _library() -> ctypes.CDLL:
     library = native_build.library()
     if library is None:
-        raise RuntimeError(f"impl='native': {native_build.status()}; hf_paged.kernels.ops.build_native() compiles them")
+        raise RuntimeError(f"impl='native': {native_build.status()}; `hf-paged build` compiles them")
     return library
 
 

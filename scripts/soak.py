@@ -1,0 +1,181 @@
+"""A long soak: random requests with every kind of option, aborts, preemption, adapter switches, weight changes, pauses,
+processors that raise, from several threads; each result is compared with `generate` of that request alone.
+
+    python scripts/soak.py --requests 0:1000000 --log soak.jsonl --out benchmarks/results/soak.json
+
+Requests are numbered, and everything random derives from the numbers. After every round of some hundred requests a line
+is appended to the log; a run that is started again goes on after the rounds that the log has. Two processes may take
+half of the numbers each; `--merge a.jsonl b.jsonl --out ...` makes one summary of their logs. `--round N` does the
+round that begins with request N alone, to look into a failure (what came before it in the process is then missing).
+`--fault` puts a fault into hf_paged, which the soak must find. Exit status 1: something was wrong or leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+ROUND = 200
+
+
+def main() -> int:
+    args = _arguments()
+    if args.merge:
+        lines = [line for path in args.merge for line in _read(path)]
+    else:
+        start, stop = (int(number) for number in args.requests.split(":"))
+        _soak(args, start, stop)
+        lines = _read(args.log)
+    summary = summarize(lines)
+    text = json.dumps(summary, indent=1)
+    if args.out:
+        args.out.write_text(f"{text}\n")
+    print(text if len(text) < 10_000 else json.dumps({**summary, "wrong_requests": "see the log"}, indent=1))
+    return int(bool(summary["wrong"] or summary["leaked_blocks"]))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", "--seeds", default="0:1000000", help="numbers of the requests, first:end")
+    parser.add_argument("--log", type=Path, default=Path("soak.jsonl"), help="one line a round; read to go on")
+    parser.add_argument("--out", type=Path, help="summary, JSON")
+    parser.add_argument("--merge", type=Path, nargs="+", help="logs to summarize; nothing is run")
+    parser.add_argument("--round", type=int, help="do the round that begins with this request only")
+    parser.add_argument("--kind", help="this kind of model only")
+    parser.add_argument("--fault", help="a fault of tests/sabotage.py; stops at the first round that finds it")
+    return parser.parse_args()
+
+
+def _soak(args: argparse.Namespace, start: int, stop: int) -> None:
+    import pytest
+
+    from tests import sabotage
+    from tests.soaking.rounds import Round
+    from tests.soaking.world import World
+
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    if args.fault:
+        sabotage.SOAK_FAULTS[args.fault](pytest.MonkeyPatch())
+    done = {line["first"] for line in _read(args.log)}
+    world, process = World(), psutil.Process()
+    firsts = range(start, stop, ROUND) if args.round is None else [args.round]
+    for first in firsts:
+        if first in done:
+            continue
+        began, cpu = time.monotonic(), time.process_time()
+        count = min(ROUND, stop - first)
+        report = Round(world, first, count, args.kind).run()
+        gc.collect()
+        line = {
+            "first": first,
+            "requests": count,
+            "kind": report.kind,
+            "mode": report.mode,
+            "counts": report.counts,
+            "wrong": report.wrong,
+            "leaked": report.leaked,
+            "seconds": round(time.monotonic() - began, 2),
+            "cpu_seconds": round(time.process_time() - cpu, 2),
+            "rss": process.memory_info().rss,
+            "solo_runs": world.num_solo_runs,
+            "pid": os.getpid(),
+            "commit": _commit(),
+        }
+        with args.log.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+        if report.wrong or report.leaked:
+            print(f"round {first}: {len(report.wrong)} wrong, {report.leaked} leaked ({report.kind}, {report.mode})")
+            for wrong in report.wrong[:3]:
+                print("   ", json.dumps(wrong))
+            if args.fault:
+                return
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Lines of a log; the last one may have been cut off."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+_commits: list[str] = []
+
+
+def _commit() -> str:
+    if not _commits:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        _commits.append(told.stdout.strip())
+    return _commits[0]
+
+
+def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of all rounds. memory: bytes resident after each tenth of a process's rounds."""
+    counts: Counter[str] = Counter()
+    memory: dict[str, list[int]] = {}
+    for pid in dict.fromkeys(line["pid"] for line in lines):
+        sizes = [line["rss"] for line in lines if line["pid"] == pid]
+        memory[f"process {len(memory) + 1}"] = [
+            max(sizes[len(sizes) * i // 10 :][: len(sizes) // 10 + 1]) for i in range(10)
+        ]
+    for line in lines:
+        counts.update(line["counts"])
+    return {
+        "requests": sum(line["requests"] for line in lines),
+        "wrong": sum(len(line["wrong"]) for line in lines),
+        "leaked_blocks": sum(abs(line["leaked"]) for line in lines),
+        "seconds": round(sum(line["seconds"] for line in lines)),
+        "cpu_seconds": round(sum(line["cpu_seconds"] for line in lines)),
+        "solo_runs": sum(
+            max(line["solo_runs"] for line in lines if line["pid"] == pid) for pid in {line["pid"] for line in lines}
+        ),
+        "rounds": len(lines),
+        "counts": dict(sorted(counts.items())),
+        "requests_by_model": dict(_by(lines, "kind")),
+        "requests_by_mode": dict(_by(lines, "mode")),
+        "rss_bytes": memory,
+        "commits": sorted({line["commit"] for line in lines}),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "machine": f"{platform.processor() or platform.machine()}, one thread a process",
+        "wrong_requests": [wrong for line in lines for wrong in line["wrong"]],
+    }
+
+
+def _by(lines: list[dict[str, Any]], name: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts[line[name]] += line["requests"]
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

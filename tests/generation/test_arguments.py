@@ -1,0 +1,431 @@
+"""What the engine's doors refuse: before anything is built, in one line, with the engine as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.generation import prepare
+from tests import models
+from tests.generation.test_engine import Streamer, assert_as_solo, assert_idle, config
+
+GREEDY = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=models.PAD)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=32, block_size=4)) as opened:
+        yield opened
+
+
+def with_seed(seed: Any) -> GenerationConfig:
+    made = GenerationConfig(max_new_tokens=4, do_sample=True, pad_token_id=models.PAD)
+    made.seed = seed
+    return made
+
+
+def changed(**options: Any) -> GenerationConfig:
+    """Set afterwards: the constructor would refuse some of them itself."""
+    made = GenerationConfig(max_new_tokens=4, pad_token_id=models.PAD)
+    for name, value in options.items():
+        setattr(made, name, value)
+    return made
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"priority": "high"}, "priority='high'.*finite number"),
+    ({"priority": None}, "priority=None"),
+    ({"priority": math.nan}, "priority=nan"),
+    ({"priority": -math.inf}, "priority=-inf"),
+    ({"priority": True}, "priority=True"),
+    ({"priority": [1]}, r"priority=\[1\]"),
+    ({"request_id": 7}, "request_id=7.*string"),
+    ({"request_id": b"x"}, "request_id=b'x'"),
+    ({"request_id": "there"}, "request_id 'there' is in use"),
+    ({"adapter": 3}, "adapter=3 is not loaded"),
+    ({"adapter": "sql"}, "adapter='sql' is not loaded"),
+    ({"cache_salt": 3}, "cache_salt=3.*string"),
+    ({"streamer": 3}, "streamer=3.*put and end"),
+    ({"streamer": print}, "streamer=.*put and end"),
+    ({"streamer": Streamer(), "generation_config": changed(num_beams=2)}, "Streamer follows one sequence"),
+    ({"logits_processor": 3}, r"logits_processor=3: a list.*\[processor\]"),
+    ({"logits_processor": lambda ids, scores: scores}, r"logits_processor=.*\[processor\]"),
+    ({"logits_processor": [3]}, r"logits_processor=\[3\]"),
+    ({"stopping_criteria": 3}, r"stopping_criteria=3: a list.*\[criterion\]"),
+    ({"stopping_criteria": ["stop"]}, r"stopping_criteria=\['stop'\]"),
+    (
+        {"generation_config": {"max_new_tokens": 4}},
+        r"generation_config=\{'max_new_tokens': 4\}.*GenerationConfig\(\*\*",
+    ),
+    ({"generation_config": 4}, "generation_config=4 is a int"),
+    ({"generation_config": "greedy"}, "generation_config='greedy'"),
+    ({"generation_config": with_seed("abc")}, "seed='abc'"),
+    ({"generation_config": with_seed(1.5)}, r"seed=1\.5"),
+    ({"generation_config": with_seed(True)}, "seed=True"),
+    ({"generation_config": with_seed(2**70)}, r"seed=1180591620717411303424.*2\*\*64"),
+    ({"generation_config": changed(num_beams=2.5)}, r"num_beams=2\.5: an integer"),
+    ({"generation_config": changed(num_beams="2")}, "num_beams='2'"),
+    ({"generation_config": changed(num_beams=0)}, "num_beams=0"),
+    ({"generation_config": changed(num_beams=10**5000)}, "num_beams=|integer"),
+    ({"generation_config": changed(num_return_sequences=True)}, "num_return_sequences=True"),
+    (
+        {"generation_config": changed(num_return_sequences=1_000_000, do_sample=True)},
+        "num_return_sequences=1000000.*max_num_seqs=256",
+    ),
+    ({"generation_config": changed(max_new_tokens=2.5)}, r"max_new_tokens=2\.5"),
+    ({"generation_config": changed(max_new_tokens="many")}, "max_new_tokens='many'"),
+    ({"generation_config": changed(max_new_tokens=-1)}, "max_new_tokens=-1"),
+    ({"generation_config": changed(min_new_tokens="few")}, "min_new_tokens='few'"),
+    ({"generation_config": changed(temperature="hot", do_sample=True)}, "temperature|option"),
+    ({"generation_config": changed(top_k="all", do_sample=True)}, "top_k|option"),
+    ({"generation_config": changed(repetition_penalty="much")}, "penalty"),
+    ({"generation_config": changed(eos_token_id="end")}, "eos|option|token"),
+    ({"generation_config": changed(stop_strings=["a"])}, r"stop_strings=\['a'\].*Engine\(model, tokenizer=tokenizer\)"),
+    ({"generation_config": changed(use_cache=False)}, "use_cache=False"),
+    ({"prompt_ids": 5}, "prompt_ids=5: a list of token ids"),
+    ({"prompt_ids": {"input_ids": [5]}}, "prompt_ids is a dict.*input_ids"),
+    ({"prompt_ids": [2**70]}, "no token id"),
+    ({"prompt_ids": [models.PAD, 5, 6]}, "begins with the padding token 0.*attention_mask"),
+    ({"prompt_ids": torch.tensor([5, 6, models.PAD])}, "ends with the padding token 0.*attention_mask"),
+    ({"attention_mask": [1, 1]}, "attention_mask=.*5 tokens"),
+    ({"attention_mask": [1, 1, 0, 1, 1]}, "zeros between ones"),
+    ({"attention_mask": [0] * 5}, "all zeros"),
+    ({"attention_mask": [1, 1, 2, 1, 1]}, "ones and zeros"),
+    ({"attention_mask": "11111"}, "ones and zeros"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message[:50] for _, message in WRONG])
+def test_a_wrong_argument_is_named_and_changes_nothing(
+    engine: Engine, arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neighbour = torch.tensor([7, 8, 9])
+    engine.add_request(neighbour, GREEDY, request_id="there")
+    before, random = engine.stats(), torch.random.get_rng_state()
+    with pytest.raises(ValueError, match=message) as caught:
+        engine.add_request(**{"prompt_ids": [5, 6, 7, 8, 9], "generation_config": GREEDY, **arguments})
+    assert type(caught.value) is ValueError
+    assert "\n" not in str(caught.value).strip() and len(str(caught.value)) < 400
+    assert engine.stats() == before and torch.equal(torch.random.get_rng_state(), random)
+    # The id that it would have got is still free.
+    assert engine.add_request([5, 6, 7], GREEDY) == "request-0"
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {o.request_id: o for o in engine.step()}
+    assert_as_solo(models.shared("llama"), [outputs["there"]], [(neighbour, GREEDY)])
+    assert_idle(engine)
+
+
+def test_a_million_sequences_are_refused_before_they_are_built(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("generate was asked to prepare it")
+
+    monkeypatch.setattr(prepare._NoteTaker, "__init__", built)
+    with pytest.raises(ValueError, match="num_return_sequences=1000000"):
+        engine.add_request([5], GenerationConfig(do_sample=True, num_return_sequences=1_000_000))
+
+
+# -- any value for any argument ---
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=4),
+    st.binary(max_size=3),
+    st.lists(st.integers(-1, 99), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+    st.just(print),
+    st.just(object()),
+    st.complex_numbers(),
+)
+SMALL = st.integers(-2, 6)
+ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
+    "prompt_ids": st.lists(st.integers(3, models.VOCAB - 1), min_size=1, max_size=12),
+    "request_id": st.sampled_from([None, "a", "b"]),
+    "priority": st.one_of(SMALL, st.floats(allow_nan=False, allow_infinity=False)),
+    "logits_processor": st.sampled_from([None, [], [lambda ids, scores: scores]]),
+    "stopping_criteria": st.sampled_from([None, []]),
+    "streamer": st.sampled_from([None, Streamer()]),
+    "adapter": st.sampled_from([None, "__base__", "sql"]),
+    "cache_salt": st.sampled_from([None, "salt"]),
+    "attention_mask": st.none(),
+}
+OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "num_beams": SMALL,
+    "num_return_sequences": SMALL,
+    "max_new_tokens": st.integers(-1, 40),
+    "min_new_tokens": SMALL,
+    "do_sample": st.booleans(),
+    "temperature": st.floats(0.1, 5),
+    "top_k": SMALL,
+    "top_p": st.floats(0, 1),
+    "repetition_penalty": st.floats(0.5, 2),
+    "no_repeat_ngram_size": SMALL,
+    "length_penalty": st.floats(-2, 2),
+    "early_stopping": st.sampled_from([True, False, "never"]),
+    "eos_token_id": st.sampled_from([None, 2, [2, 5]]),
+    "pad_token_id": st.just(0),
+    "bad_words_ids": st.sampled_from([None, [[5]]]),
+    "suppress_tokens": st.sampled_from([None, [5, 6]]),
+    "output_scores": st.booleans(),
+    "stop_strings": st.none(),
+    "use_cache": st.sampled_from([None, True]),
+    "seed": st.integers(0, 2**64 - 1),
+}
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of add_request: some right, some of them anything."""
+
+    def some(of: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
+        names = draw(st.lists(st.sampled_from(sorted(of)), max_size=3, unique=True))
+        return {name: draw(st.one_of(of[name], JUNK)) for name in names}
+
+    arguments = {"prompt_ids": [5, 6, 7], **some(ARGUMENTS)}
+    if draw(st.integers(0, 4)) == 0:
+        return {**arguments, "generation_config": draw(JUNK)}
+    made = GenerationConfig(max_new_tokens=4, pad_token_id=models.PAD)
+    for name, value in some(OPTIONS).items():
+        setattr(made, name, value)
+    return {**arguments, "generation_config": made}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(arguments=asked())
+def test_whatever_is_asked_a_neighbour_gets_its_tokens(arguments: dict[str, Any]) -> None:
+    model, neighbour = models.shared("llama"), torch.tensor([7, 8, 9, 10, 11])
+    expected = _solo(model, neighbour)
+    with Engine(model, CacheConfig(num_blocks=24, block_size=4), SchedulerConfig(max_num_seqs=8)) as engine:
+        reserved = engine.stats().kv_bytes_reserved
+        key = engine.add_request(neighbour, GREEDY, request_id="neighbour")
+        before = engine.stats()
+        try:
+            engine.add_request(**arguments)
+        except ValueError:
+            assert engine.stats() == before
+        engine.check_integrity()
+        outputs: dict[str, hf_paged.RequestOutput] = {}
+        for _ in range(200):
+            outputs |= {o.request_id: o for o in engine.step()}
+            if not engine.has_unfinished_requests():
+                break
+        assert outputs[key].error is None and outputs[key].outputs[0].token_ids == expected
+        assert_idle(engine)
+        assert engine.stats().kv_bytes_reserved == reserved
+
+
+_known: list[list[int]] = []
+
+
+def _solo(model: Any, prompt: torch.Tensor) -> list[int]:
+    if not _known:
+        ids = prompt[None]
+        rows = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY)
+        _known.append(rows[0, len(prompt) :].tolist())
+    return _known[0]
+
+
+# -- what can never fit ---
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
+    model = models.shared("llama")
+    with Engine(model, CacheConfig(num_blocks=8, block_size=4)) as engine:
+        with pytest.raises(
+            ValueError, match=r"20 tokens and 20 new ones need 10 blocks of 4, but the cache has 8"
+        ) as e:
+            engine.add_request([5] * 20, config("greedy", max_new_tokens=20))
+        assert "lower max_new_tokens to 13 or less" in str(e.value)
+        outputs = engine.generate([[5] * 20], config("greedy", max_new_tokens=13, eos_token_id=models.VOCAB))
+        assert len(outputs[0].outputs[0].token_ids) == 13
+        with pytest.raises(ValueError, match=r"a prompt of 33 tokens.*has 8; shorten the prompt"):
+            engine.add_request([5] * 33, config("greedy", max_new_tokens=1))
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("options", ["greedy", "beams", "four samples"])
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_what_is_taken_and_what_is_refused(family: str, options: str, block_size: int) -> None:
+    """What is refused does not run, seen with the check taken away; a greedy request that is taken does."""
+    from hf_paged.generation.engine import engine as module
+
+    model, prompt = models.shared(family), models.prompts(9)[0]
+    for new in (1, 2, 14):
+        made = config(options, max_new_tokens=new, eos_token_id=models.VOCAB)
+        for num_blocks in range(1, 40):
+            with Engine(model, CacheConfig(num_blocks=num_blocks, block_size=block_size)) as engine:
+                try:
+                    engine.add_request(prompt, made)
+                except ValueError:
+                    refused = True
+                else:
+                    refused = False
+            if not refused:
+                break
+        for count, fits in ((num_blocks - 1, False), (num_blocks, True)):
+            if not count or (fits and options != "greedy"):
+                continue
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "check_fits", lambda *_: None)
+                with Engine(model, CacheConfig(num_blocks=count, block_size=block_size)) as engine:
+                    try:
+                        (output,) = engine.generate([prompt], made, raise_on_error=False)
+                    except ValueError:
+                        assert not fits
+                    else:
+                        assert (output.error is None) == fits, (new, count, output.error)
+
+
+# -- prompts ---
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([5, 6, 7], r"prompts=\[5, 6, 7\] is a single prompt.*\[prompt\]"),
+        (torch.tensor([5, 6, 7]), r"is a single prompt.*\[prompt\]"),
+        (5, "prompts=5: a list of prompts"),
+        ("text", "prompts='text' is text"),
+        (["text"], "is text"),
+        ({"input_ids": [[5]]}, "prompts is a dict.*input_ids"),
+        ([], r"prompts=\[\]"),
+    ],
+)
+def test_prompts_that_are_none(engine: Engine, prompts: Any, message: str) -> None:
+    for door in (engine.generate, engine.stream):
+        with pytest.raises(ValueError, match=message):
+            door(prompts, GREEDY)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prompts_with_their_mask(engine: Engine, side: str) -> None:
+    model, padded = models.shared("llama"), models.batch(3, 9, 6, side=side, padding=models.PAD)
+    wanted = [(prompt, GREEDY) for prompt in models.prompts(3, 9, 6)]
+    ids, mask = padded["input_ids"], padded["attention_mask"]
+    assert_as_solo(model, engine.generate(ids, GREEDY, attention_mask=mask), wanted)
+    assert_as_solo(model, engine.generate(list(ids), GREEDY, attention_mask=mask.tolist()), wanted)
+    outputs = {o.request_id: o for o in engine.stream(ids, GREEDY, attention_mask=mask) if o.finished}
+    assert_as_solo(model, list(outputs.values()), wanted)
+    engine.add_request(ids[0], GREEDY, attention_mask=mask[0])
+    while engine.has_unfinished_requests():
+        last = engine.step()
+    assert_as_solo(model, last, wanted[:1])
+    with pytest.raises(ValueError, match="with the padding token 0"):
+        engine.generate(ids, GREEDY)
+    with pytest.raises(ValueError, match="attention_mask has 2 rows for 3 prompts"):
+        engine.generate(ids, GREEDY, attention_mask=mask[:2])
+    assert_idle(engine)
+
+
+def test_a_padding_token_that_is_text(engine: Engine) -> None:
+    """With a mask it is taken as it is; where it also ends texts, it may stand anywhere."""
+    model, prompt = models.shared("llama"), torch.tensor([models.PAD, 5, 6])
+    assert_as_solo(model, engine.generate([prompt], GREEDY, attention_mask=[[1, 1, 1]]), [(prompt, GREEDY)])
+    other = models.build("llama")
+    other.generation_config.pad_token_id = models.EOS
+    ending = torch.tensor([models.EOS, 5, models.EOS])
+    with Engine(other, CacheConfig(num_blocks=32, block_size=4)) as second:
+        assert_as_solo(other, second.generate([ending], GREEDY), [(ending, GREEDY)])
+
+
+# -- the engine itself ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "gpt2"}, r"model='gpt2' is a name; write Engine\(AutoModelForCausalLM\.from_pretrained\('gpt2'\)\)"),
+        ({"cache_config": {"max_new_tokens": 5}}, "cache_config=.*no field 'max_new_tokens'.*block_size"),
+        ({"cache_config": {"num_block": 5}}, "did you mean 'num_blocks'"),
+        ({"cache_config": {"num_blocks": -5}}, "num_blocks=-5"),
+        ({"cache_config": 5}, "cache_config=5: give a hf_paged.CacheConfig or a dict"),
+        ({"cache_config": SchedulerConfig()}, "cache_config=SchedulerConfig"),
+        ({"scheduler_config": {"preemption": "kick"}}, "preemption='kick': use 'auto', 'recompute' or 'swap'"),
+        ({"scheduler_config": CacheConfig()}, "scheduler_config=CacheConfig"),
+        ({"tokenizer": "gpt2"}, "tokenizer='gpt2'"),
+        ({"prepack": "yes"}, "prepack='yes'"),
+        ({"cuda_graphs": 1}, "cuda_graphs=1"),
+    ],
+)
+def test_arguments_of_the_engine(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(**{"model": models.shared("llama"), **arguments})
+
+
+def test_no_model() -> None:
+    for model in (3, None, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="a transformers model is needed"):
+            Engine(model)
+
+
+def test_configs_may_be_dicts() -> None:
+    model = models.shared("llama")
+    with Engine(model, {"num_blocks": 7, "block_size": 4}, {"max_num_seqs": 3}) as engine:
+        assert (engine.stats().num_blocks, engine.scheduler_config.max_num_seqs) == (7, 3)
+
+
+# -- errors are hard to miss ---
+
+
+def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise KeyError("no such token")
+
+
+@pytest.mark.parametrize(("name", "width"), [("greedy", 1), ("beams", 3), ("four samples", 4)])
+def test_generate_raises_with_all_outputs_and_the_cause(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = models.shared("llama"), models.prompts(5, 9)
+    alone = SchedulerConfig(max_num_seqs=width)  # one request after the other
+    with Engine(model, CacheConfig(num_blocks=32, block_size=4), alone) as engine:
+        run = engine._runner.run
+
+        def fails_for_the_second(output: Any, *args: Any) -> Any:
+            if any(seq.num_prompt_tokens == 9 for seq, _ in output.scheduled):
+                raise OSError("no device")
+            return run(output, *args)
+
+        monkeypatch.setattr(engine._runner, "run", fails_for_the_second)
+        with pytest.raises(
+            hf_paged.EngineError, match=r"1 of 2 requests failed.*prompt 2.*OSError: no device"
+        ) as caught:
+            engine.generate(prompts, config(name))
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.__traceback__ is not None
+        done, failed = caught.value.outputs
+        assert_as_solo(model, [done.raise_for_error()], [(prompts[0], config(name))])
+        assert failed.exception is caught.value.__cause__
+        assert failed.outputs[0].finish_reason == "error"
+        with pytest.raises(hf_paged.EngineError, match="1 of 1"):
+            failed.raise_for_error()
+        outputs = engine.generate(prompts, config(name), raise_on_error=False)
+        assert outputs[0].error is None and outputs[1].error == failed.error
+        assert_idle(engine)
+
+
+def test_beams_that_fail_have_outputs(engine: Engine) -> None:
+    """Wherever the failure comes from: a processor, or a pool that runs full."""
+    prompt = models.prompts(9)[0]
+    engine.add_request(prompt, config("beams"), logits_processor=[broken])
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+    assert [c.finish_reason for c in output.outputs][:1] == ["error"]
+    assert isinstance(output.exception, KeyError)
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=8, block_size=4)) as small:
+        options = config("beams to the end", max_new_tokens=12, eos_token_id=models.VOCAB)
+        (output,) = small.generate([prompt], options, raise_on_error=False)
+        assert output.error is not None and "too small" in output.error
+        assert [c.finish_reason for c in output.outputs] == ["error"] * len(output.outputs) and output.outputs
+        assert all(len(c.token_ids) >= 1 for c in output.outputs)

@@ -1,0 +1,63 @@
+"""Random load with everything that may happen to an engine. `scripts/soak.py` does the same a million times."""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import pytest
+
+from tests import sabotage
+from tests.soaking.rounds import Report, Round
+from tests.soaking.world import KINDS, World
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # what PEFT asks
+]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    pytest.importorskip("peft")
+    return World()
+
+
+def check(report: Report) -> None:
+    assert not report.wrong
+    assert report.leaked == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_soak(world: World, kind: str) -> None:
+    report = Round(world, 1000 * KINDS.index(kind), 40, kind, "steps").run()
+    check(report)
+    assert report.counts["checked"] > 25
+
+
+@pytest.mark.parametrize("mode", ["threads", "stream"])
+def test_a_short_soak_of_the_other_ways_in(world: World, mode: str) -> None:
+    check(Round(world, 0, 60, "llama", mode).run())
+
+
+@pytest.mark.parametrize("fault", sabotage.SOAK_FAULTS)
+def test_the_soak_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 2000 requests. The weights change first: the faults show in different ways."""
+    sabotage.SOAK_FAULTS[fault](monkeypatch)
+    world = World()
+    for first in range(0, 2000, 200):
+        report = Round(world, first, 200, "llama", "steps").run()
+        if report.wrong or report.leaked:
+            return
+    raise AssertionError("not found")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_long_soak() -> None:
+    world, sizes = World(), []
+    for first in range(0, 10_000, 200):
+        check(Round(world, first, 200).run())
+        gc.collect()
+        sizes.append(psutil.Process().memory_info().rss)
+    assert max(sizes[25:]) < sizes[20] + 2**26, "memory grows from round to round"

@@ -1,0 +1,251 @@
+"""Models whose weights change, and what `generate` yields for a request with weights of any version.
+
+All in fp64: in fp32 the order of a sum depends on the number of rows in a step, and of 10^5 requests one meets two
+tokens between which the last bit decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import models
+from tests.soaking.options import options
+
+KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom", "lfm2", "lora")
+NUM_VERSIONS = 3
+NUM_PROMPTS = 14
+ADAPTERS = {"x": ["q_proj", "v_proj", "down_proj"], "y": ["k_proj", "o_proj", "up_proj"]}
+BASE = "__base__"
+STEP = 0.2
+
+Known = tuple[tuple[int, ...], ...] | None
+"""Token ids of each sequence of a request; None: plain generate raises."""
+
+
+def build(kind: str) -> Any:
+    if kind in models.FAMILIES:
+        return models.build(kind, num_hidden_layers=2 if kind == "gemma3" else 1, **_extras(kind)).double()
+    torch.manual_seed(0)
+    if kind == "lora":
+        return _with_adapters(build("llama"))
+    return _row_by_row(kind).double().eval()
+
+
+def _extras(kind: str) -> dict[str, Any]:
+    return {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3" else {}
+
+
+def _with_adapters(model: Any) -> Any:
+    import peft
+
+    for name, targets in ADAPTERS.items():
+        config = peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False)
+        model.add_adapter(config, name)
+    return model.double().eval()
+
+
+def _row_by_row(kind: str) -> Any:
+    """Models that are served through the dense view: without and with a recurrent state."""
+    import transformers
+
+    sizes = {"vocab_size": models.VOCAB, "hidden_size": 32, "initializer_range": 0.6, "eos_token_id": models.EOS}
+    if kind == "bloom":
+        config = transformers.BloomConfig(**sizes, n_layer=1, n_head=4)
+        return transformers.BloomForCausalLM(config)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    types = ["conv", "full_attention"]
+    return transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(**sizes, **heads, num_hidden_layers=2, layer_types=types, tie_word_embeddings=False)
+    )
+
+
+@functools.cache
+def prompts() -> tuple[tuple[int, ...], ...]:
+    """Some are the beginning of others, over several blocks."""
+    rng = random.Random("prompts")
+    system = [rng.randrange(3, models.VOCAB) for _ in range(20)]
+    made = []
+    for index in range(NUM_PROMPTS):
+        own = [rng.randrange(3, models.VOCAB) for _ in range(rng.randrange(1, 14))]
+        made.append(tuple(system[: rng.choice((0, 4, 9, 16, 20))] + own if index % 3 else own))
+    return tuple(made)
+
+
+class World:
+    """The live model of each kind, which engines serve, and what its weights yield in each of their versions."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, Any] = {}
+        self.version: dict[str, int] = {}
+        self._twins: dict[tuple[str, int], Any] = {}
+        self._known: dict[tuple[Any, ...], Known] = {}
+        self.num_solo_runs = 0
+
+    def model(self, kind: str) -> Any:
+        if kind not in self.live:
+            self.live[kind] = build(kind)
+            self.version[kind] = 0
+        return self.live[kind]
+
+    def weights(self, kind: str, version: int) -> dict[str, torch.Tensor]:
+        """Version n is version 0 with about half of the weights STEP higher."""
+        base = dict(self._twin(kind, 0).named_parameters())
+        if version == 0:
+            return {name: p.detach() for name, p in base.items()}
+        generator = torch.Generator().manual_seed(version)
+        return {name: p.detach() + STEP * torch.randint(0, 2, p.shape, generator=generator) for name, p in base.items()}
+
+    def _twin(self, kind: str, version: int) -> Any:
+        twin = self._twins.get((kind, version))
+        if twin is None:
+            twin = build(kind)
+            if version:
+                with torch.no_grad():
+                    for name, value in self.weights(kind, version).items():
+                        twin.get_parameter(name).copy_(value)
+            self._twins[kind, version] = twin
+        return twin
+
+    def change(self, kind: str, rng: random.Random) -> str:
+        """Give the live model other weights, in one of many ways; returns the name of the way."""
+        version = rng.choice([v for v in range(NUM_VERSIONS) if v != self.version[kind]])
+        name = rng.choice(list(WAYS))
+        WAYS[name](self.live[kind], self.weights(kind, version))
+        self.version[kind] = version
+        return name
+
+    # -- what a request must yield ---------------------------------------------------------------------------------
+
+    def known(self, kind: str, version: int, adapter: str | None, prompt: int, option: int) -> Known:
+        key = (kind, version, adapter, prompt, option)
+        if key not in self._known:
+            self._known[key] = self.solo(kind, version, adapter, prompts()[prompt], option)
+        return self._known[key]
+
+    def solo(
+        self, kind: str, version: int, adapter: str | None, prompt: tuple[int, ...], option: int, **changes: Any
+    ) -> Known:
+        self.num_solo_runs += 1
+        twin, made = self._twin(kind, version), options()[option]
+        config = made.config(len(prompt))
+        for name, value in changes.items():
+            setattr(config, name, value)
+        if adapter is not None:
+            _activate(twin, adapter)
+        if made.seed is not None:
+            torch.manual_seed(made.seed)
+        ids = torch.tensor([prompt])
+        try:
+            result = twin.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=made.processors(),
+                stopping_criteria=made.criteria(),
+                tokenizer=models.tokenizer(),
+            )
+        except (RuntimeError, ValueError):
+            return None  # no token is left, say
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        rows = []
+        for row in result[:, len(prompt) :].tolist():
+            end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+            rows.append(tuple(row[:end]))
+        return tuple(rows)
+
+    def activate(self, kind: str, adapter: str) -> None:
+        _activate(self.live[kind], adapter)
+
+
+def _activate(model: Any, adapter: str) -> None:
+    if adapter == BASE:
+        model.disable_adapters()
+    else:
+        model.enable_adapters()
+        model.set_adapter(adapter)
+
+
+# -- ways to change weights --------------------------------------------------------------------------------------------
+
+Weights = dict[str, torch.Tensor]
+
+
+def _copy(model: Any, weights: Weights) -> None:
+    with torch.no_grad():
+        for name, value in weights.items():
+            model.get_parameter(name).copy_(value)
+
+
+def _load_state_dict(model: Any, weights: Weights) -> None:
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+
+
+def _write_data(model: Any, weights: Weights) -> None:
+    for name, value in weights.items():
+        model.get_parameter(name).data.copy_(value)
+
+
+def _set_data(model: Any, weights: Weights) -> None:
+    for name, value in weights.items():
+        model.get_parameter(name).data = value.clone()
+
+
+def _vector(model: Any, weights: Weights) -> None:
+    named = dict(model.named_parameters())
+    vector = torch.cat([weights[name].flatten() for name in named])
+    nn.utils.vector_to_parameters(vector, named.values())
+
+
+def _twice(model: Any, weights: Weights) -> None:
+    """Replaced, and once more: the second may lie where the first was."""
+    for value in (0.0, None):
+        for name, target in weights.items():
+            model.get_parameter(name).data = target.clone() if value is None else torch.zeros_like(target)
+
+
+def _optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: Any, weights: Weights) -> None:
+    """One step from these weights to those, except for rounding."""
+    parameters = dict(model.named_parameters())
+    optimizer = make(list(parameters.values()))
+    flags = {name: p.requires_grad for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(True)
+        difference = parameter.detach() - weights[name]
+        # The first step of Adam has one length, whatever the gradient.
+        step = torch.round(difference / STEP) if isinstance(optimizer, torch.optim.AdamW) else difference
+        parameter.grad = step
+    optimizer.step()
+    for name, parameter in parameters.items():
+        parameter.grad = None
+        parameter.requires_grad_(flags[name])
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def _adamw(parameters: list[nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=STEP, eps=1e-18, weight_decay=0.0, fused=fused)
+
+
+WAYS: dict[str, Callable[[Any, Weights], None]] = {
+    "copy_": _copy,
+    "load_state_dict": _load_state_dict,
+    "data.copy_": _write_data,
+    "data =": _set_data,
+    "vector_to_parameters": _vector,
+    "replaced twice": _twice,
+    "SGD": functools.partial(_optimizer, _sgd),
+    "AdamW": functools.partial(_optimizer, functools.partial(_adamw, fused=False)),
+    "AdamW, fused": functools.partial(_optimizer, functools.partial(_adamw, fused=True)),
+}
+
+UNNOTICED = {"data.copy_"}
+"""Ways that an engine need not notice by itself: it must be told."""
