@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -253,20 +252,19 @@ def test_build(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 COMMAND = [sys.executable, "-m", "hf_paged.cli"]
 
 
-def test_help_is_fast_and_light() -> None:
-    elapsed = []
-    for argument in ("--help", "--version", "--help"):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        result = subprocess.run([*COMMAND, argument], capture_output=True, text=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        elapsed.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert result.stderr == ""
-    assert "generate" in result.stdout
-    # Processor time, the least of three: a busy machine says nothing about the command.
-    assert min(elapsed) < 1
-    code = "import sys; from hf_paged.cli import main; main(['generate', '--help']); assert 'torch' not in sys.modules"
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]], ids=" ".join)
+def test_help_is_light(arguments: list[str]) -> None:
+    """No torch and no transformers, which take seconds to import."""
+    code = (
+        "import contextlib, sys\nfrom hf_paged.cli import main\n"
+        f"with contextlib.suppress(SystemExit):\n    main({arguments})\n"
+        "assert not {'torch', 'transformers', 'numpy', 'triton'} & set(sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--num-return-sequences" in result.stdout
+    assert result.stderr == ""
+    assert {"--help": "generate", "--version": hf_paged.__version__}.get(arguments[0], "--num-return-sequences") in (
+        result.stdout
+    )
 
 
 def test_a_reader_that_goes_away() -> None:
@@ -277,7 +275,7 @@ def test_a_reader_that_goes_away() -> None:
         assert process.stdout.readline() == "[1/40] 0\n"
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(60) == 141
+        assert process.wait() == 141
 
 
 def test_interrupt() -> None:
@@ -288,5 +286,5 @@ def test_interrupt() -> None:
         assert process.stdout.readline() == "[1/1] x\n"
         process.send_signal(signal.SIGINT)
         error = process.stderr.read()
-        assert process.wait(60) == 130
+        assert process.wait() == 130
     assert error.strip() == "hf-paged: interrupted"

@@ -84,7 +84,7 @@ def test_inner_package_files_are_empty(path: Path) -> None:
 
 
 def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -96,13 +96,15 @@ def test_pure_modules_leave_torch_alone() -> None:
     assert run(code + "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])") == "[]"
 
 
-def test_import_is_light_and_fast() -> None:
+def test_import_is_light() -> None:
+    """Nothing of another package, and of this one no more than the front door needs."""
     code = (
-        "import sys, time\nstart = time.process_time()\nimport hf_paged\nelapsed = time.process_time() - start\n"
-        "assert not {'torch', 'transformers', 'triton', 'numpy'} & set(sys.modules)\nprint(elapsed)"
+        "import sys\nbefore = set(sys.modules)\nimport hf_paged\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(new - sys.stdlib_module_names), sum(name.startswith('hf_paged') for name in sys.modules))"
     )
-    # Processor time, the least of three: a busy machine says nothing about the import.
-    assert min(float(run(code)) for _ in range(3)) < 0.1
+    packages, count = run(code).rsplit(" ", 1)
+    assert packages == "['hf_paged']" and int(count) <= 8
 
 
 def test_public_names() -> None:

@@ -53,12 +53,14 @@ def state_of(model: nn.Module) -> ModelState:
 
 
 def release(model: nn.Module | None = None) -> None:
-    """Drop all values that are kept for a model, or for all models."""
+    """Drop what takes memory of the values that are kept for a model, or for all models."""
     with _lock:
         known = _states.get(model) if model is not None else None
         states = list(_states.values()) if model is None else [] if known is None else [known]
     for state in states:
-        state.values.clear()
+        for slot in list(state.values):
+            if slot.is_released:
+                state.values.pop(slot, None)
         state.weights.rest()
 
 
@@ -80,12 +82,16 @@ def weights_changed(model: Any) -> None:
 
 
 class Slot(Generic[_Value]):
-    """A place for one value in the state of every model. Each method is atomic."""
+    """A place for one value in the state of every model. Each method is atomic.
 
-    __slots__ = ("name",)
+    is_released: whether `release` drops the value, as it should where that takes memory.
+    """
 
-    def __init__(self, name: str) -> None:
+    __slots__ = ("is_released", "name")
+
+    def __init__(self, name: str, *, is_released: bool = True) -> None:
         self.name = name
+        self.is_released = is_released
 
     def get(self, model: nn.Module) -> _Value | None:
         value: _Value | None = state_of(model).values.get(self)

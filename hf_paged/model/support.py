@@ -101,7 +101,7 @@ def _same(a: LayerSupport, b: LayerSupport) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
-_reports: Slot[tuple[object, SupportReport]] = Slot("support report")
+_reports: Slot[tuple[object, SupportReport]] = Slot("support report", is_released=False)
 
 
 def check(model: Any) -> SupportReport:

@@ -15,7 +15,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine import stepper
 from hf_paged.generation.sampling import batch
 from hf_paged.generation.sampling.ops import ToHost
-from hf_paged.generation.sampling.request import SampleRequest
+from hf_paged.generation.sampling.single import SingleRequest
 from tests import models
 from tests.generation import tape, test_engine
 from tests.generation.test_engine import assert_as_solo, assert_idle, config, requests, row_by_row, solo
@@ -87,7 +87,7 @@ class Journal:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines: list[str] = []
         self.step = 0
-        run, lists, choose = engine._runner.run, ToHost.lists, batch.choose_next
+        run, lists, choose = engine._runner.run, ToHost.lists, batch.sample_batch
 
         def noted_run(*args: Any) -> Any:
             self.step += 1
@@ -107,7 +107,7 @@ class Journal:
             return lists(self_)
 
         monkeypatch.setattr(engine._runner, "run", noted_run)
-        monkeypatch.setattr(stepper, "choose_next", noted_choice)
+        monkeypatch.setattr(stepper, "sample_batch", noted_choice)
         monkeypatch.setattr(ToHost, "lists", noted_lists)
 
 
@@ -265,7 +265,7 @@ def test_a_step_interrupted_while_it_waits_for_tokens_is_done_again(
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(batch.Choice, "read", interrupted)
+                patch.setattr(batch.SampledTokens, "read", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
             engine.check_integrity()
@@ -277,14 +277,14 @@ def test_a_step_interrupted_while_it_waits_for_tokens_is_done_again(
 
 def test_who_has_ended_in_a_step_that_is_broken_off_has_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = models.prompts(5, 9)
-    accept = SampleRequest.accept
+    accept = SingleRequest.accept
 
-    def broken(self: SampleRequest, *args: Any) -> Any:
+    def broken(self: SingleRequest, *args: Any) -> Any:
         if self.request_id == "second" and self.length == 9 + 1:
             raise OSError("no memory")
         return accept(self, *args)
 
-    monkeypatch.setattr(SampleRequest, "accept", broken)
+    monkeypatch.setattr(SingleRequest, "accept", broken)
     with Engine(models.shared("llama")) as engine:
         engine.add_request(first, config("greedy", max_new_tokens=2), request_id="first")
         engine.add_request(second, config("greedy", max_new_tokens=5), request_id="second")
@@ -313,13 +313,13 @@ def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) 
         options = {"do_sample": True, "seed": index, "eos_token_id": NEVER, **shape}
         wanted.append((prompt, config("greedy", **options)))
     groups: list[int] = []
-    alike = batch._choose_alike
+    alike = batch._sample_alike
 
     def noted(group: list[Any], *args: Any) -> Any:
         groups.append(len(group))
         return alike(group, *args)
 
-    monkeypatch.setattr(batch, "_choose_alike", noted)
+    monkeypatch.setattr(batch, "_sample_alike", noted)
     for scheduling in (True, False):
         groups.clear()
         with Engine(model, None, SchedulerConfig(async_scheduling=scheduling, max_num_batched_tokens=1024)) as engine:

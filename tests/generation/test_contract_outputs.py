@@ -141,7 +141,7 @@ def test_text_streamer_from_another_thread() -> None:
     model, tokenizer = models.shared("llama"), models.tokenizer()
     inputs = {"input_ids": models.prompts(9)[0][None], "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     expected = tokenizer.decode(model.generate(**inputs)[0, 9:])
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
     thread = threading.Thread(
         target=model.generate, kwargs={**inputs, "streamer": streamer, "cache_implementation": "paged"}
     )

@@ -48,7 +48,9 @@ def config(name: str, **changes: Any) -> GenerationConfig:
     return made
 
 
-def solo(model: Any, prompt: torch.Tensor, options: GenerationConfig) -> tuple[list[list[int]], list[float] | None]:
+def solo(
+    model: Any, prompt: torch.Tensor, options: GenerationConfig, **kwargs: Any
+) -> tuple[list[list[int]], list[float] | None]:
     """Tokens (and beam scores) of plain generate for this request alone, padding cut off."""
     if hasattr(options, "seed"):
         torch.manual_seed(options.seed)
@@ -58,6 +60,7 @@ def solo(model: Any, prompt: torch.Tensor, options: GenerationConfig) -> tuple[l
         attention_mask=torch.ones_like(prompt[None]),
         return_dict_in_generate=True,
         output_scores=True,
+        **kwargs,
     )
     ends = options.eos_token_id if isinstance(options.eos_token_id, list) else [options.eos_token_id]
     rows = []

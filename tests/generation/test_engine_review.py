@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -49,12 +48,14 @@ def test_a_stream_that_is_not_read_is_an_abort(way: str) -> None:
 def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened() as engine:
         run = engine._runner.run
+        in_step, go = threading.Event(), threading.Event()
 
-        def slow(*args: Any) -> Any:
-            time.sleep(0.1)
+        def wait(*args: Any) -> Any:
+            in_step.set()
+            go.wait()
             return run(*args)
 
-        monkeypatch.setattr(engine._runner, "run", slow)
+        monkeypatch.setattr(engine._runner, "run", wait)
 
         async def read() -> None:
             async for _ in engine.astream(models.prompts(5, 9), config(max_new_tokens=100)):
@@ -62,10 +63,11 @@ def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.M
 
         async def main() -> None:
             task = asyncio.create_task(read())
-            await asyncio.sleep(0.25)
+            await asyncio.to_thread(in_step.wait)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            go.set()
 
         asyncio.run(main())
         assert_idle(engine)

@@ -14,17 +14,16 @@ from transformers.generation.logits_process import (
 )
 
 from hf_paged.generation.sampling.ops import (
-    Recipe,
     _in_one,
-    choose,
     draw,
     greedy,
     largest,
     logprobs_of,
-    most_likely,
-    recipe_of,
+    row_max,
+    sample_tokens,
     to_host,
 )
+from hf_paged.generation.sampling.processors import SplitProcessors, split_processors
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
@@ -78,25 +77,27 @@ def test_choice_follows_the_generator() -> None:
     mine, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
     for _ in range(50):
         expected = torch.multinomial(torch.softmax(scores, -1), 1, generator=theirs)[:, 0]
-        tokens = choose(scores, do_sample=True, generator=mine)
-        assert tokens.tolist() == expected.tolist()
+        tokens, invalid = sample_tokens(scores, mine)
+        tokens = tokens[:, 0]
+        assert tokens.tolist() == expected.tolist() and invalid.tolist() == [0] * 4
     assert mine.get_state().equal(theirs.get_state())
     for generator in (mine, None):
-        with pytest.raises(RuntimeError, match="probability tensor contains"):
-            choose(torch.full((2, 20), -torch.inf), do_sample=True, generator=generator)
+        scores[1] = -torch.inf
+        assert torch.isnan(sample_tokens(scores, generator)[1]).tolist() == [False, True, False, False]
+    scores[1] = 0
     torch.testing.assert_close(logprobs_of(scores, tokens), torch.log_softmax(scores, -1)[range(4), tokens])
 
 
 @pytest.mark.parametrize("vocab", [96, 128, 128 * 40])
-def test_most_likely_is_the_first_of_the_largest(vocab: int) -> None:
+def test_row_max_is_the_first_of_the_largest(vocab: int) -> None:
     scores = torch.randint(0, 9, (6, vocab)).float()
     scores[:4, : vocab // 2] -= 9  # so that the largest, with its equals, is not among the first
     scores[3] = -float("inf")
-    values, tokens = most_likely(scores)
+    values, tokens = row_max(scores)
     assert tokens.tolist() == scores.argmax(-1).tolist()
     assert values.tolist() == scores.amax(-1).tolist()
     scores[2, 5] = float("nan")
-    assert torch.isnan(most_likely(scores)[0]).tolist() == [False, False, True, False, False, False]
+    assert torch.isnan(row_max(scores)[0]).tolist() == [False, False, True, False, False, False]
 
 
 def test_one_transfer_changes_no_number() -> None:
@@ -124,7 +125,7 @@ def test_draw_is_multinomial_with_the_generator_of_each_row(vocab: int) -> None:
         torch.manual_seed(seed)
         expected.append(torch.multinomial(probs[4:], 1).item())
         torch.manual_seed(seed)
-        assert draw(probs.clone(), [*mine, None]).tolist() == expected
+        assert draw(probs.clone(), [*mine, None])[:, 0].tolist() == expected
         for one, other in zip(mine, theirs):
             assert one.get_state().equal(other.get_state())
 
@@ -134,19 +135,19 @@ def test_rows_of_one_generator_are_drawn_one_after_the_other() -> None:
     probs = torch.softmax(torch.randn(64, 300), -1)
     mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
     expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
-    assert draw(probs.clone(), [mine] * 64).tolist() == expected
+    assert draw(probs.clone(), [mine] * 64)[:, 0].tolist() == expected
     many = [torch.Generator().manual_seed(n) for n in range(64)]
     expected = [torch.multinomial(row, 1, generator=g).item() for row, g in zip(probs, many)]
-    assert draw(probs.clone(), [torch.Generator().manual_seed(n) for n in range(64)]).tolist() == expected
+    assert draw(probs.clone(), [torch.Generator().manual_seed(n) for n in range(64)])[:, 0].tolist() == expected
 
 
 @pytest.mark.usefixtures("_impl")
 def test_a_row_of_nan_disturbs_no_other() -> None:
     probs = torch.softmax(torch.randn(3, 300), -1)
     mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
-    expected = draw(probs.clone(), [theirs] * 3).tolist()
+    expected = draw(probs.clone(), [theirs] * 3)[:, 0].tolist()
     probs[1] = torch.nan
-    tokens = draw(probs.clone(), [mine] * 3).tolist()
+    tokens = draw(probs.clone(), [mine] * 3)[:, 0].tolist()
     assert tokens[::2] == expected[::2] and 0 <= tokens[1] < 300
     assert mine.get_state().equal(theirs.get_state())
 
@@ -169,25 +170,35 @@ def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.
         native_ops.draws_like_torch.cache_clear()
 
 
-def test_recipes_of_requests_that_may_be_treated_alike() -> None:
-    def recipe(*processors: Any, **options: Any) -> Recipe:
-        return recipe_of(LogitsProcessorList(processors), *options.values())
+def test_sampling_keys_of_requests_that_may_be_sampled_together() -> None:
+    def split(*processors: Any, **options: Any) -> SplitProcessors:
+        return split_processors(LogitsProcessorList(processors), *options.values())
 
     warm, top = TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)
-    first = recipe(warm, top)
+    first = split(warm, top)
     assert (list(first.own), first.warpers) == ([], (warm, top))
-    assert first.key == recipe(TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)).key
-    different = [recipe(top, warm), recipe(warm), recipe(TemperatureLogitsWarper(0.8), top), recipe(warm, top, x=1)]
-    assert all(first.key != other.key for other in different)
+    assert first.sampling_key == split(TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)).sampling_key
+    different = [split(top, warm), split(warm), split(TemperatureLogitsWarper(0.8), top), split(warm, top, x=1)]
+    assert all(first.sampling_key != other.sampling_key for other in different)
     # What looks at tokens is done one by one, and so is a warper before it; what comes behind it is shared.
     penalty = RepetitionPenaltyLogitsProcessor(1.2)
-    mixed = recipe(warm, penalty, top)
+    mixed = split(warm, penalty, top)
     assert (list(mixed.own), mixed.warpers) == ([warm, penalty], (top,))
-    assert mixed.key == recipe(penalty, top).key != recipe(top).key
+    assert mixed.sampling_key == split(penalty, top).sampling_key != split(top).sampling_key
 
     class Mine(TemperatureLogitsWarper):  # may do anything
         pass
 
-    alone = recipe(warm, Mine(0.7), top)
-    assert alone.is_alone and len(alone.own) == 3 and alone.warpers == ()
-    assert alone.key != recipe(warm, Mine(0.7), top).key
+    alone = split(warm, Mine(0.7), top)
+    assert alone.is_custom and len(alone.own) == 3 and alone.warpers == ()
+    assert alone.sampling_key != split(warm, Mine(0.7), top).sampling_key
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_several_draws_without_replacement_are_those_of_multinomial(count: int) -> None:
+    scores = torch.randn(1, 300)
+    mine, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+    for _ in range(20):
+        expected = torch.multinomial(torch.softmax(scores, -1), count, generator=theirs)
+        assert sample_tokens(scores, mine, count)[0].equal(expected)
+    assert mine.get_state().equal(theirs.get_state())

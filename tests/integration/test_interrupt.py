@@ -17,7 +17,7 @@ from hf_paged.fused.cpu import norms as fused_norms
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.generation.engine import delivery, engine, stepper
-from hf_paged.generation.sampling import batch, request
+from hf_paged.generation.sampling import batch, group, single
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import adapters, packed
@@ -181,13 +181,14 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         delivery.Delivery,
         delivery.StepGuard,
         stepper.Stepper,
-        batch.Choice,
-        request.SampleRequest,
+        batch.SampledTokens,
+        single.SingleRequest,
+        group.GroupRequest,
         Deaf,
     )
     methods = (method for owner in owners for method in vars(owner).values())
     places = {method.__code__ for method in methods if isinstance(method, FunctionType)}
-    places |= {batch.choose_next.__code__, batch._choose_alike.__code__}
+    places |= {batch.sample_batch.__code__, batch._sample_alike.__code__, batch._extend_histories.__code__}
     # Outputs that are on their way to the caller get lost.
     lost = {Engine.__init__.__code__, Engine.step.__code__, delivery.Delivery.take_unclaimed.__code__}
     monkeypatch.setattr(sys.modules[__name__], "TRACED", places - lost)

@@ -5,7 +5,9 @@ Knows requests and their outputs; never queues, block tables or the model.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -24,9 +26,15 @@ class StepGuard:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock | ForkedLock = threading.RLock()
         self.is_stepping = False
         self._deferred: deque[Callable[[], None]] = deque()
+        _guards.add(self)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process got the engine by a fork, so that it cannot use it."""
+        return isinstance(self.lock, ForkedLock)
 
     def defer(self, call: Callable[[], None]) -> None:
         """Have it called by the next `settle`. Takes no lock: any thread may call this, a finalizer too."""
@@ -36,6 +44,32 @@ class StepGuard:
         """Make the deferred calls, unless a step is in progress. Needs the lock."""
         while self._deferred and not self.is_stepping:
             self._deferred.popleft()()
+
+
+class ForkedLock:
+    """The lock of an engine in a forked child: a thread of the parent may have held the real one at the fork, and would
+    hold it for ever."""
+
+    def __enter__(self) -> None:
+        raise RuntimeError(
+            "this engine was made before the process was forked and works in the parent only; make an engine in the "
+            "child (with DataLoader in worker_init_fn, with gunicorn --preload in post_fork), or start processes with "
+            "'spawn'"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_guards: weakref.WeakSet[StepGuard] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for guard in list(_guards):
+        guard.lock = ForkedLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Delivery:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -22,6 +22,7 @@ import torch
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.errors import EngineError
+from hf_paged.generation.engine.admission import new_request, seeded_generator
 from hf_paged.generation.engine.delivery import Delivery, RequestStream, StepGuard
 from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.pauses import Pauses
@@ -32,7 +33,8 @@ from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.prepare import PreparedRequest, prepare_request
-from hf_paged.generation.sampling.request import Request, new_request
+from hf_paged.generation.sampling.request import Request
+from hf_paged.generation.sampling.single import SingleRequest
 from hf_paged.generation.validation import (
     as_prompt,
     as_prompts,
@@ -56,6 +58,11 @@ class Engine:
 
     Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
     method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
+    In a forked child every method of an engine of the parent raises RuntimeError: make an engine in the child.
+
+    Requests that sample without a seed of their own draw from torch's default generator. Paged draws are atomic among
+    each other; another thread that draws from the default generator with torch's own functions at the same moment may
+    get the same random numbers. Give requests a seed where that matters.
 
     With PEFT adapters, requests of one step may each have their own (`add_request`). A step switches them on in the
     model: load, delete and set adapters, and call the model yourself, between steps.
@@ -104,22 +111,26 @@ class Engine:
         self._graphs = graphed_steps(opened.model, self.scheduler_config.max_num_seqs, cuda_graphs)
         self._runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters, self._graphs)
         self._requests: dict[str, Request] = {}
+        self._delivery = Delivery()
         self._stepper = Stepper(
             self._scheduler,
             self._runner,
             self._requests,
+            self._delivery.changed,
             self._fail,
             is_async=bool(self.scheduler_config.async_scheduling),
         )
-        self._delivery = Delivery()
         self._guard = StepGuard()
-        self._lock = self._guard.lock
-        self._pauses = Pauses(self._lock)
+        self._pauses = Pauses(self._guard.lock)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         self._ids = itertools.count()
         self._closed = False
         self._prompt_tokens = 0
+
+    @property
+    def _lock(self) -> AbstractContextManager[object]:
+        return self._guard.lock  # another one after a fork
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -189,12 +200,13 @@ class Engine:
                 priority=priority,
                 cache_root=self._root(choice, cache_salt),
                 adapters=choice,
-                generator=self._generator(generation_config),
+                generator=seeded_generator(self._model, generation_config),
             )
             self._scheduler.add(request.group)
             self._requests[request_id] = request
             if streamer is not None:
                 try:
+                    assert isinstance(request, SingleRequest)
                     request.stream_to(streamer)
                 except BaseException:
                     self._drop([request])
@@ -210,13 +222,6 @@ class Engine:
     def _root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
         """Of the prefixes that a request may share: they were computed with the same adapters."""
         return root_digest(type(self._model).__name__, choice.key, cache_salt)
-
-    def _generator(self, generation_config: Any) -> torch.Generator | None:
-        config = self._model.generation_config if generation_config is None else generation_config
-        seed = getattr(config, "seed", None)
-        if seed is None:
-            return None
-        return torch.Generator(device=device_of(self._model)).manual_seed(seed)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is. False if it is unknown or finished.
@@ -287,10 +292,8 @@ class Engine:
             if self._scheduler.has_unfinished():
                 if self._scheduler.may_admit:
                     self._follow_weights(contents=self._scheduler.is_idle)
-                # In inference mode it is cheaper by a twentieth of a step on a CPU; a model with an attention of its
-                # own may keep tensors for later.
-                with torch.inference_mode(self._is_packed), torch.no_grad():  # inference_mode(False) turns gradients on
-                    self._stepper.step(self._delivery.changed)
+                with torch.no_grad():
+                    self._stepper.step()
         finally:
             try:
                 delivered = self._delivery.deliver(self._follow_up)
@@ -498,8 +501,8 @@ class Engine:
             self._check_open()
             self._check_not_stepping()
             self._guard.settle()
-            with torch.inference_mode(self._is_packed), torch.no_grad():
-                self._stepper.settle(self._delivery.changed)
+            with torch.no_grad():
+                self._stepper.settle()
             self._pauses.begin()
         try:
             yield
@@ -567,7 +570,12 @@ class Engine:
             assert set(self._requests) - ended == {group.request_id for group in self._scheduler.groups}
 
     def close(self) -> None:
-        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once."""
+        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once.
+
+        In a forked child this does nothing: the engine is the parent's.
+        """
+        if self._guard.is_forked:
+            return
         with self._lock:
             if self._closed:
                 return

@@ -19,7 +19,7 @@ from hf_paged.cache.swap import HostPool
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.engine.sequence import Sequence
-from hf_paged.generation.sampling.batch import Choice
+from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
@@ -72,6 +72,9 @@ class Runner:
         self._host_pools = host_pools
         self._adapters = adapters
         self._graphs = graphs
+        # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
+        # (`inference_mode(False)` would turn gradients on.)
+        self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
         self._device = device_of(model.model)
         self._made_for = model.model.dtype, self._device
         self._stream: torch.cuda.Stream | None = None  # of the last step
@@ -92,10 +95,14 @@ class Runner:
         return isinstance(self._model, PackedModel)
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """What comes before the forward: swaps and block copies, and forks and ends of sequences that have states.
+        """What precedes the forward: swaps and block copies, and forks and ends of sequences that have states.
 
-        If this raises, blocks that were to be moved may hold anything.
+        If this raises, the blocks that were to be moved may hold anything.
         """
+        with self._grad_mode():
+            self._prepare(output)
+
+    def _prepare(self, output: SchedulerOutput) -> None:
         self._follow_last_step()
         if isinstance(self._model, RowModel):
             self._follow(self._model, output)
@@ -105,18 +112,19 @@ class Runner:
                 self._host_pools[index].swap_in(output.swap_in[index])
             group.pool.copy_blocks(output.block_copies[index])
 
-    def run(self, output: SchedulerOutput, choice: Choice | None = None) -> StepResult:
-        """The forward of all scheduled tokens; `choice` has those that the host does not know yet (never with a
+    def run(self, output: SchedulerOutput, sampled: SampledTokens | None = None) -> StepResult:
+        """The forward of all scheduled tokens; `sampled` has those that the host does not know yet (never with a
         RowModel)."""
         self.check_model()
         compute: Callable[[Plan], StepResult]
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model)
         else:
-            compute = partial(self._run_packed, self._model, choice)
+            compute = partial(self._run_packed, self._model, sampled)
         if not output.scheduled:
             return StepResult([], None)
-        return self._run_by_adapters(output.scheduled, compute)
+        with self._grad_mode():
+            return self._run_by_adapters(output.scheduled, compute)
 
     def _follow_last_step(self) -> None:
         """A step that is done on another stream than the last comes after it all the same."""
@@ -148,22 +156,22 @@ class Runner:
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
 
-    def _run_packed(self, model: PackedModel, choice: Choice | None, plan: Plan) -> StepResult:
+    def _run_packed(self, model: PackedModel, sampled: SampledTokens | None, plan: Plan) -> StepResult:
         """A plan of like adapters."""
         tokens: list[int] = []
         seqs, rows = [], []
-        pending: list[tuple[int, int]] = []  # places in `tokens`, rows of the choice
+        pending: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
         for seq, count in plan:
             first = seq.num_computed_tokens
             tokens += seq.token_ids[first : first + count]
             if first + count > len(seq.token_ids):
-                assert choice is not None
-                pending.append((len(tokens), choice.rows[seq]))
+                assert sampled is not None
+                pending.append((len(tokens), sampled.rows[seq]))
                 tokens.append(0)
             if first + count == seq.num_tokens:
                 seqs.append(seq)
                 rows.append(len(tokens) - 1)
-        late = _LateTokens(choice.tokens, pending) if choice is not None and pending else None
+        late = _LateTokens(sampled.tokens, pending) if sampled is not None and pending else None
         step = self._memory.step_arrays([seq.seq_id for seq, _ in plan], [count for _, count in plan])
         known = np.array(tokens, dtype=np.int64)
         # Every token's logits are wanted in a pure decode step: no index, no copy of the hidden states.

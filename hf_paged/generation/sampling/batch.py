@@ -1,7 +1,7 @@
-"""The next tokens of all requests with one sequence, chosen on the device in as few operations as it takes.
+"""Samples the next tokens of all requests with one sequence, on the device, in as few operations as possible.
 
-The host may learn them later: the next step can be computed with a Choice. Knows requests and rows of logits; never
-queues or block tables.
+The host may learn the tokens later: the next step can be computed from a SampledTokens on the device. Knows requests
+and rows of logits; never queues or block tables.
 """
 
 from __future__ import annotations
@@ -14,30 +14,42 @@ import torch
 
 from hf_paged.cache.kv_pool import to_device
 from hf_paged.generation.engine.sequence import Sequence
-from hf_paged.generation.sampling.ops import ToHost, draw, greedy, logprobs_of, most_likely
-from hf_paged.generation.sampling.request import SampleRequest
+from hf_paged.generation.sampling.ops import ToHost, greedy, logprobs_of, row_max, sample_tokens
+from hf_paged.generation.sampling.single import SingleRequest
 
 ToFp32 = Callable[[torch.Tensor], torch.Tensor]
-Failures = list[tuple[SampleRequest, Exception]]
+Failures = list[tuple[SingleRequest, Exception]]
 
-# Logits that are processed at once: what stays in a core's cache; on a GPU, what bounds the temporary tensors.
-_CPU_BYTES, _BYTES = 1 << 20, 1 << 28
+# Bytes of logits processed at once. On a CPU they should stay in a core's cache; on a GPU this bounds temporaries.
+_CPU_BYTES, _GPU_BYTES = 1 << 20, 1 << 28
 
 
-class Pick(NamedTuple):
+class DueRow(NamedTuple):
     """A request whose next token is due, its sequence, and the row of its logits."""
 
-    request: SampleRequest
+    request: SingleRequest
     seq: Sequence
     row: int
 
 
-class _Columns(NamedTuple):
-    """Of some picks, on the device: tokens int64 [n], the others fp32 [n], flags too: they go to the host together.
+class SampledToken(NamedTuple):
+    """What the host learns of one row.
 
-    logprobs: NaN where the logits are. processed: after the processors, for requests that keep it, else 0.
-    invalid: NaN where the processors left nothing to choose from, else 0.
+    logprob: NaN where the logits are. processed: the log-probability after the processors, for requests that keep it.
+    invalid: NaN if the processors left no distribution. stopped: 1.0 if a criterion ends the request.
     """
+
+    due: DueRow
+    token: int
+    logprob: float
+    processed: float
+    invalid: float
+    stopped: float
+
+
+class _Columns(NamedTuple):
+    """The fields of SampledToken for some rows, on the device: tokens int64 [n], the others fp32 [n], so that all of
+    them go to the host in one transfer."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -45,99 +57,101 @@ class _Columns(NamedTuple):
     invalid: torch.Tensor
 
 
-class Choice:
-    """The tokens chosen in one step, int64 [n], on the device; `rows` says whose they are."""
+class SampledTokens:
+    """The tokens sampled in one step, int64 [n], on the device; `rows` maps a sequence to its index."""
 
-    def __init__(self, picks: list[Pick], columns: _Columns, stopped: torch.Tensor) -> None:
+    def __init__(self, due: list[DueRow], columns: _Columns, stopped: torch.Tensor) -> None:
         self.tokens = columns.tokens
-        self.rows = {pick.seq: row for row, pick in enumerate(picks)}
-        self._picks = picks
+        self.rows = {each.seq: row for row, each in enumerate(due)}
+        self._due = due
         self._numbers = ToHost(*columns, stopped)
 
-    def read(self) -> Iterable[tuple[Pick, int, float, float, float, float]]:
-        """Waits for what was chosen: for each its token, log-probability, that after the processors, NaN if there was
-        no distribution, and 1.0 if a criterion stops it."""
-        return zip(self._picks, *self._numbers.lists(), strict=True)
+    def read(self) -> list[SampledToken]:
+        """Wait for the tokens and return them."""
+        return list(map(SampledToken, self._due, *self._numbers.lists()))
 
 
-def choose_next(picks: list[Pick], logits: torch.Tensor, to_fp32: ToFp32) -> tuple[Choice | None, Failures]:
-    """logits [*, vocab] -> the choice, and the requests whose own processors or criteria raised, to be ended.
+def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:
+    """logits [*, vocab] -> the sampled tokens, and the requests whose own processors or criteria raised.
 
-    to_fp32: makes a copy to use up.
+    to_fp32: makes an fp32 copy that may be overwritten. The failed requests must be ended.
     """
-    groups: dict[object, list[Pick]] = {}
-    for pick in picks:
-        groups.setdefault(pick.request.recipe.key, []).append(pick)
-    cut = max(1, (_CPU_BYTES if logits.device.type == "cpu" else _BYTES) // (4 * logits.shape[1]))
-    chosen: list[Pick] = []
+    alike: dict[object, list[DueRow]] = {}
+    for each in due:
+        alike.setdefault(each.request.split.sampling_key, []).append(each)
+    max_rows = max(1, (_CPU_BYTES if logits.device.type == "cpu" else _GPU_BYTES) // (4 * logits.shape[1]))
+    done: list[DueRow] = []
     parts: list[_Columns] = []
     failed: Failures = []
-    for group in groups.values():
-        most = len(group) if group[0].request.is_plain_greedy else cut
-        for some in (group[start : start + most] for start in range(0, len(group), most)):
+    for rows in alike.values():
+        count = len(rows) if rows[0].request.is_plain_greedy else max_rows
+        for part in (rows[start : start + count] for start in range(0, len(rows), count)):
             try:
-                parts.append(_choose_alike(some, logits, to_fp32, failed))
-            except Exception as error:
-                if len(some) > 1:
+                parts.append(_sample_alike(part, logits, to_fp32, failed))
+            except Exception as error:  # a custom processor may raise anything, or return unusable scores
+                if len(part) > 1:
                     raise
-                failed.append((some[0].request, error))  # over what its own processors returned
+                failed.append((part[0].request, error))
             else:
-                chosen += some
+                done += part
     if not parts:
         return None, failed
     columns = parts[0] if len(parts) == 1 else _Columns(*map(torch.cat, zip(*parts)))
-    stopped = torch.zeros_like(columns.logprobs)
-    out = {request for request, _ in failed}
-    for row, (request, _, _) in enumerate(chosen):
-        if request.history is not None and request not in out:
+    stopped = _extend_histories(done, columns.tokens, failed)
+    return SampledTokens(done, columns, stopped), failed
+
+
+def _extend_histories(done: Iterable[DueRow], tokens: torch.Tensor, failed: Failures) -> torch.Tensor:
+    """Append each token to the history of its request; returns fp32 [n], 1 where a criterion ends the request."""
+    stopped = torch.zeros(len(tokens), device=tokens.device)
+    ended = {request for request, _ in failed}
+    for row, (request, _, _) in enumerate(done):
+        if request.history is not None and request not in ended:
             try:
-                request.extend_history(columns.tokens[row : row + 1], stopped[row : row + 1])
-            except Exception as error:  # of a criterion
+                request.extend_history(tokens[row : row + 1], stopped[row : row + 1])
+            except Exception as error:  # a criterion is the caller's code
                 failed.append((request, error))
-    return Choice(chosen, columns, stopped), failed
+    return stopped
 
 
-def _choose_alike(group: list[Pick], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
-    """For requests of one recipe. Those that failed get some token too."""
-    if len(group) < len(logits):
-        logits = logits[to_device(np.array([row for _, _, row in group]), logits.device)]
-    request = group[0].request
+def _sample_alike(rows: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
+    """Sample for requests of one sampling key. Requests that fail get an arbitrary token."""
+    if len(rows) < len(logits):
+        logits = logits[to_device(np.array([row for _, _, row in rows]), logits.device)]
+    request = rows[0].request
     if request.is_plain_greedy:
         tokens, logprobs = greedy(logits, to_fp32)
-        nothing = torch.zeros_like(logprobs)
-        return _Columns(tokens, logprobs, nothing, nothing)
-    recipe, raw = request.recipe, to_fp32(logits)
-    if recipe.is_alone:
+        zeros = torch.zeros_like(logprobs)
+        return _Columns(tokens, logprobs, zeros, zeros)
+    raw = to_fp32(logits)
+    if request.split.is_custom:
         scores = request.process(raw.clone())
-    elif recipe.own:
-        scores = torch.cat([_processed(pick.request, raw[i : i + 1], failed) for i, pick in enumerate(group)])
+    elif request.split.own:
+        scores = torch.cat([_processed(each.request, raw[i : i + 1], failed) for i, each in enumerate(rows)])
     else:
-        scores = raw  # which warpers leave alone
-    if scores.ndim != 2 or len(scores) != len(raw):
-        raise ValueError(f"the logits processors returned scores of shape {tuple(scores.shape)} for {tuple(raw.shape)}")
-    for warper in recipe.warpers:
+        scores = raw  # warpers do not change it in place
+    for warper in request.split.warpers:
         scores = warper(_NO_IDS, scores)
-    nothing = raw.new_zeros(len(group))
+    zeros = raw.new_zeros(len(rows))
     if request.do_sample:
-        probs = torch.softmax(scores, dim=-1)
-        invalid = probs[:, 0] * 0  # one NaN in a row makes all of it NaN
-        tokens = draw(probs, [pick.request.generator for pick in group])
+        tokens, invalid = sample_tokens(scores, [each.request.generator for each in rows])
+        tokens = tokens.squeeze(1)
     else:
-        invalid, tokens = nothing, most_likely(scores)[1]
-    processed = logprobs_of(scores, tokens) if request.keeps_processed else nothing
+        tokens, invalid = row_max(scores)[1], zeros
+    processed = logprobs_of(scores, tokens) if request.keeps_processed else zeros
     return _Columns(tokens, logprobs_of(raw, tokens), processed, invalid)
 
 
 _NO_IDS = torch.zeros(0, 0, dtype=torch.int64)  # warpers do not look at tokens
 
 
-def _processed(request: SampleRequest, row: torch.Tensor, failed: Failures) -> torch.Tensor:
-    """row fp32 [1, vocab] after the request's own processors; as it is, if they raise."""
+def _processed(request: SingleRequest, row: torch.Tensor, failed: Failures) -> torch.Tensor:
+    """row fp32 [1, vocab] after the request's own processors; unchanged if they raise."""
     try:
         scores = request.process(row.clone())
         if scores.shape != row.shape or scores.dtype != row.dtype:
             raise ValueError(f"the logits processors returned {scores.dtype} of shape {tuple(scores.shape)}")
         return scores
-    except Exception as error:
+    except Exception as error:  # a processor's failure ends its request alone
         failed.append((request, error))
         return row

@@ -1,67 +1,13 @@
-"""Logits to tokens and log-probabilities. Knows rows of logits; never requests or sequences."""
+"""Operations on rows of logits: greedy and sampled tokens, log-probabilities. Knows neither requests nor sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers.generation import logits_process
-from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import ops as native_ops
-
-# These look at each row of the scores alone, and never at tokens: rows of several requests are one call.
-_WARPERS = (
-    logits_process.TemperatureLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.MinPLogitsWarper,
-    logits_process.TypicalLogitsWarper,
-    logits_process.EpsilonLogitsWarper,
-    logits_process.LogitNormalization,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a request does with its scores: its `own` processors, which may look at its tokens, then `warpers`.
-
-    Requests with the same `key` have like warpers, and all or none of them processors of their own. One that `is_alone`
-    has processors from elsewhere, of which nothing is known: all of them are its own, and nobody else's scores go with
-    its.
-    """
-
-    own: LogitsProcessorList
-    warpers: tuple[Any, ...]
-    is_alone: bool
-    key: object
-
-
-def recipe_of(processors: LogitsProcessorList, *options: object, callers: Sequence[Any] = ()) -> Recipe:
-    """options: what else must be the same for two requests to be treated alike. callers: of the processors, those that
-    the caller may change at any time."""
-    if any(not type(processor).__module__.startswith("transformers.") for processor in processors):
-        return Recipe(processors, (), True, object())
-    first = len(processors)
-    keys: list[object] = []
-    while first > 0 and (key := _key_of(processors[first - 1])) is not None:
-        if any(processors[first - 1] is processor for processor in callers):
-            break
-        keys.append(key)
-        first -= 1
-    own = LogitsProcessorList(processors[:first])
-    return Recipe(own, tuple(processors[first:]), False, (*options, bool(own), *keys))
-
-
-def _key_of(processor: Any) -> object:
-    """Equal for warpers that do the same; None for what is not known to be one."""
-    settings = vars(processor)
-    if type(processor) not in _WARPERS or not all(isinstance(x, (int, float)) for x in settings.values()):
-        return None
-    return type(processor), *sorted(settings.items())
 
 
 def greedy(
@@ -69,20 +15,20 @@ def greedy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [num_rows, vocab] -> the most likely tokens int64 [num_rows], their log-probabilities fp32 [num_rows].
 
-    A log-probability is NaN where the logits are. to_fp32: makes a copy to use up, where one is needed.
+    A log-probability is NaN where the logits are. to_fp32: makes an fp32 copy that may be overwritten, if needed.
     """
     if ops.default_impl(logits.device) == "native" and native_ops.supports(logits.dtype) and logits.stride(1) == 1:
         return native_ops.greedy(logits)
     wide = to_fp32(logits)
-    scores, tokens = most_likely(wide)
+    scores, tokens = row_max(wide)
     # score - logsumexp(logits), without a temporary as large as the logits.
     return tokens, -wide.sub_(scores[:, None]).exp_().sum(dim=-1).log_()
 
 
-def most_likely(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def row_max(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """scores fp32 [num_rows, vocab] -> the largest of each row and its (first) index int64, both [num_rows].
 
-    On a CPU max is 30 times faster than argmax, and looking for the run with the maximum first halves that again.
+    On a CPU `max` is 30 times faster than `argmax`, and finding the run that holds the maximum first halves that again.
     """
     if scores.device.type != "cpu" or scores.shape[1] % run:
         return scores.max(dim=-1)
@@ -93,9 +39,9 @@ def most_likely(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, 
 
 
 class ToHost:
-    """Tokens int64 [n] and some fp32 [n] of theirs, on their way to the host.
+    """A transfer of tokens int64 [n] and fp32 [n] values of theirs to the host.
 
-    Nobody waits before `lists`, and then only for what was asked of the device until now, not for what came later.
+    Starting it does not wait. `lists` waits, but only for work that was launched before the transfer.
     """
 
     def __init__(self, tokens: torch.Tensor, *values: torch.Tensor) -> None:
@@ -119,60 +65,66 @@ class ToHost:
 
 
 def _in_one(*rows: torch.Tensor) -> torch.Tensor:
-    """fp64 holds ids up to 2**53 and every fp32 as they are."""
+    """All rows as one fp64 tensor, which represents every fp32 value and every id up to 2**53 exactly."""
     return torch.stack([row.double() for row in rows])
 
 
 def to_host(tokens: torch.Tensor, *values: torch.Tensor) -> tuple[list[int], *tuple[list[float], ...]]:
-    """Tokens int64 [n] and some fp32 [n] of theirs, as lists."""
+    """Tokens int64 [n] and fp32 [n] values of theirs, as lists."""
     return ToHost(tokens, *values).lists()
 
 
-def choose(scores: torch.Tensor, *, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
-    """scores fp32 [num_rows, vocab], after all processors -> tokens int64 [num_rows].
+Generators = Sequence[torch.Generator | None] | torch.Generator | None
+"""One generator for each row, or one for all rows in turn; None is torch's default generator."""
 
-    Uses up random numbers exactly as transformers' sampling loop does. Raises RuntimeError where a row has NaN.
+
+def sample_tokens(scores: torch.Tensor, generators: Generators, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores fp32 [num_rows, vocab] after all processors -> tokens int64 [num_rows, count] drawn without replacement,
+    and fp32 [num_rows] with NaN for each row whose scores give no distribution, 0 for the others.
+
+    Draws the tokens that `torch.multinomial` would draw, and uses up the same random numbers. The host does not wait
+    for the device. The tokens of a row without a distribution are arbitrary.
     """
-    if not do_sample:
-        return most_likely(scores)[1]
     probs = torch.softmax(scores, dim=-1)
-    if _draws_natively(probs) and not torch.isnan(probs[:, 0]).any():  # one NaN in a row makes all of it NaN
-        return _draw_natively(probs, [generator] * len(probs))
-    return torch.multinomial(probs, 1, generator=generator).squeeze(1)
+    invalid = probs[:, 0] * 0  # a single NaN makes the whole row NaN
+    return draw(probs, generators, count), invalid
 
 
-def draw(probs: torch.Tensor, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
-    """One token int64 for each row of probs fp32 [num_rows, vocab] (used up), with the random numbers of its generator.
+def draw(probs: torch.Tensor, generators: Generators, count: int = 1) -> torch.Tensor:
+    """probs fp32 [num_rows, vocab], overwritten -> tokens int64 [num_rows, count], as `torch.multinomial` draws them.
 
-    The tokens of `torch.multinomial(probs[i : i + 1], 1, generator=generators[i])`, which lets exponential clocks race:
-    all rows at once, and without its look at the probabilities, for which the host waits. NaN gives any token.
+    Like torch, this divides each probability by an exponential random number and takes the largest quotients. It
+    leaves out torch's check of the probabilities, which makes the host wait for the device and, on a GPU, ends the
+    process when it fails.
     """
-    if _draws_natively(probs):
-        return _draw_natively(probs, generators)
-    clocks = torch.empty_like(probs)
-    for row, generator in zip(clocks.split(1), generators, strict=True):
-        row.exponential_(1, generator=generator)
-    return most_likely(probs.div_(clocks))[1]
+    if count == 1 and _draws_natively(probs):
+        each = generators if isinstance(generators, Sequence) else [generators] * len(probs)
+        tokens = native_ops.draw(probs, [torch.default_generator if g is None else g for g in each])
+        return tokens[:, None]
+    exponentials = torch.empty_like(probs)
+    if isinstance(generators, Sequence):
+        for row, generator in zip(exponentials.split(1), generators, strict=True):
+            row.exponential_(1, generator=generator)
+    else:
+        exponentials.exponential_(1, generator=generators)
+    quotients = probs.div_(exponentials)
+    return row_max(quotients)[1][:, None] if count == 1 else torch.topk(quotients, count)[1]
 
 
 def _draws_natively(probs: torch.Tensor) -> bool:
-    """On a CPU the clocks of all tokens take most of a sampling step, and hardly any of them matters."""
+    """The native kernel skips the random numbers of tokens that can no longer win, which take longest on a CPU."""
     if probs.dtype != torch.float32 or probs.stride(1) != 1 or ops.default_impl(probs.device) != "native":
         return False
     return native_ops.draws_like_torch()
 
 
-def _draw_natively(probs: torch.Tensor, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
-    return native_ops.draw(probs, [torch.default_generator if g is None else g for g in generators])
-
-
 def largest(
     scores: torch.Tensor, offsets: torch.Tensor, count: int, *, run: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of scores fp32 [num_rows, vocab] + offsets [num_rows], in descending order: their indices in the
-    flattened scores int64 [count], and their values [count].
+    """The `count` largest of scores fp32 [num_rows, vocab] + offsets [num_rows], in descending order.
 
-    They lie in the `count` runs with the largest maxima; looking only there takes a fifth of a topk over everything.
+    Returns their indices in the flattened scores, int64 [count], and their values [count]. They lie in the `count`
+    runs with the largest maxima; searching those alone takes a fifth of the time of `topk` over all scores.
     """
     num_rows, vocab = scores.shape
     offsets = offsets[:, None]
@@ -180,9 +132,9 @@ def largest(
         values, index = torch.topk((scores + offsets).view(-1), count)
         return index, values
     runs = scores.view(num_rows, -1, run)
-    # Rounding keeps the order: the maximum plus the offset is the maximum of what the sums would be.
+    # Rounding is monotonic: the maximum plus the offset equals the maximum of the sums.
     maxima = runs.amax(dim=2) + offsets
-    # Runs in ascending order, so that ties are met in the order of the whole.
+    # Runs in ascending order, so that ties are resolved as in one topk over everything.
     best = torch.topk(maxima.view(-1), count)[1].sort()[0]
     rows = best // maxima.shape[1]
     values, chosen = torch.topk((runs[rows, best % maxima.shape[1]] + offsets[rows]).view(-1), count)

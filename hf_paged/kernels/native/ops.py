@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,17 @@ _MAX_ITEM_ROWS = 64
 _Strides = ctypes.c_int64 * 12
 _NO_NEW_KV = (0, 0, 0, 0, _Strides())
 _local = threading.local()
+_drawing = threading.Lock()
+
+
+def _new_lock() -> None:
+    """In a forked child: a thread that the child does not have may have held it."""
+    global _drawing
+    _drawing = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def is_available() -> bool:
@@ -325,18 +337,20 @@ def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Te
     """probs fp32 [num_rows, vocab], last dimension contiguous, a generator for each row -> tokens int64 [num_rows].
 
     They are what `torch.multinomial` draws from one row after the other, and the generators are moved on as by it.
-    Of a generator that other threads draw from meanwhile, both may get the same numbers.
+    Draws are atomic among each other. A thread that draws from one of the generators with torch's own functions
+    meanwhile may get the same numbers.
     """
     rows, vocab = probs.shape
-    states = {generator: generator.get_state() for generator in generators}
-    addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
     tokens = torch.empty(rows, dtype=torch.int64)
-    _library().hfp_draw(
-        probs.data_ptr(), probs.stride(0), rows, vocab, addresses, len(states) == rows, tokens.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    for generator, state in states.items():
-        generator.set_state(state)
+    with _drawing:
+        states = {generator: generator.get_state() for generator in generators}
+        addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
+        _library().hfp_draw(
+            probs.data_ptr(), probs.stride(0), rows, vocab, addresses, len(states) == rows, tokens.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        for generator, state in states.items():
+            generator.set_state(state)
     return tokens
 
 

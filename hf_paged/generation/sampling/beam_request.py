@@ -1,0 +1,124 @@
+"""BeamRequest: beam search and beam sampling; the bookkeeping of hypotheses is in beams.py."""
+
+from __future__ import annotations
+
+from math import isnan
+
+import torch
+
+from hf_paged.generation.engine.outputs import CompletionOutput
+from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
+from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.sampling.beams import BeamSearch, Candidate
+from hf_paged.generation.sampling.ops import largest, sample_tokens, to_host
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder
+
+
+class BeamRequest(ForkingRequest):
+    """One sequence for each beam, once the prompt has been computed."""
+
+    def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
+        super().__init__(group, prepared, generator)
+        config = self.config
+        self.search = BeamSearch(
+            num_beams=config.num_beams,
+            max_new_tokens=config.max_length - self.prompt_length,
+            length_penalty=config.length_penalty,
+            early_stopping=config.early_stopping,
+        )
+        # transformers counts the configured EOS ids, also where a criterion has more.
+        eos = config._eos_token_tensor
+        num_eos = 0 if eos is None else eos.numel()
+        self.num_candidates = max(2, 1 + num_eos) * config.num_beams
+        self.num_return_sequences: int = config.num_return_sequences
+        self._logprobs: list[list[float]] = [[] for _ in range(config.num_beams)]
+        self._final: list[CompletionOutput] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.search.num_beams
+
+    def advance(self, seqs: list[Sequence], logits: torch.Tensor) -> Reorder:
+        num_beams, num_seqs = self.search.num_beams, len(seqs)
+        assert num_seqs in (1, num_beams), "between its steps a beam group has one sequence for each beam"
+        raw = torch.log_softmax(logits, dim=-1).expand(num_beams, -1)
+        scores = self.process(raw.clone()) if self.processors else raw
+        candidates, logprobs = self._candidates(raw, scores)
+        stopped = self._stopped(candidates)
+        payloads = {}
+        for i in self.search.finishing(stopped):
+            parent, token, _ = candidates[i]
+            tokens = [*seqs[parent if num_seqs > 1 else 0].output_token_ids, token]
+            payloads[i] = (tokens, [*self._logprobs[parent], logprobs[i]], self._reason(token) or FinishReason.STOP)
+        logprob_of = {(c.parent, c.token): value for c, value in zip(candidates, logprobs)}
+        running = self.search.step(candidates, stopped, payloads)
+        if running is None:
+            self._final = self._hypotheses(None)
+            return Reorder([], [])
+        self._logprobs = [[*self._logprobs[c.parent], logprob_of[c.parent, c.token]] for c in running]
+        if self.history is not None:
+            parents = torch.tensor([c.parent for c in running], device=self.device)
+            self._extend_history((c.token for c in running), parents)
+        self.length += 1
+        return Reorder([c.parent if num_seqs > 1 else 0 for c in running], [c.token for c in running])
+
+    def _candidates(self, raw: torch.Tensor, scores: torch.Tensor) -> tuple[list[Candidate], list[float]]:
+        """The best or the drawn continuations, with the log-probabilities of their tokens before the processors."""
+        running_scores = torch.tensor(self.search.running_scores, device=scores.device)
+        width = scores.shape[1]
+        invalid = raw.new_zeros(1)
+        if self.config.do_sample:
+            flat = (scores + running_scores[:, None]).view(1, -1)
+            chosen, invalid = sample_tokens(flat, self.generator, self.num_candidates)
+            chosen = chosen[0]
+            totals = flat[0, chosen]
+        else:
+            chosen, totals = largest(scores, running_scores, self.num_candidates)
+        logprobs = raw[chosen // width, chosen % width]
+        indices, sums, values, invalids = to_host(chosen, totals, logprobs, invalid.expand(len(chosen)))
+        if any(map(isnan, values)):
+            raise ArithmeticError(NOT_FINITE)
+        if isnan(invalids[0]):
+            raise ArithmeticError(NOTHING_LEFT)
+        return [Candidate(index // width, index % width, total) for index, total in zip(indices, sums)], values
+
+    def _stopped(self, candidates: list[Candidate]) -> list[bool]:
+        stopped = [self._reason(candidate.token) is not None for candidate in candidates]
+        if self.criteria:
+            parents = torch.tensor([c.parent for c in candidates], device=self.device)
+            tokens = torch.tensor([[c.token] for c in candidates], device=self.device)
+            rows = torch.cat([self._rows().index_select(0, parents), tokens], dim=1)
+            stopped = [a or b for a, b in zip(stopped, self.criteria(rows, None).tolist())]
+        return stopped
+
+    def _hypotheses(self, reason: FinishReason | None) -> list[CompletionOutput]:
+        outputs = []
+        for hypothesis in self.search.finished[: self.num_return_sequences]:
+            tokens, logprobs, own_reason = hypothesis.payload
+            outputs.append(
+                CompletionOutput(
+                    index=len(outputs),
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    cumulative_logprob=sum(logprobs),
+                    score=hypothesis.score,
+                    finish_reason=str(reason or own_reason),
+                )
+            )
+        return outputs
+
+    def completions(self) -> list[CompletionOutput]:
+        return self._final
+
+    def stop_all(self, reason: FinishReason) -> None:
+        outputs = self._hypotheses(reason)
+        # The scheduler may have released them already, with the same reason.
+        beams = self.group.live or [seq for seq in self.group.sequences if seq.finish_reason is reason]
+        for seq, logprobs in zip(beams, self._logprobs):
+            if len(outputs) == self.num_return_sequences:
+                break
+            total = sum(logprobs)
+            outputs.append(
+                CompletionOutput(len(outputs), seq.output_token_ids, logprobs, total, None, str(reason), None)
+            )
+        self._final = outputs

@@ -1,0 +1,93 @@
+"""GroupRequest: several samples of one prompt (`num_return_sequences`)."""
+
+from __future__ import annotations
+
+from math import isnan
+
+import torch
+
+from hf_paged.generation.engine.outputs import CompletionOutput
+from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
+from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.sampling.ops import logprobs_of, sample_tokens, to_host
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample
+
+
+class GroupRequest(ForkingRequest):
+    """Samples with the same tokens so far share one sequence, which forks at the first token in which they differ."""
+
+    def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
+        super().__init__(group, prepared, generator)
+        pad = self.config.pad_token_id
+        self._pad_token_id = 0 if pad is None else int(pad)
+        self.samples = [Sample(index, group.sequences[0]) for index in range(self.num_rows)]
+        self._samples_of: dict[int, list[Sample]] = {group.sequences[0].seq_id: list(self.samples)}
+        self._branches: dict[int, dict[int, list[Sample]]] = {}  # of forks decided, not yet carried out
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(sample.seq is not None for sample in self.samples)
+
+    def advance(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Fork]:
+        row_of = {seq.seq_id: row for row, seq in enumerate(seqs)}
+        # Finished samples are drawn for too (with the first row's logits), because transformers' loop uses up random
+        # numbers for them.
+        rows = [0 if s.seq is None else row_of[s.seq.seq_id] for s in self.samples]
+        raw = logits[torch.tensor(rows, device=logits.device)]
+        scores = self.process(raw.clone()) if self.processors else raw
+        tokens, invalid = sample_tokens(scores, self.generator)
+        tokens = tokens.squeeze(1)
+        kept = [logprobs_of(scores, tokens)] if self.keeps_processed else []
+        chosen, logprobs, invalids, *processed = to_host(tokens, logprobs_of(raw, tokens), invalid, *kept)
+        if any(map(isnan, logprobs)):
+            raise ArithmeticError(NOT_FINITE)
+        if any(map(isnan, invalids)):
+            raise ArithmeticError(NOTHING_LEFT)
+        return self._fork(chosen, logprobs, *processed)
+
+    def _fork(self, tokens: list[int], logprobs: list[float], processed: list[float] | None = None) -> list[Fork]:
+        """One token for each sample; those of finished samples are dropped."""
+        stopped = self._stopped_by_criteria(tokens)
+        branches: dict[int, dict[int, list[Sample]]] = {seq_id: {} for seq_id in self._samples_of}
+        seqs: dict[int, Sequence] = {}
+        for sample, token in zip(self.samples, tokens):
+            seq = sample.seq
+            if seq is None:
+                continue
+            seqs[seq.seq_id] = seq
+            sample.add(logprobs[sample.index], None if processed is None else processed[sample.index])
+            reason = self._reason(token)
+            if reason is None and stopped is not None and stopped[sample.index]:
+                reason = FinishReason.STOP
+            if reason is None:
+                branches[seq.seq_id].setdefault(token, []).append(sample)
+            else:
+                sample.finish([*seq.output_token_ids, token], reason)
+        self.length += 1
+        self._branches = branches
+        return [Fork(seq, list(branches[seq_id])) for seq_id, seq in seqs.items()]
+
+    def forked(self, seq: Sequence, children: list[Sequence]) -> None:
+        branches = self._branches.pop(seq.seq_id)
+        del self._samples_of[seq.seq_id]
+        for child, samples in zip(children, branches.values()):
+            self._samples_of[child.seq_id] = samples
+            for sample in samples:
+                sample.seq = child
+
+    def _stopped_by_criteria(self, tokens: list[int]) -> list[bool] | None:
+        if self.history is None:
+            return None
+        self._extend_history(self._pad_token_id if s.seq is None else token for s, token in zip(self.samples, tokens))
+        if not self.criteria:
+            return None
+        stopped: list[bool] = self.criteria(self._rows(), None).tolist()
+        return stopped
+
+    def completions(self) -> list[CompletionOutput]:
+        return [sample.completion(self.keeps_processed) for sample in self.samples]
+
+    def stop_all(self, reason: FinishReason) -> None:
+        for sample in self.samples:
+            if sample.seq is not None:
+                sample.finish(sample.seq.output_token_ids, reason)
