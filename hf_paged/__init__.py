@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from hf_paged.generation.engine.engine import Engine
     from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from hf_paged.generation.engine.stats import EngineStats
-    from hf_paged.generation.paged_generate import CallRecord, record_calls, release_memory
+    from hf_paged.generation.paged_generate import release_memory
+    from hf_paged.generation.records import CallRecord, record_calls
     from hf_paged.model.state import weights_changed
     from hf_paged.model.support import SupportReport, check
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "CallRecord": "hf_paged.generation.paged_generate",
+    "CallRecord": "hf_paged.generation.records",
     "CompletionOutput": "hf_paged.generation.engine.outputs",
     "Engine": "hf_paged.generation.engine.engine",
     "EngineStats": "hf_paged.generation.engine.stats",
@@ -36,7 +37,7 @@ _LAZY = {
     "SupportReport": "hf_paged.model.support",
     "check": "hf_paged.model.support",
     "prepack": "hf_paged.fused.cpu.weights",
-    "record_calls": "hf_paged.generation.paged_generate",
+    "record_calls": "hf_paged.generation.records",
     "release_memory": "hf_paged.generation.paged_generate",
     "weights_changed": "hf_paged.model.state",
 }

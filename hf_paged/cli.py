@@ -557,7 +557,7 @@ def _figures(records: list[CallRecord], generated: int, prompt_tokens: int, seco
 def _render(figures: dict[str, Any]) -> str:
     used, filled = figures["kv_bytes_used"], figures["kv_bytes_filled"]
     contiguous = figures["kv_bytes_contiguous"]
-    route = "packed rows" if figures["route"] == "engine" else "transformers' loop: " + "; ".join(figures["reasons"])
+    route = "packed rows" if figures["route"] == "packed" else "transformers' loop: " + "; ".join(figures["reasons"])
     rows = {
         "generated": f"{figures['generated_tokens']} tokens in {figures['seconds']:.2f} s "
         f"({figures['tokens_per_second']:.0f} tokens/s) after {figures['prompt_tokens']} tokens of prompts",

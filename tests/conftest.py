@@ -40,6 +40,41 @@ def _tracked_init(self: memory_module.PagedMemory, *args: Any, **kwargs: Any) ->
 memory_module.PagedMemory.__init__ = _tracked_init  # type: ignore[method-assign]
 
 
+# The heart of each room, in half a minute: `pytest -m smoke`. A file, or the beginning of a test's name in it.
+SMOKE = (
+    "tests/test_config.py",
+    "tests/test_imports.py",
+    "tests/cache/test_allocator.py",
+    "tests/cache/test_block_manager.py",
+    "tests/cache/test_prefix_cache.py",
+    "tests/cache/test_paged_cache.py::test_",
+    "tests/kernels/test_reference.py",
+    "tests/kernels/test_build.py",
+    "tests/kernels/test_native.py::test_sharing_changes_no_bit",
+    "tests/kernels/test_gather.py::test_neighbours_do_not_matter[native",
+    "tests/model/test_adapters.py::test_every_family[llama]",
+    "tests/model/test_graphs.py::test_mixed_requests_equal_their_solo_runs[llama]",
+    "tests/fused/test_prepack.py::test_the_same_tokens[llama",
+    "tests/generation/test_scheduler.py",
+    "tests/generation/test_contract_modes.py::test_greedy[llama]",
+    "tests/generation/test_contract_modes.py::test_sampling[llama]",
+    "tests/generation/test_contract_modes.py::test_beam_search[llama",
+    "tests/generation/test_contract_modes.py::test_prompt_lookup_decoding[llama",
+    "tests/generation/test_engine.py::test_mixed_requests_equal_their_solo_runs[llama]",
+    "tests/generation/test_engine.py::test_a_small_pool_changes_nothing[llama",
+    "tests/generation/test_engine.py::test_a_cached_prefix_is_not_computed_again",
+    "tests/generation/test_engine.py::test_streams",
+    "tests/generation/test_engine.py::test_threads",
+    "tests/generation/test_fork.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SMOKE):
+            item.add_marker(pytest.mark.smoke)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sabotage", help="put a fault of tests/sabotage.py into hf_paged: every test should then fail")
 
@@ -143,7 +178,7 @@ def compare(
     model: Any,
     *args: Any,
     fresh: Callable[[], dict[str, Any]] = dict,
-    route: str | None = "engine",
+    route: str | None = "packed",
     seed: int = 1234,
     **kwargs: Any,
 ) -> Comparison:

@@ -16,9 +16,9 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.generation import paged_generate
 from hf_paged.generation.decoder import PackedDecoder
-from hf_paged.generation.engine.engine import Engine
 from hf_paged.kernels import ops
 
 
@@ -36,7 +36,7 @@ def ignore_mask(patch: pytest.MonkeyPatch) -> None:
     def unmasked(function: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = prepare(function, model, args, kwargs)
         call = paged_generate._active(model)
-        if call is not None and call.decoder is None:
+        if call is not None and call.decoding is not None and call.decoding.decoder is None:
             model_kwargs = args[1] if len(args) > 1 else kwargs["model_kwargs"]
             model_kwargs["attention_mask"] = None
         return result
@@ -101,8 +101,7 @@ FAULTS = {
 
 def stale_root(patch: pytest.MonkeyPatch) -> None:
     """Prefixes that were computed with other weights are found after these have changed."""
-    patch.setattr(Engine, "_follow_weights", lambda self, **options: None)
-    patch.setattr(Engine, "clear_prefix_cache", lambda self: None)
+    patch.setattr(PrefixCache, "clear", lambda self: None)
 
 
 def leak_blocks(patch: pytest.MonkeyPatch) -> None:

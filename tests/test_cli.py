@@ -90,7 +90,7 @@ def test_texts_equal_plain_generate(
     generated = [output["num_tokens"] for answer in answers for output in answer["outputs"]]
     assert stats["generated_tokens"] == sum(generated)
     assert 0 < stats["kv_bytes_filled"] <= stats["kv_bytes_used"] <= stats["kv_bytes_reserved"]
-    assert stats["route"] == "engine" and stats["block_size"] == 16
+    assert stats["route"] == "packed" and stats["block_size"] == 16
 
 
 def test_base_checkpoint_continues_text(capsys: pytest.CaptureFixture[str]) -> None:

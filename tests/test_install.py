@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import subprocess
 import sys
 import threading
@@ -35,7 +37,7 @@ options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 5, "do_sample":
 plain = model.generate(ids, **options)
 with hf_paged.record_calls() as records:
     assert torch.equal(model.generate(ids, **options, cache_implementation="paged"), plain)
-assert len(records) == 1 and records[0].route == "engine", records
+assert len(records) == 1 and records[0].route == "packed", records
 print("ok")
 """
 
@@ -119,6 +121,92 @@ def test_signatures_stay() -> None:
     method = vars(_mixin())["generate"]
     assert "generation_config" in inspect.signature(method).parameters
     assert method.__name__ == "generate" and method.__doc__
+
+
+class Patch:
+    """What another library does: it wraps the methods, and counts the calls that pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.below = {name: vars(_mixin())[name] for name in PATCHED}
+        self.own = {name: self._wrapped(name, function) for name, function in self.below.items()}
+        for name, method in self.own.items():
+            monkeypatch.setattr(_mixin(), name, method)
+
+    def _wrapped(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return function(*args, **kwargs)
+
+        return method
+
+    def in_place(self) -> bool:
+        return all(vars(_mixin())[name] is method for name, method in self.own.items())
+
+
+def _paged_and_plain(mode: dict[str, Any]) -> tuple[bool, int]:
+    """Whether a paged call gives plain's tokens, and how many paged calls were recorded."""
+    model, inputs = models.shared("llama"), models.batch(5, 9)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, **mode}
+    plain = model.generate(**inputs, **options)
+    with hf_paged.record_calls() as records:
+        same = model.generate(**inputs, **options, cache_implementation="paged").equal(plain)
+    return same, len(records)
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_uninstall_keeps_a_patch_that_came_later(mode: dict[str, Any], restored: Any, monkeypatch: Any) -> None:
+    patch = Patch(monkeypatch)
+    assert _paged_and_plain(mode) == (True, 1) and "generate" in patch.calls
+    hf_paged.uninstall()
+    assert patch.in_place() and not hook.is_installed()
+    patch.calls.clear()
+    model, inputs = models.shared("llama"), models.batch(5, 9)
+    model.generate(**inputs, **mode, max_new_tokens=2)
+    assert patch.calls[0] == "generate" and len(patch.calls) >= 2
+    with hf_paged.record_calls() as records, contextlib.suppress(Exception):
+        model.generate(**inputs, **mode, max_new_tokens=2, cache_implementation="paged")  # by transformers itself
+    assert not records
+    hf_paged.install()
+    assert patch.in_place(), "ours is still below it"
+    assert _paged_and_plain(mode) == (True, 1)
+
+
+@pytest.mark.parametrize("when", ["installed", "uninstalled"])
+@pytest.mark.parametrize("puts_back", ["what it found", "transformers' own"])
+def test_a_later_patch_that_is_taken_out(puts_back: str, when: str, restored: Any, monkeypatch: Any) -> None:
+    hf_paged.uninstall()
+    originals = {name: vars(_mixin())[name] for name in PATCHED}
+    hf_paged.install()
+    patch = Patch(monkeypatch)
+    hf_paged.uninstall()
+    if when == "installed":
+        hf_paged.install()
+    for name in PATCHED:
+        monkeypatch.setattr(_mixin(), name, (patch.below if puts_back == "what it found" else originals)[name])
+    if when == "installed" and puts_back == "transformers' own":
+        hf_paged.uninstall()  # they took ours out too
+    hf_paged.install()
+    assert _paged_and_plain({}) == (True, 1) and not patch.calls
+    hf_paged.uninstall()
+    assert all(vars(_mixin())[name] is originals[name] for name in PATCHED)
+
+
+def test_patches_that_came_while_uninstalled(restored: Any, monkeypatch: Any) -> None:
+    first = Patch(monkeypatch)
+    hf_paged.uninstall()
+    second = Patch(monkeypatch)
+    hf_paged.install()
+    assert _paged_and_plain({}) == (True, 1)
+    # One wrapper of ours decides, though two are in the chain.
+    assert first.calls.count("generate") == second.calls.count("generate") == 2
+    hf_paged.uninstall()
+    assert second.in_place()
+    for name, method in first.below.items():  # both go, and leave what the first one had found
+        monkeypatch.setattr(_mixin(), name, method)
+    hf_paged.install()
+    assert _paged_and_plain({}) == (True, 1)
 
 
 def test_uninstall_while_a_call_runs(restored: Any) -> None:

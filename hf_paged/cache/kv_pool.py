@@ -110,4 +110,4 @@ class KVPool:
         if copies:
             pairs = np.array(copies, dtype=np.int64)
             for device, tensors in self.by_device().items():
-                ops.copy_blocks(tensors, to_device(pairs, device))
+                ops.copy_blocks(tensors, to_device(pairs, device), in_bounds=True)

@@ -81,6 +81,7 @@ class StepArrays:
                 slot_mapping=to_device(slots, device),
                 max_query_len=self.max_query_len,
                 max_seq_len=self.max_seq_len,
+                in_bounds=True,
             )
             for table, slots in zip(self.block_tables, self.slots)
         ]

@@ -189,14 +189,14 @@ class _StagedStore:
         current, side = self._streams.current, self._streams.side
         copies = to_device(_pairs(blocks, self._rows(hosts)), self._device)
         for buffer, part in self._rounds(tensors, len(hosts)):
-            gather = partial(ops.copy_blocks, tensors, copies[part], into=buffer.views)
+            gather = partial(ops.copy_blocks, tensors, copies[part], into=buffer.views, in_bounds=True)
             self._relay(buffer, current, gather, side, partial(self._send, buffer, hosts[part]))
 
     def swap_in(self, tensors: list[torch.Tensor], blocks: np.ndarray, hosts: np.ndarray) -> None:
         current, side = self._streams.current, self._streams.side
         copies = to_device(_pairs(self._rows(hosts), blocks), self._device)
         for buffer, part in self._rounds(tensors, len(hosts)):
-            scatter = partial(ops.copy_blocks, buffer.views, copies[part], into=tensors)
+            scatter = partial(ops.copy_blocks, buffer.views, copies[part], into=tensors, in_bounds=True)
             self._relay(buffer, side, partial(self._fetch, buffer, hosts[part]), current, scatter)
 
     def _rows(self, hosts: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
 from hf_paged.fused.cpu.decoder import native_decoder
 from hf_paged.fused.cpu.norms import native_layers
 from hf_paged.fused.cpu.weights import PackedWeights, packed_weights, weights_for_calls
-from hf_paged.model.packed import Override
+from hf_paged.model.overrides import Override
 
 
 def overrides_for_engine(model: Any, prepack: bool | None) -> list[Override]:

@@ -1,4 +1,4 @@
-"""PackedDecoder: stands in for the model inside transformers' own decoding loops.
+"""PackedDecoder: takes the place of the model inside transformers' own decoding loops.
 
 The loop keeps all of its semantics (processors, criteria, scores, beams); only the forward is ours: rows are sequences
 of a PagedMemory, packed without padding, prompts prefilled once and forked, finished rows dropped.
@@ -68,7 +68,7 @@ class PackedDecoder:
     ) -> None:
         self._packed = packed
         self._model = packed.model
-        self._memory = packed.memory
+        self.memory = packed.memory
         self._expand = expand
         self.keep_finished = keep_finished
         self._chunk = prefill_chunk_size
@@ -130,7 +130,7 @@ class PackedDecoder:
         for prompt, pad in zip(prompts, padding):
             copies = [self._new_id() for _ in range(self._expand - 1)]
             for copy in copies:
-                self._memory.fork(prompt, copy)
+                self.memory.fork(prompt, copy)
             self.rows += [prompt, *copies]
             self.padding += [pad] * self._expand
         self._report()
@@ -151,8 +151,8 @@ class PackedDecoder:
                     budget -= count
             ids = [seq_ids[i] for i, _ in chunks]
             counts = [count for _, count in chunks]
-            self._memory.append(list(zip(ids, counts)))
-            metadata, positions = self._memory.step_metadata(ids, counts, device)
+            self.memory.append(list(zip(ids, counts)))
+            metadata, positions = self.memory.step_metadata(ids, counts, device)
             tokens = torch.cat([prompts[i][done[i] : done[i] + count] for i, count in chunks]).to(device)
             last = metadata[0].query_start_loc[1:].long() - 1
             rows = self._packed.forward(tokens, positions, metadata, last)
@@ -160,7 +160,7 @@ class PackedDecoder:
                 done[i] += count
                 if done[i] == len(prompts[i]):
                     logits[i] = row
-            self._memory.step_done(ids)
+            self.memory.step_done(ids)
         return torch.stack([row for row in logits if row is not None])
 
     def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -172,8 +172,8 @@ class PackedDecoder:
         active = [r for r, row in enumerate(self.rows) if row is not None]
         seq_ids = [self.rows[r] for r in active]
         counts = [1] * len(active)
-        self._memory.append(list(zip(seq_ids, counts)))
-        metadata, positions = self._memory.step_metadata(seq_ids, counts, device)
+        self.memory.append(list(zip(seq_ids, counts)))
+        metadata, positions = self.memory.step_metadata(seq_ids, counts, device)
         tokens = input_ids[:, -1].to(device)
         if len(active) == len(self.rows):
             logits = self._packed.forward(tokens, positions, metadata)
@@ -181,7 +181,7 @@ class PackedDecoder:
             index = torch.tensor(active, device=device)
             some = self._packed.forward(tokens[index], positions, metadata)
             logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
-        self._memory.step_done(seq_ids)
+        self.memory.step_done(seq_ids)
         self._report()
         return logits
 
@@ -191,21 +191,21 @@ class PackedDecoder:
         for r, done in enumerate(self.criteria.done.tolist()):
             row = self.rows[r]
             if done and row is not None:
-                self._memory.free(row)
+                self.memory.free(row)
                 self.rows[r] = None
 
     def reorder(self, parents: Sequence[int]) -> None:
         """Row i continues row `parents[i]` (beam search): block tables move, K/V does not."""
-        self._memory.reorder(self.rows, parents)
+        self.memory.reorder(self.rows, parents)
         self.padding = [self.padding[p] for p in parents]
 
     def free(self) -> None:
         """Give every block back."""
         for row in self.rows:
             if row is not None:
-                self._memory.free(row)
+                self.memory.free(row)
         self.rows = []
 
     def _report(self) -> None:
         if self._on_step is not None:
-            self._on_step(self._memory)
+            self._on_step(self.memory)

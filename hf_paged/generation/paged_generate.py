@@ -2,16 +2,15 @@
 
 Four functions stand before transformers' methods of the same names (see `integration.hook`). A call that does not ask
 for a paged cache passes through untouched. A paged call is checked, then decoded by transformers' own loop: over a
-PackedDecoder where every option of the call allows it (route "engine"), else over a PagedKVCache (route "hf_loop").
+PackedDecoder where every option of the call allows it (route "packed"), else over a PagedKVCache (route "hf_loop").
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,86 +18,26 @@ from torch import nn
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
-from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
-from hf_paged.generation.engine.sizing import blocks_in_memory, draws_dropout, window_groups
+from hf_paged.generation.engine.sizing import blocks_in_memory, window_groups
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
+from hf_paged.generation.records import CallRecord, add_record, is_recording
+from hf_paged.generation.routes import argument_obstacle, config_obstacle
 from hf_paged.generation.validation import (
     check_cache,
     check_counts,
     check_inputs,
     check_pool,
-    extends_positions,
     refuse_no_cache,
 )
+from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
 PAGED = "paged"
-
-# What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
-_PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"})
-
-
-@dataclass(slots=True)
-class CallRecord:
-    """What one paged generate call did. Block counts are peaks over its steps, bytes at the peak.
-
-    `route`: "engine" (packed rows, our kernels) or "hf_loop" (transformers' loop over a PagedKVCache, for `reason`).
-    `kv_bytes_contiguous`: what contiguous K/V tensors of the same rows at the final length take.
-    """
-
-    model: str
-    route: Literal["engine", "hf_loop"] = "hf_loop"
-    reason: str | None = None
-    steps: int = 0
-    block_size: int = 0
-    peak_blocks_used: int = 0
-    peak_blocks_shared: int = 0
-    cow_copies: int = 0
-    kv_bytes_reserved: int = 0
-    kv_bytes_used: int = 0
-    kv_bytes_filled: int = 0
-    kv_bytes_contiguous: int = 0
-    _copies_before: int = 0  # of earlier calls, in the memory that this call takes over
-
-    def start(self, memory: PagedMemory) -> None:
-        self._copies_before = memory.stats().cow_copies
-
-    def observe(self, memory: PagedMemory) -> None:
-        """Note the state after one step."""
-        self.steps += 1
-        stats = memory.stats()
-        self.block_size = memory.block_size
-        self.peak_blocks_shared = max(self.peak_blocks_shared, stats.blocks_shared)
-        self.kv_bytes_reserved = max(self.kv_bytes_reserved, stats.bytes_reserved)
-        self.cow_copies = stats.cow_copies - self._copies_before
-        if stats.blocks_used >= self.peak_blocks_used:
-            self.peak_blocks_used = stats.blocks_used
-            self.kv_bytes_used = stats.bytes_used
-            self.kv_bytes_filled = stats.bytes_filled
-
-    def finish(self, memory: PagedMemory, num_rows: int, length: int) -> None:
-        per_token = sum(group.pool.bytes_per_block for group in memory.groups) // memory.block_size
-        self.kv_bytes_contiguous = num_rows * length * per_token
-
-
-_recorders: ContextVar[tuple[list[CallRecord], ...]] = ContextVar("hf_paged_recorders", default=())
-
-
-@contextlib.contextmanager
-def record_calls() -> Iterator[list[CallRecord]]:
-    """Collect a CallRecord for every paged generate call inside the `with` block (this thread, this task)."""
-    records: list[CallRecord] = []
-    token = _recorders.set((*_recorders.get(), records))
-    try:
-        yield records
-    finally:
-        _recorders.reset(token)
-
 
 # -- memory kept between calls -------------------------------------------------------------------------------------
 
@@ -119,35 +58,49 @@ def release_memory(model: nn.Module | None = None) -> None:
 # -- one call --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Call:
-    """A paged call in progress."""
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """How a paged call is decoded: `decoder` has packed rows; without one, transformers' loop runs over `cache`.
 
-    model: Any
-    report: SupportReport
-    record: CallRecord
-    observed: bool
-    obstacle: str | None  # why the call's arguments need transformers' loop, as far as they tell by themselves
-    prompt_length: int  # padding included
-    key: MemoryKey | None = None
-    memory: PagedMemory | None = None
-    cache: PagedKVCache | None = None
+    key: of the pool of idle memory (None: the memory is that of the caller's own cache). keeps_cache: the caller gets
+    the cache, so its blocks stay in use.
+    """
+
+    memory: PagedMemory
+    key: MemoryKey | None
+    keeps_cache: bool
     decoder: PackedDecoder | None = None
-    expand: int = 1
-    given: bool = False  # the caller's own cache is continued
-    returned: bool = False  # the caller keeps the cache
+    cache: PagedKVCache | None = None
 
-    def close(self, *, failed: bool) -> None:
-        """No block stays in use, unless the caller has the cache."""
-        if self.given or self.memory is None or self.key is None or (self.returned and not failed):
+    @property
+    def num_rows(self) -> int:
+        if self.decoder is not None:
+            return len(self.decoder.rows)
+        return 0 if self.cache is None else self.cache.num_rows
+
+    def close(self, model: Any, *, failed: bool) -> None:
+        """Free every block, unless the caller has the cache."""
+        if self.key is None or (self.keeps_cache and not failed):
             return
         if self.decoder is not None:
             self.decoder.free()
         if self.cache is not None:
             self.cache.reset()
         if any(len(manager) for manager in self.memory.managers):
-            return  # an error struck inside a verb: this memory is not reused
-        _idle_pools(self.model).give_back(self.key, self.memory)
+            return  # an error struck inside a block manager: this memory is not reused
+        _idle_pools(model).give_back(self.key, self.memory)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A paged call in progress. `decoding` is set once, when transformers asks for a cache."""
+
+    model: Any
+    report: SupportReport
+    record: CallRecord
+    obstacle: str | None  # to packed rows, in the call's arguments
+    prompt_length: int  # padding included
+    decoding: _Decoding | None = None
 
 
 _current: ContextVar[_Call | None] = ContextVar("hf_paged_call", default=None)
@@ -175,14 +128,15 @@ def generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kw
     token = _current.set(call)
     try:
         result = function(model, *args, **kwargs)
-        _observe_end(call, result)
-        for records in _recorders.get():
-            records.append(call.record)
+        if call.decoding is not None and is_recording():
+            _observe_end(call.record, call.decoding, result)
+        add_record(call.record)
         failed = False
         return result
     finally:
         _current.reset(token)
-        call.close(failed=failed)
+        if call.decoding is not None:
+            call.decoding.close(model, failed=failed)
 
 
 def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -209,10 +163,9 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
     report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
     check_inputs(model, inputs, generation_config, kwargs)
     if kwargs.get("past_key_values") is not None:
-        check_cache(report, kwargs["past_key_values"])
-    observed = bool(_recorders.get())
-    obstacle = _argument_obstacle(model, report, kwargs)
-    return _Call(model, report, CallRecord(report.model), observed, obstacle, _prompt_length(inputs, kwargs))
+        check_cache(report, paged_part(kwargs["past_key_values"]))
+    obstacle = argument_obstacle(model, report, kwargs)
+    return _Call(model, report, CallRecord(report.model), obstacle, _prompt_length(inputs, kwargs))
 
 
 def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
@@ -221,25 +174,6 @@ def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
         if given is not None:
             return int(given.shape[1])
     return 1  # BOS
-
-
-def _argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
-    from transformers import GenerationMixin
-
-    if not report.native:
-        return report.reason
-    if kwargs.get("custom_generate") is not None:
-        return "custom_generate is a callable that drives the model itself"
-    for name in ("_sample", "_beam_search", "_prefill", "_update_model_kwargs_for_generation"):
-        if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
-            return f"{report.model} has a {name} of its own"
-    if kwargs.get("position_ids") is not None:
-        return "position_ids are given explicitly"
-    if kwargs.get("past_key_values") is not None:
-        return "the conversation continues a given cache"
-    if model.training and draws_dropout(model):
-        return "the model is in training mode, where dropout depends on the batch layout"
-    return None
 
 
 def prepare_cache_for_generation(
@@ -257,50 +191,70 @@ def prepare_cache_for_generation(
     cache_config = as_config(CacheConfig, config.cache_config, "cache_config")
     refuse_no_cache(config.use_cache)
     check_counts(vars(config))
+    obstacle = call.obstacle or config_obstacle(
+        model, call.report, config, model_kwargs, str(values["generation_mode"].value)
+    )
+    call.record.route, call.record.reason = ("packed", None) if obstacle is None else ("hf_loop", obstacle)
     given = model_kwargs.get("past_key_values")
-    call.returned = bool(config.return_dict_in_generate) or config.is_assistant
-    obstacle = call.obstacle or _config_obstacle(config, model_kwargs, str(values["generation_mode"].value))
-    if obstacle is None and _prepares_otherwise(model):
-        obstacle = f"{call.report.model} prepares the inputs of a step in a way of its own"
-    obstacle = obstacle or _layout_obstacle(call.report, config.max_length, model_kwargs.get("attention_mask"))
-    call.record.route, call.record.reason = ("engine", None) if obstacle is None else ("hf_loop", obstacle)
     if given is not None:
         given._is_user_defined = True
-        call.cache, call.memory, call.given = given, given.memory, True
-        call.record.start(call.memory)
-        return None
-    num_blocks = _max_blocks(model, call.report, cache_config)
-    call.expand = max(config.num_beams, config.num_return_sequences)
-    if obstacle is None:
-        # A cache that the caller will own is one group: it may be cropped, continued, read.
-        windows = ((None, None),) if call.returned else window_groups(call.report, config.max_length)
-        lengths = _prompt_lengths(call, values["batch_size"], model_kwargs.get("attention_mask"))
-        at_once = min(sum(lengths), MAX_PREFILL_TOKENS, config.prefill_chunk_size or MAX_PREFILL_TOKENS)
-        # Blocks that leave every window between two chunks of prompts are not needed together.
-        if at_once == sum(lengths) or any(window is None for _, window in windows):
-            check_pool(lengths, cache_config, num_blocks)
-        call.key = (kind_of(model), cache_config.block_size, num_blocks, windows)
-        call.memory = _idle_pools(model).take(call.key)
-        call.record.start(call.memory)
-        model_kwargs["past_key_values"] = _open_decoder(call, config, model_kwargs).cache
-        return None
-    check_pool([call.prompt_length] * values["batch_size"] * call.expand, cache_config, num_blocks)
-    call.key = (kind_of(model), cache_config.block_size, num_blocks, ((None, None),))
-    call.memory = _idle_pools(model).take(call.key)
-    call.record.start(call.memory)
-    call.cache = PagedKVCache(model.config, memory=call.memory)
-    if config.is_assistant:
-        call.cache.activate_past_recording()
-    model_kwargs["past_key_values"] = call.cache
+        cache = paged_part(given)
+        call.decoding = _Decoding(cache.memory, None, True, cache=cache)
+    else:
+        open_decoding = _open_packed_rows if obstacle is None else _open_dense_view
+        mask = model_kwargs.get("attention_mask")
+        call.decoding = open_decoding(call, config, cache_config, values["batch_size"], mask)
+        if call.decoding.decoder is not None:
+            model_kwargs["past_key_values"] = call.decoding.decoder.cache
+        else:
+            model_kwargs["past_key_values"] = cache_of_call(model, call.decoding.cache, model_kwargs)
+    call.record.start(call.decoding.memory)
     return None
 
 
-def _prompt_lengths(call: _Call, batch_size: int, mask: torch.Tensor | None) -> list[int]:
-    """Tokens of each prompt without its padding; mask: left padding, [batch_size * expand, length]."""
-    if mask is None:
-        return [call.prompt_length] * batch_size
-    lengths: list[int] = (mask[:: call.expand] != 0).sum(dim=1).tolist()
-    return lengths
+def _keeps_cache(config: Any) -> bool:
+    return bool(config.return_dict_in_generate) or config.is_assistant
+
+
+def _open_packed_rows(
+    call: _Call, config: Any, cache_config: CacheConfig, batch_size: int, mask: torch.Tensor | None
+) -> _Decoding:
+    """mask: left padding [batch_size * expand, length], or None."""
+    model, keeps_cache = call.model, _keeps_cache(config)
+    expand = max(config.num_beams, config.num_return_sequences)
+    # A cache that the caller will own is one group: it may be cropped, continued, read.
+    windows = ((None, None),) if keeps_cache else window_groups(call.report, config.max_length)
+    lengths = [call.prompt_length] * batch_size if mask is None else (mask[::expand] != 0).sum(dim=1).tolist()
+    num_blocks = _max_blocks(model, call.report, cache_config)
+    at_once = min(sum(lengths), MAX_PREFILL_TOKENS, config.prefill_chunk_size or MAX_PREFILL_TOKENS)
+    # Blocks that leave every window between two chunks of prompts are not needed together.
+    if at_once == sum(lengths) or any(window is None for _, window in windows):
+        check_pool(lengths, cache_config, num_blocks)
+    key = (kind_of(model), cache_config.block_size, num_blocks, windows)
+    memory = _idle_pools(model).take(key)
+    decoder = PackedDecoder(
+        PackedModel(model, memory, overrides_for_calls(model)),
+        expand=expand,
+        keep_finished=keeps_cache,
+        prefill_chunk_size=config.prefill_chunk_size,
+        on_step=call.record.observe if is_recording() else None,
+    )
+    return _Decoding(memory, key, keeps_cache, decoder=decoder)
+
+
+def _open_dense_view(
+    call: _Call, config: Any, cache_config: CacheConfig, batch_size: int, mask: torch.Tensor | None
+) -> _Decoding:
+    model = call.model
+    num_rows = batch_size * max(config.num_beams, config.num_return_sequences)
+    num_blocks = _max_blocks(model, call.report, cache_config)
+    check_pool([call.prompt_length] * num_rows, cache_config, num_blocks)
+    key = (kind_of(model), cache_config.block_size, num_blocks, ((None, None),))
+    memory = _idle_pools(model).take(key)
+    cache = PagedKVCache(model.config, memory=memory)
+    if config.is_assistant:
+        cache.activate_past_recording()
+    return _Decoding(memory, key, _keeps_cache(config), cache=cache)
 
 
 def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig) -> int | None:
@@ -313,96 +267,31 @@ def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig) ->
     return blocks_in_memory(cache_config, bytes_per_block, device_of(model))
 
 
-def _config_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
-    """Why this call needs transformers' loop over a PagedKVCache; None if packed rows can serve it."""
-    if mode not in ("greedy_search", "sample", "beam_search", "beam_sample"):
-        return f"{mode.replace('_', ' ')} rolls the cache back"
-    if config.is_assistant:
-        return "this model drafts for another one"
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            return f"{name} shows tensors of the padded batch"
-    for name, value in model_kwargs.items():
-        # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
-        is_empty = value is None or (isinstance(value, dict) and not value)
-        if not is_empty and name not in _PACKED_KWARGS:
-            return f"the model is given {name}"
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.ndim != 2:
-        return "the attention mask is not a padding mask"
-    if mask is not None and not _is_left_padding(mask):
-        return "the attention mask is not left padding"
-    return None
-
-
-def _prepares_otherwise(model: Any) -> bool:
-    """Whether a step's inputs may be other than the support probe saw: packed rows ask nobody for them."""
-    from transformers import GenerationMixin
-
-    name = "prepare_inputs_for_generation"
-    if name in vars(model):
-        # Patched on this model, as PEFT does for prompts of virtual tokens.
-        adapter = getattr(getattr(vars(model)[name], "__self__", None), "active_peft_config", None)
-        kind = getattr(adapter, "peft_type", None)
-        if kind in ("PREFIX_TUNING", "CARTRIDGE"):
-            raise UnsupportedModelError(
-                f"the {kind.value} adapter brings its K/V in a cache of its own; call generate without "
-                "cache_implementation"
-            )
-        return True
-    # Rotary factors that change with the length make some models start their cache anew on the way.
-    own = getattr(type(model), name) is not getattr(GenerationMixin, name)
-    return own and extends_positions(model.config.get_text_config(decoder=True))
-
-
-def _is_left_padding(mask: torch.Tensor) -> bool:
-    """mask [rows, length]: zeros, then ones, in every row."""
-    binary = (mask == 0) | (mask == 1)
-    return bool(binary.all() & (mask[:, 1:] >= mask[:, :-1]).all())
-
-
-def _layout_obstacle(report: SupportReport, max_length: int, mask: torch.Tensor | None) -> str | None:
-    """Why packed rows would not be what this model computes for this batch."""
-    if report.native_length is not None and max_length > report.native_length:
-        return f"the rotary embedding changes with the length beyond {report.native_length} tokens"
-    if report.counts_padding and mask is not None and not bool(mask.all()):
-        return "the model numbers tokens with the left padding"
-    return None
-
-
-def _open_decoder(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> PackedDecoder:
-    assert call.memory is not None
-    call.decoder = PackedDecoder(
-        PackedModel(call.model, call.memory, overrides_for_calls(call.model)),
-        expand=call.expand,
-        keep_finished=call.returned,
-        prefill_chunk_size=config.prefill_chunk_size,
-        on_step=call.record.observe if call.observed else None,
-    )
-    return call.decoder
+def _decoder(model: Any) -> PackedDecoder | None:
+    call = _active(model)
+    return None if call is None or call.decoding is None else call.decoding.decoder
 
 
 def sample(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin._sample."""
-    call = _active(model)
-    if call is None or call.decoder is None:
+    decoder = _decoder(model)
+    if decoder is None:
         return function(model, *args, **kwargs)
-    decoder = call.decoder
     decoder.criteria = RecordingCriteria(kwargs["stopping_criteria"])
     # Without an EOS id the loop writes no padding after a row's end: it goes on with that row's own tokens.
     pads = any(hasattr(criterion, "eos_token_id") for criterion in decoder.criteria)
     if not pads or kwargs.get("synced_gpus") or _sees_every_row(kwargs):
         decoder.keep_finished = True
     result = function(decoder, *args, **{**kwargs, "stopping_criteria": decoder.criteria})
-    return _with_cache(call, result)
+    return _with_cache(model, decoder, result)
 
 
 def beam_search(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin._beam_search."""
-    call = _active(model)
-    if call is None or call.decoder is None:
+    decoder = _decoder(model)
+    if decoder is None:
         return function(model, *args, **kwargs)
-    return _with_cache(call, function(call.decoder, *args, **kwargs))
+    return _with_cache(model, decoder, function(decoder, *args, **kwargs))
 
 
 def _sees_every_row(kwargs: dict[str, Any]) -> bool:
@@ -411,28 +300,20 @@ def _sees_every_row(kwargs: dict[str, Any]) -> bool:
     return any(not type(item).__module__.startswith("transformers.") for item in objects)
 
 
-def _with_cache(call: _Call, result: Any) -> Any:
+def _with_cache(model: Any, decoder: PackedDecoder, result: Any) -> Any:
     """A returned ModelOutput carries a PagedKVCache of the rows, which the caller may pass back."""
     if isinstance(result, torch.Tensor):
         return result
-    assert call.decoder is not None and call.memory is not None
-    cache = PagedKVCache(call.model.config, memory=call.memory)
-    cache.take_rows(call.decoder.rows, call.decoder.padding)
+    cache = PagedKVCache(model.config, memory=decoder.memory)
+    cache.take_rows(decoder.rows, decoder.padding)
     result.past_key_values = cache
     return result
 
 
-def _observe_end(call: _Call, result: Any) -> None:
-    if not call.observed or call.memory is None:
-        return
-    if call.decoder is None:
-        call.record.observe(call.memory)
+def _observe_end(record: CallRecord, decoding: _Decoding, result: Any) -> None:
+    if decoding.decoder is None:
+        record.observe(decoding.memory)
     sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
     if sequences is not None:
         # Beam search returns fewer rows than it computes.
-        rows = sequences.shape[0]
-        if call.decoder is not None:
-            rows = max(rows, len(call.decoder.rows))
-        elif call.cache is not None:
-            rows = max(rows, call.cache.num_rows)
-        call.record.finish(call.memory, rows, sequences.shape[1])
+        record.finish(decoding.memory, max(sequences.shape[0], decoding.num_rows), sequences.shape[1])

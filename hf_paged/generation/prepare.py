@@ -39,7 +39,7 @@ class PreparedRequest:
 
 
 class _NoteTaker:
-    """Stands in for the model inside `generate`; its decoding methods note their arguments and decode nothing."""
+    """Takes the place of the model inside `generate`; its decoding methods note their arguments and decode nothing."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

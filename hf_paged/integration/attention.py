@@ -32,23 +32,19 @@ _INERT_KWARGS = frozenset({
     "output_gate", "input_ids", "inputs_embeds", "head_mask", "shared_kv_states", "is_first_iteration",
 })  # fmt: skip
 
-_packed: ContextVar[PackedCache | None] = ContextVar("hf_paged_packed_step", default=None)
+packed_cache: ContextVar[PackedCache | None] = ContextVar("hf_paged_packed_cache", default=None)
+"""The cache of the packed forward that runs in this thread."""
 
 
-# -- routing: which implementation a config stands for while a paged call runs -------------------------------------
+# -- routing: which implementation a config stands for while a packed forward runs ---------------------------------
 
+IMPLEMENTATION = "_attn_implementation_internal"
+"""The field of a config that names its attention implementation; NAME while a packed forward uses the config."""
 
-@dataclass(slots=True)
-class _Route:
-    config: Any
-    original: str | None
-    steps: set[int]  # ids of the PackedSteps that need it
-
-
-_routes: dict[int, _Route] = {}
-_past: dict[int, tuple[weakref.ref[Any], str | None]] = {}  # id of a config -> it, and what its last route stood for
+_own: dict[int, tuple[weakref.ref[Any], str | None]] = {}  # id of a config -> it, and what it named before
 _lock = threading.RLock()
-_wanted = False  # registered by install(), not only for calls that outlive uninstall()
+_forwards: set[int] = set()  # ids of the packed forwards in progress, which need the names even after uninstall()
+_wanted = False  # by install()
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
@@ -61,62 +57,21 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-class PackedStep:
-    """Routes the attention of these configs to the paged kernels for one forward, whatever happens inside.
-
-    Other threads may use the same model meanwhile: without a handle of ours the functions below do what the
-    configs' own implementation does.
-
-    Ctrl-C may strike between any two instructions, and what it left behind would break the model for plain calls too.
-    So both halves can be cut anywhere, and `leave` undoes any part of `enter` and may be called again; a context
-    manager could not promise that, whose own exit can be cut before its first instruction.
-    """
-
-    def __init__(self, cache: PackedCache, configs: list[Any]) -> None:
-        self._cache = cache
-        self._configs = configs
-        self._outer = _packed.get()
-
-    def enter(self) -> None:
-        with _lock:
-            for config in self._configs:
-                route = _routes.get(id(config))
-                if route is None:
-                    _add_names()
-                    original = config._attn_implementation_internal
-                    _past[id(config)] = (weakref.ref(config), original)
-                    route = _routes[id(config)] = _Route(config, original, {id(self)})
-                    config._attn_implementation_internal = NAME
-                route.steps.add(id(self))
-        _packed.set(self._cache)
-
-    def leave(self) -> None:
-        _packed.set(self._outer)
-        with _lock:
-            for config in self._configs:
-                route = _routes.get(id(config))
-                if route is None:
-                    continue
-                route.steps.discard(id(self))
-                if not route.steps:
-                    config._attn_implementation_internal = route.original
-                    del _routes[id(config)]
-            if not _routes and not _wanted:
-                _remove_names()
+def remember_own(config: Any) -> None:
+    """Note which implementation a config names, for the functions below, before NAME takes its place."""
+    _own[id(config)] = (weakref.ref(config), getattr(config, IMPLEMENTATION))
 
 
 def in_packed_step() -> bool:
     """True inside a packed forward of this thread."""
-    return _packed.get() is not None
+    return packed_cache.get() is not None
 
 
-def _original_implementation(config: Any) -> str:
-    route = _routes.get(id(config))
-    name = route.original if route is not None else None
-    if route is None and id(config) in _past:
-        # Another thread read our name from the config just before the packed step of this thread ended.
-        reference, original = _past[id(config)]
-        name = original if reference() is config else None
+def _own_implementation(config: Any) -> str:
+    # Also asked for when another thread read NAME from the config just before a packed forward of this thread ended.
+    reference, name = _own.get(id(config), (None, None))
+    if reference is None or reference() is not config:
+        name = None
     # A model loaded with attn_implementation="hf_paged" has no other one: take transformers' default.
     return name if name not in (None, NAME) else "sdpa"
 
@@ -140,12 +95,12 @@ _patterns: dict[tuple[Any, ...], MaskPattern] = {}
 
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
     """AttentionMaskInterface: a pattern (None: causal) in a packed step, else the own implementation's mask."""
-    if _packed.get() is not None:
+    if packed_cache.get() is not None:
         return _pattern(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     config = kwargs.get("config")
-    return ALL_MASK_ATTENTION_FUNCTIONS[_original_implementation(config)](*args, **kwargs)
+    return ALL_MASK_ATTENTION_FUNCTIONS[_own_implementation(config)](*args, **kwargs)
 
 
 def _pattern(
@@ -170,6 +125,16 @@ def _shape_of(value: Any) -> Any:
     return value if isinstance(value, int | str | None) else type(value)
 
 
+def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
+    """Whether a token may attend to a later one."""
+    points = torch.arange(4, device=device)
+    try:
+        seen = mask_function(0, 0, points[:, None], points[None, :])
+    except IndexError:  # it looks positions up in a tensor as long as the batch's rows
+        return False
+    return isinstance(seen, torch.Tensor) and bool((seen & (points[None, :] > points[:, None])).any())
+
+
 def _recognise(mask_function: Callable[..., Any], local_size: int | None, device: Any) -> MaskPattern:
     """Compare the function with the patterns that the kernels know, around the edges of windows and chunks."""
     if local_size is not None:
@@ -188,6 +153,11 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
         ):
             if actual is not None and torch.equal(actual, expected):
                 return pattern
+    if _looks_ahead(mask_function, device):
+        raise UnsupportedModelError(
+            "its attention mask lets tokens attend to later ones, as in the blocks of images, which packed rows "
+            "cannot; this model needs the dense view"
+        )
     raise UnsupportedModelError(
         "its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"
     )
@@ -210,7 +180,7 @@ def attention_forward(
     """
     handle: LayerHandle | None = getattr(key, HANDLE, None)
     if handle is None:
-        if _packed.get() is not None:
+        if packed_cache.get() is not None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends to keys that did not come from the cache as it returned them; "
                 "this model needs the dense view"
@@ -222,6 +192,8 @@ def attention_forward(
     window = kwargs.pop("sliding_window", None)
     handle.options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "sliding_window": window}
     pattern = pattern_of_call(module, attention_mask, window)
+    if attention_mask is None:
+        _refuse_both_ways(module, kwargs.get("is_causal"))
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
     _refuse_unknown(module, kwargs)
     rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
@@ -260,6 +232,17 @@ def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> M
     return pattern
 
 
+def _refuse_both_ways(module: torch.nn.Module, is_causal: bool | None) -> None:
+    """Without a mask, every attention but the eager one asks the module whether it is causal."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal and _own_implementation(getattr(module, "config", None)) != "eager":
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to later tokens too where it is given no mask (is_causal=False), which "
+            "packed rows cannot; this model needs the dense view"
+        )
+
+
 def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is not None and value is not False and name not in _INERT_KWARGS:
@@ -273,7 +256,7 @@ def _own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
-    name = _original_implementation(getattr(module, "config", None))
+    name = _own_implementation(getattr(module, "config", None))
     function = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     if function is None:
         raise UnsupportedModelError(f"{type(module).__name__} has no attention implementation named {name!r}")
@@ -289,25 +272,45 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`; at the end of the packed step, if one is running."""
+    """Undo `register`; at the end of the packed forward, if one is running."""
     global _wanted
     with _lock:
         _wanted = False
-        if not _routes:
-            _remove_names()
+        _remove_unneeded_names()
+
+
+def hold_names(forward: object) -> None:
+    """As `register`, for a packed forward in progress."""
+    with _lock:
+        _forwards.add(id(forward))
+        _add_names()
+
+
+def release_names(forward: object) -> None:
+    """Undo `hold_names`; may be called again."""
+    with _lock:
+        _forwards.discard(id(forward))
+        _remove_unneeded_names()
+
+
+def _names() -> tuple[tuple[dict[str, Any], Callable[..., Any]], ...]:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    return (
+        (AttentionInterface._global_mapping, attention_forward),
+        (AttentionMaskInterface._global_mapping, attention_mask),
+    )
 
 
 def _add_names() -> None:
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface._global_mapping.setdefault(NAME, attention_forward)
-    AttentionMaskInterface._global_mapping.setdefault(NAME, attention_mask)
+    for mapping, function in _names():
+        mapping.setdefault(NAME, function)
 
 
-def _remove_names() -> None:
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface._global_mapping.pop(NAME, None)
-    AttentionMaskInterface._global_mapping.pop(NAME, None)
+def _remove_unneeded_names() -> None:
+    if _wanted or _forwards:
+        return
+    for mapping, function in _names():
+        if mapping.get(NAME) is function:
+            del mapping[NAME]

@@ -20,7 +20,9 @@ _DOOR = "hf_paged.generation.paged_generate"  # named, not imported: integration
 _TARGET = "transformers.generation.utils"
 _MODELING = "transformers.modeling_utils"
 
-_originals: dict[str, Any] = {}
+_METHODS = ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
+
+_wrappers: dict[str, _Wrapper] = {}  # the last one made for each method
 _finder: _PostImport | None = None
 
 
@@ -73,13 +75,11 @@ def uninstall() -> None:
     global _finder
     if _finder is None:
         return
-    sys.meta_path.remove(_finder)
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
     _finder = None
-    if _originals:
-        mixin = sys.modules[_TARGET].GenerationMixin  # type: ignore[attr-defined]
-        for name, original in _originals.items():
-            setattr(mixin, name, original)
-        _originals.clear()
+    for wrapper in _wrappers.values():
+        wrapper.take_out()
     if _MODELING in sys.modules:
         from hf_paged.integration import attention
 
@@ -91,8 +91,8 @@ def is_installed() -> bool:
 
 
 def original(name: str) -> Callable[..., Any]:
-    """transformers' own GenerationMixin method of that name."""
-    return _originals[name]
+    """The GenerationMixin method below ours: transformers' own, unless other code had replaced it before."""
+    return _wrappers[name].function
 
 
 def _register() -> None:
@@ -103,15 +103,51 @@ def _register() -> None:
 
 def _patch() -> None:
     mixin = sys.modules[_TARGET].GenerationMixin  # type: ignore[attr-defined]
-    for name in ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search"):
-        _originals[name] = getattr(mixin, name)
-        setattr(mixin, name, _through_door(name, _originals[name]))
+    for name in _METHODS:
+        known = _wrappers.get(name)
+        if known is None or known.mixin is not mixin or not known.put_in():
+            _wrappers[name] = _Wrapper(mixin, name)
 
 
-def _through_door(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        door = importlib.import_module(_DOOR)
-        return getattr(door, name.lstrip("_"))(function, self, args, kwargs)
+class _Wrapper:
+    """A method of GenerationMixin that asks the door first.
 
-    return method
+    Other code may wrap the method in turn. It then stays where it is when hf_paged is uninstalled, with this wrapper
+    below it, which passes calls straight on until hf_paged is installed again.
+    """
+
+    def __init__(self, mixin: type, name: str) -> None:
+        self.mixin = mixin
+        self._name = name
+        self._above: Any = None  # what other code had put over the method when this was last taken out
+        self.function: Callable[..., Any] = getattr(mixin, name)
+        function = self.function
+
+        @functools.wraps(function)
+        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_in_use():
+                return function(model, *args, **kwargs)
+            door = importlib.import_module(_DOOR)
+            return getattr(door, name.lstrip("_"))(function, model, args, kwargs)
+
+        self._method = method
+        setattr(mixin, name, method)
+
+    def _is_in_use(self) -> bool:
+        """One wrapper of a method is in use: the last one, or an earlier one if other code has put that back."""
+        return is_installed() and (_wrappers[self._name] is self or getattr(self.mixin, self._name) is self._method)
+
+    def take_out(self) -> None:
+        current = getattr(self.mixin, self._name)
+        if current is self._method:
+            setattr(self.mixin, self._name, self.function)
+            current = None
+        self._above = current
+
+    def put_in(self) -> bool:
+        """Whether this is in the mixin again, where it was taken out; else another wrapper has to be made."""
+        current = getattr(self.mixin, self._name)
+        if current is self.function:
+            setattr(self.mixin, self._name, self._method)
+            return True
+        return current is self._method or (self._above is not None and current is self._above)

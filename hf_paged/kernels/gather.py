@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
 
+WRITES_NEW_KV = True  # whether paged_attention takes the step's K/V too, and writes it
 # Sequences with at most this many new tokens are batched with others; longer ones are attended to one by one.
 _MAX_BATCHED_QUERY_LEN = 64
 # New tokens of a long prompt that share one mask and one range of keys.

@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 
+from hf_paged.kernels import validation
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 
@@ -27,7 +28,6 @@ _MODULES = {
     "native": "hf_paged.kernels.native.ops",
     "triton": "hf_paged.kernels.triton.ops",
 }
-_WRITING = ("torch", "native")  # implementations whose attention takes the step's K/V too, and writes it
 _default_impl: dict[str, str] = {}  # what `impl=None` means on a device, where it is not what is best
 
 
@@ -71,39 +71,24 @@ def write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
+    in_bounds: bool = False,
     impl: str | None = None,
 ) -> None:
     """Write each token's K and V into its slot (fused reshape and block write, SOSP'23 section 5.1).
 
     key [num_tokens, num_kv_heads, head_dim] and value [num_tokens, num_kv_heads, v_head_dim], any strides with a
     contiguous last dimension; slot_mapping int64 [num_tokens], tokens with slot -1 are skipped. The caches are
-    changed in place. Raises ValueError on shapes that do not fit.
+    changed in place. Raises ValueError on arguments that do not fit and on slots beyond the cache.
+    in_bounds: the caller knows that the slots lie in the cache. On a GPU, where checking makes the host wait, they are
+    not checked then.
     """
-    _check_new_kv(key, value, key_cache, value_cache, slot_mapping)
     if torch.compiler.is_compiling() and impl is None:
-        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping)
+        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping, in_bounds)
         return
+    validation.check_new_kv(key, value, key_cache, value_cache, slot_mapping)
+    if slot_mapping.device.type == "cpu" or not in_bounds:
+        validation.check_slots(slot_mapping, key_cache)
     _module(impl, key).write_kv(key, value, key_cache, value_cache, slot_mapping)
-
-
-def _check_new_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    if (
-        key.shape[:2] != value.shape[:2]
-        or key.shape[1:] != key_cache.shape[2:]
-        or value.shape[2] != value_cache.shape[3]
-    ):
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit caches "
-            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
-        )
-    if slot_mapping.shape[0] != key.shape[0]:
-        raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} entries for {key.shape[0]} tokens")
 
 
 def copy_blocks(
@@ -111,6 +96,7 @@ def copy_blocks(
     copies: torch.Tensor,
     *,
     into: list[torch.Tensor] | None = None,
+    in_bounds: bool = False,
     impl: str | None = None,
 ) -> None:
     """Copy whole blocks of every cache tensor: all copies of a step, all layers, one launch.
@@ -118,25 +104,12 @@ def copy_blocks(
     caches: tensors [num_blocks, ...] of any shapes and dtypes on one device. copies int64 [n, 2]: (src, dst) pairs; no
     destination appears twice. `into`: the tensors that are changed, one for each cache, with blocks of its shape and
     dtype, however many, in other memory of the device. None: the caches themselves, where no block may be both a source
-    and a destination. Raises ValueError on shapes and dtypes that do not fit.
+    and a destination. Raises ValueError on arguments that do not fit and on block ids beyond a tensor.
+    in_bounds: as for `write_kv`.
     """
-    if copies.ndim != 2 or copies.shape[1] != 2:
-        raise ValueError(f"copies has shape {tuple(copies.shape)}; [n, 2] pairs of (src, dst) are needed")
-    if into is not None:
-        _check_same_blocks(caches, into)
+    validation.check_copies(caches, copies, into, in_bounds=in_bounds)
     if caches and copies.shape[0]:
         _module(impl, caches[0]).copy_blocks(caches, copies, caches if into is None else into)
-
-
-def _check_same_blocks(caches: list[torch.Tensor], into: list[torch.Tensor]) -> None:
-    if len(into) != len(caches):
-        raise ValueError(f"into has {len(into)} tensors for {len(caches)} caches")
-    for cache, target in zip(caches, into):
-        if cache.shape[1:] != target.shape[1:] or cache.dtype != target.dtype:
-            raise ValueError(
-                f"blocks of {tuple(cache.shape)}, {cache.dtype}, do not fit those of {tuple(target.shape)}, "
-                f"{target.dtype}"
-            )
 
 
 def paged_attention(
@@ -170,38 +143,31 @@ def paged_attention(
     a call of its own, and a prompt that is computed at once is attended to where it is. Without them the K/V must be
     in the cache already. Slots that no query may see are never used, whatever they hold, NaN included.
     """
-    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
-    if query.shape[2] != key_cache.shape[3] or num_heads % num_kv_heads:
-        raise ValueError(
-            f"query {tuple(query.shape)} does not fit key_cache {tuple(key_cache.shape)}: the head sizes must be equal "
-            "and the number of heads a multiple of the number of KV heads"
-        )
-    if key_cache.shape[:3] != value_cache.shape[:3]:
-        raise ValueError(f"caches differ: {tuple(key_cache.shape)} and {tuple(value_cache.shape)}")
-    for name, size in (("sliding_window", sliding_window), ("chunk_size", chunk_size)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size}: must be at least 1, or None")
+    if torch.compiler.is_compiling() and impl is None:
+        return _compiled_attention(
+            query, key_cache, value_cache, metadata, key, value, out, return_lse,
+            (scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes),
+        )  # fmt: skip
+    limits = {"sliding_window": sliding_window, "chunk_size": chunk_size, "softcap": softcap}
+    validation.check_attention(query, key_cache, value_cache, metadata, limits)
+    validation.check_heads("sinks", sinks, query)
+    validation.check_heads("alibi_slopes", alibi_slopes, query)
+    validation.check_out(out, query, value_cache.shape[3])
+    validation.check_step(metadata, query.shape[0], key_cache, sliding_window, chunk_size)
+    new_kv: dict[str, torch.Tensor] = {}
+    module = _module(impl, query)
     if (key is None) != (value is None):
         raise ValueError("key and value come together")
-    new_kv: dict[str, torch.Tensor] = {}
     if key is not None and value is not None:
-        if impl in _WRITING or (impl is None and query.device.type == "cpu" and not torch.compiler.is_compiling()):
-            _check_new_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+        validation.check_new_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+        validation.check_step_slots(metadata, key_cache)
+        if module.WRITES_NEW_KV:
             new_kv = {"key": key, "value": value}
         else:
-            write_kv(key, value, key_cache, value_cache, metadata.slot_mapping, impl=impl)
-    if torch.compiler.is_compiling() and impl is None:
-        result, lse = torch.ops.hf_paged.paged_attention(
-            query, key_cache, value_cache, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
-            metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, scale, sliding_window, chunk_size,
-            softcap, sinks, alibi_slopes, return_lse,
-        )  # fmt: skip
-        if out is not None:
-            result = out.copy_(result)
-        return (result, lse) if return_lse else result
+            module.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
     return cast(
         torch.Tensor,
-        _module(impl, query).paged_attention(
+        module.paged_attention(
             query,
             key_cache,
             value_cache,
@@ -219,25 +185,57 @@ def paged_attention(
     )
 
 
+def _compiled_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    out: torch.Tensor | None,
+    return_lse: bool,
+    options: tuple[Any, ...],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`paged_attention` as nodes of a graph that torch.compile makes; they check their arguments when they run."""
+    if (key is None) != (value is None):
+        raise ValueError("key and value come together")
+    if key is not None and value is not None:
+        slots, in_bounds = metadata.slot_mapping, metadata.in_bounds
+        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slots, in_bounds)
+    result, lse = torch.ops.hf_paged.paged_attention(
+        query, key_cache, value_cache, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
+        metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, *options, return_lse, metadata.in_bounds,
+    )  # fmt: skip
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
 # -- torch.library: the same operations as opaque nodes for torch.compile and export -------------------------------
 
 _lib = torch.library.Library("hf_paged", "DEF")
 _lib.define(
-    "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()"
+    "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+    "bool in_bounds=False) -> ()"
 )
 _lib.define(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor slot_mapping, int max_query_len, int max_seq_len, float scale, "
-    "int? sliding_window, int? chunk_size, float? softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse) "
-    "-> (Tensor, Tensor)"
+    "int? sliding_window, int? chunk_size, float? softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse, "
+    "bool in_bounds=False) -> (Tensor, Tensor)"
 )
-_lib.define("copy_blocks(Tensor(a!)[] caches, Tensor copies) -> ()")
+_lib.define("copy_blocks(Tensor(a!)[] caches, Tensor copies, bool in_bounds=False) -> ()")
 
 
 def _write_kv_op(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    in_bounds: bool = False,
 ) -> None:
-    _module(None, key).write_kv(key, value, key_cache, value_cache, slots)
+    write_kv(key, value, key_cache, value_cache, slots, in_bounds=in_bounds)
 
 
 def _paged_attention_op(
@@ -257,27 +255,29 @@ def _paged_attention_op(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     return_lse: bool,
+    in_bounds: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     metadata = AttentionMetadata(
-        block_tables, seq_lens, query_start_loc, slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len
-    )
-    result = _module(None, query).paged_attention(
+        block_tables, seq_lens, query_start_loc, slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len,
+        in_bounds=in_bounds,
+    )  # fmt: skip
+    result = paged_attention(
         query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window, chunk_size=chunk_size,
         softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip
-    if return_lse:
+    if isinstance(result, tuple):
         return result
     return result, query.new_empty(0, dtype=torch.float32)
 
 
 def _paged_attention_fake(query, key_cache, value_cache, *args):  # type: ignore[no-untyped-def]
     out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
-    shape = query.shape[:2] if args[-1] else (0,)
+    shape = query.shape[:2] if args[12] else (0,)  # return_lse
     return out, query.new_empty(shape, dtype=torch.float32)
 
 
-def _copy_blocks_op(caches: list[torch.Tensor], copies: torch.Tensor) -> None:
-    _module(None, caches[0] if caches else copies).copy_blocks(caches, copies, caches)
+def _copy_blocks_op(caches: list[torch.Tensor], copies: torch.Tensor, in_bounds: bool = False) -> None:
+    copy_blocks(caches, copies, in_bounds=in_bounds)
 
 
 for _key in ("CPU", "CUDA"):

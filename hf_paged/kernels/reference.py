@@ -9,6 +9,8 @@ import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
 
+WRITES_NEW_KV = False  # whether paged_attention takes the step's K/V too, and writes it
+
 
 def write_kv(
     key: torch.Tensor,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
 
 BASE = "__base__"
@@ -77,15 +78,15 @@ class Adapters:
         """
         with self._lock:
             self._look()
-            switch = self._switch_to(choice)
+            switches = self._switches_to(choice)
             try:
-                switch.enter()
+                switches.apply(self)
                 result = compute()
             finally:
                 try:
-                    switch.leave()
+                    switches.undo(self)
                 except BaseException:  # Ctrl-C within it, or as it began
-                    switch.leave()
+                    switches.undo(self)
                     raise
         return result
 
@@ -104,15 +105,15 @@ class Adapters:
             raise ValueError(f"adapter {adapter!r} has no weights in layers that can be switched; use model.generate")
         return names
 
-    def _switch_to(self, choice: AdapterChoice) -> _Switch:
+    def _switches_to(self, choice: AdapterChoice) -> Overrides:
         lost = [name for name, config in choice.configs.items() if self._configs.get(name) is not config]
         if lost:
             raise RuntimeError(f"{_list(lost)} was deleted or replaced after this request had been added")
         if choice.names == self._active():
-            return _Switch([], {})
+            return Overrides()
         if merged := self._merged():
             raise RuntimeError(f"{_list(merged)} was merged into the weights after this request had been added")
-        return _Switch(list(self._layers), choice.names)
+        return _switches(list(self._layers), choice.names)
 
     def _look(self) -> None:
         """Find the adapters' layers again if adapters have come or gone."""
@@ -186,30 +187,14 @@ def _list(names: list[str]) -> str:
     return "adapter " + ", ".join(map(repr, names))
 
 
-class _Switch:
-    """Sets PEFT's layers to a choice, and back.
-
-    Not by PEFT's own set_adapter: that also sets which weights require gradients. As in PackedStep, either half can be
-    cut anywhere by Ctrl-C; `leave` undoes any part of `enter` and may be called again.
-    """
-
-    def __init__(self, layers: list[Any], names: _Names) -> None:
-        # vars(): an attribute that a layer has from its class only is to be gone again, and Module.__setattr__ is slow.
-        self._changes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        for layer in layers:
-            own, chosen = vars(layer), names.get(layer)
-            after: dict[str, Any] = {"_disable_adapters": chosen is None}
-            if chosen is not None:
-                after["_active_adapter"] = list(chosen)
-            self._changes.append((own, {name: own[name] for name in after if name in own}, after))
-
-    def enter(self) -> None:
-        for own, _, after in self._changes:
-            own.update(after)
-
-    def leave(self) -> None:
-        for own, before, after in self._changes:
-            own.update(before)
-            for name in after:
-                if name not in before:
-                    own.pop(name, None)
+def _switches(layers: list[Any], names: _Names) -> Overrides:
+    """Sets PEFT's layers to a choice. Not by PEFT's own set_adapter: that also sets which weights require gradients."""
+    # vars(): an attribute that a layer has from its class only is to be gone again, and Module.__setattr__ is slow.
+    patches = []
+    for layer in layers:
+        own, chosen = vars(layer), names.get(layer)
+        values: dict[str, Any] = {"_disable_adapters": chosen is None}
+        if chosen is not None:
+            values["_active_adapter"] = list(chosen)
+        patches += [Patch(own, name, value, own.get(name, ABSENT)) for name, value in values.items()]
+    return Overrides(patches)

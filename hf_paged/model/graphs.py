@@ -167,6 +167,7 @@ class _Inputs:
                 slot_mapping=row[:size],
                 max_query_len=1,
                 max_seq_len=self.longest,  # of all steps to come: launches are sized by it
+                in_bounds=True,
             )
             for table, row in zip(self._tables, slots)
         ]  # fmt: skip

@@ -6,27 +6,76 @@ Knows models and metadata; never sequences, requests or sampling.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.packed_cache import PackedCache
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.attention import PackedStep, configs_of
+from hf_paged.integration.attention import (
+    IMPLEMENTATION,
+    NAME,
+    configs_of,
+    hold_names,
+    packed_cache,
+    release_names,
+    remember_own,
+)
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.model.overrides import ABSENT, Override, Overrides, Patch
 from hf_paged.model.state import state_of
 
+_routes: dict[int, Overrides] = {}  # by the id of a config that packed forwards in progress use
+_lock = threading.RLock()
 
-class Override(Protocol):
-    """Parts of a model replaced for the time of one packed forward."""
+
+class PackedStep:
+    """One packed forward: routes the attention of these configs to the paged kernels and applies the overrides.
+
+    Other threads may use the same model meanwhile: outside a packed forward the functions that these put in place do
+    what the model's own do.
+
+    Ctrl-C may strike between any two instructions, and what it left behind would break the model for plain calls too.
+    So both methods can be interrupted anywhere: `leave` undoes any part of `enter`, and may be called again. A context
+    manager could not promise that, because its own exit can be interrupted before its first instruction.
+    """
+
+    def __init__(self, cache: PackedCache, configs: list[Any], overrides: Sequence[Override] = ()) -> None:
+        self._cache = cache
+        self._configs = configs
+        self._overrides = overrides
+        self._outer = packed_cache.get()
 
     def enter(self) -> None:
-        """The model's `Weights` have just been looked at."""
+        hold_names(self)
+        with _lock:
+            for config in self._configs:
+                route = _routes.get(id(config))
+                if route is None:
+                    remember_own(config)
+                    fields = vars(config)
+                    own = fields.get(IMPLEMENTATION, ABSENT)
+                    route = _routes[id(config)] = Overrides([Patch(fields, IMPLEMENTATION, NAME, own)])
+                route.apply(self)
+        packed_cache.set(self._cache)
+        for override in self._overrides:
+            override.apply(self)
 
     def leave(self) -> None:
-        """Undo `enter`, or the part of it that was done; may be called again."""
+        packed_cache.set(self._outer)
+        with _lock:
+            for config in self._configs:
+                route = _routes.get(id(config))
+                if route is not None:
+                    route.undo(self)
+                    if not route.in_use:
+                        del _routes[id(config)]
+        release_names(self)
+        for override in self._overrides:
+            override.undo(self)
 
 
 def uncompiled(model: Any) -> Callable[..., Any]:
@@ -42,7 +91,7 @@ def uncompiled(model: Any) -> Callable[..., Any]:
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step; the model itself is left as it was.
 
-    `overrides` are entered in their order for the time of each forward.
+    `overrides` are applied in their order for the time of each forward.
     """
 
     def __init__(self, model: Any, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
@@ -81,13 +130,11 @@ class PackedModel:
             kwargs["logits_to_keep"] = (
                 torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
             )
-        step = PackedStep(self.cache, self._configs)
+        if self._overrides:
+            self._weights.look()  # once a step, before anything is overridden
+        step = PackedStep(self.cache, self._configs, self._overrides)
         try:
             step.enter()
-            if self._overrides:
-                self._weights.look()  # once a step, before anything is overridden
-            for override in self._overrides:
-                override.enter()
             output = uncompiled(self.model)(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
@@ -98,9 +145,9 @@ class PackedModel:
             )
         finally:
             try:
-                self._leave(step)
+                step.leave()
             except BaseException:  # Ctrl-C within it, or as it began
-                self._leave(step)
+                step.leave()
                 raise
         unread = [h.layer_idx for h in self.cache.handles if h.reads == 0]
         if unread or not self.cache.handles:
@@ -112,8 +159,3 @@ class PackedModel:
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]
         return logits
-
-    def _leave(self, step: PackedStep) -> None:
-        step.leave()
-        for override in self._overrides:
-            override.leave()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
 
 MAX_COMPARED_BUFFER = 65_536
@@ -294,7 +295,7 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 def _not_ours(forward: Any) -> Any:
     """None for an override of hf_paged's own, in a step of another thread."""
-    return None if str(getattr(forward, "__module__", None)).startswith("hf_paged.") else forward
+    return None if is_override(forward) else forward
 
 
 def _token(forward: Any) -> tuple[int, Any] | None:

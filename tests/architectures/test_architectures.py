@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
@@ -53,11 +54,24 @@ CI_TYPES = {
     "mamba": "refused",  # no attention
     "minimax": "refused",  # a cache class of its own
     "openai-gpt": "refused",  # no cache
+    # Classes that generate and are no causal language models, given text alone.
+    "LlavaForConditionalGeneration": "native",
+    "Qwen2VLForConditionalGeneration": "native",  # positions of three dimensions
+    "Exaone4_5_ForConditionalGeneration": "native",  # leaves rotary positions to the model
+    "Kosmos2_5ForConditionalGeneration": "dense view",  # counts its positions itself, from another number
+    "PaliGemmaForConditionalGeneration": "dense view",  # attends in both directions where there is no mask
+    "Qwen3_5ForConditionalGeneration": "dense view",  # recurrent layers beside attention
+    "UnlimitedOcrForConditionalGeneration": "refused",  # keeps the prompt and a window
+    "T5ForConditionalGeneration": "refused",  # an encoder-decoder model
 }
 
 
 # Types that the oldest supported transformers does not have yet are not there to be run.
-CI_TYPES = {name: how for name, how in CI_TYPES.items() if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+CI_TYPES = {
+    name: how
+    for name, how in CI_TYPES.items()
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(transformers, name)
+}
 
 
 def sweep(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -83,6 +97,16 @@ def test_type(model_type: str, results: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+def test_every_other_class(tmp_path: Path) -> None:
+    results = sweep(tmp_path / "results.json", "--others", "--engine").values()
+    wrong = [r for r in results if r["result"] in ("different", "crashed")]
+    wrong += [r for r in results if r.get("engine", "").startswith(("different", "crashed"))]
+    assert not wrong, wrong
+    assert sum(r["result"] == "identical" for r in results) >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_type(tmp_path: Path) -> None:
     results = sweep(tmp_path / "results.json").values()
     wrong = [r for r in results if r["result"] in ("different", "crashed")]
@@ -96,14 +120,14 @@ def test_every_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
 def test_a_window_keeps_few_blocks(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.generation import paged_generate
+    from hf_paged.generation import records
 
     used: list[dict[int | None, int]] = []
 
     def observe(record: hf_paged.CallRecord, memory: Any) -> None:
         used.append({g.manager.sliding_window: g.manager.allocator.num_used for g in memory.groups})
 
-    monkeypatch.setattr(paged_generate.CallRecord, "observe", observe)
+    monkeypatch.setattr(records.CallRecord, "observe", observe)
     model = tiny_model(model_type)
     ids = torch.randint(6, 90, (1, 5))
     with hf_paged.record_calls():

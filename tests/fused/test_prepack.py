@@ -36,13 +36,13 @@ def generate(model: Any, mode: str = "greedy", lengths: tuple[int, ...] = (5, 12
 def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each forward with packed weights."""
     calls: list[int] = []
-    enter = fused_weights.PackedWeights.enter
+    apply = fused_weights.PackedWeights.apply
 
-    def noted(self: fused_weights.PackedWeights) -> None:
+    def noted(self: fused_weights.PackedWeights, user: object) -> None:
         calls.append(1)
-        enter(self)
+        apply(self, user)
 
-    monkeypatch.setattr(fused_weights.PackedWeights, "enter", noted)
+    monkeypatch.setattr(fused_weights.PackedWeights, "apply", noted)
     return calls
 
 

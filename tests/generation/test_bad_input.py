@@ -203,7 +203,7 @@ MEMORY_CONFIGS = [
 
 @pytest.mark.parametrize("as_object", [False, True], ids=["dict", "object"])
 @pytest.mark.parametrize("fields", MEMORY_CONFIGS, ids=lambda fields: " ".join(fields))
-@pytest.mark.parametrize("route", ["engine", "hf_loop"])
+@pytest.mark.parametrize("route", ["packed", "hf_loop"])
 def test_every_field_of_cache_config_is_honoured(fields: dict[str, Any], as_object: bool, route: str) -> None:
     model = models.shared("llama")
     options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": models.VOCAB, "pad_token_id": models.PAD}

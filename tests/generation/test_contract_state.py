@@ -51,7 +51,7 @@ def test_generation_config_spelling(family: str, mode: str) -> None:
         with hf_paged.record_calls() as records:
             paged = call()
         assert torch.equal(paged, plain)
-        assert len(records) == 1 and records[0].route == "engine"
+        assert len(records) == 1 and records[0].route == "packed"
     assert config.cache_implementation == "paged", "the caller's config is left alone"
 
 
@@ -397,7 +397,7 @@ def test_a_model_that_restarts_its_cache(scaled: bool, paged_equals_plain: Compa
     torch.manual_seed(0)
     model = transformers.Phi3ForCausalLM(config).eval()
     inputs = {**models.batch(5, 19), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    paged_equals_plain(model, **inputs, route="hf_loop" if scaled else "engine")
+    paged_equals_plain(model, **inputs, route="hf_loop" if scaled else "packed")
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "native"])
@@ -454,7 +454,7 @@ def test_autocast(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
             expected = model.generate(**options).logits[0].float()
             with hf_paged.record_calls() as records:
                 paged = model.generate(**options, cache_implementation="paged").logits[0].float()
-            assert records[0].route == ("hf_loop" if impl == "reference" else "engine")  # which takes no new K/V along
+            assert records[0].route == ("hf_loop" if impl == "reference" else "packed")  # which takes no new K/V along
             with hf_paged.Engine(model) as engine:
                 (output,) = engine.generate([inputs["input_ids"][0]], GenerationConfig(max_new_tokens=4))
                 assert output.error is None

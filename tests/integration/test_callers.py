@@ -138,7 +138,7 @@ def test_peft_lora(family: str, options: dict[str, Any]) -> None:
     with hf_paged.record_calls() as records:
         paged = wrapped.generate(**inputs, **PAGED)
     assert torch.equal(paged, plain)
-    assert records[0].route == "engine"
+    assert records[0].route == "packed"
     assert paged.tolist() != base.tolist(), "the adapter must matter"
     with wrapped.disable_adapter():
         assert torch.equal(wrapped.generate(**inputs, **PAGED), base)

@@ -20,23 +20,26 @@ from hf_paged.generation.engine import delivery, engine, stepper
 from hf_paged.generation.sampling import batch, group, single
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
-from hf_paged.model import adapters, packed
+from hf_paged.model import adapters, overrides, packed
 from hf_paged.model.state import state_of
 from tests import models
 
-ENTERED = (
-    attention.PackedStep,
-    fused_weights.PackedWeights,
-    fused_norms.NativeLayers,
-    fused_norms._RotaryFunction,
-    fused_decoder.NativeDecoder,
-    adapters._Switch,
-)
-TRACED = {method.__code__ for owner in ENTERED for method in (owner.enter, owner.leave)} | {
-    packed.PackedModel.forward.__code__,
-    packed.PackedModel._leave.__code__,
-    adapters.Adapters.choose.__code__,
-    adapters.Adapters.run.__code__,
+TRACED = {
+    method.__code__
+    for owner, names in (
+        (packed.PackedStep, ("enter", "leave")),
+        (overrides.Overrides, ("apply", "undo", "_take_out", "withdraw")),
+        (fused_weights.PackedWeights, ("apply", "undo")),
+        (fused_norms.NativeLayers, ("apply", "undo")),
+        (fused_decoder.NativeDecoder, ("apply", "undo", "_choose")),
+        (packed.PackedModel, ("forward",)),
+        (adapters.Adapters, ("choose", "run")),
+    )
+    for method in (vars(owner)[name] for name in names)
+} | {
+    overrides._swap.__code__,
+    attention.hold_names.__code__,
+    attention.release_names.__code__,
 }
 
 
@@ -100,14 +103,14 @@ def test_packed_forward() -> None:
     for at in interrupted_everywhere(generate, 30):
         assert model.config._attn_implementation_internal == implementation, at
         assert not attention.in_packed_step(), at
-        assert not attention._routes, at
+        assert not packed._routes and not attention._forwards, at
     assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
     assert generate().equal(expected)
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
-def test_stand_ins_of_an_engine() -> None:
+def test_overrides_of_an_engine() -> None:
     native_build.build()
     if not fused_ops.is_available():
         pytest.skip("these kernels need AMX")

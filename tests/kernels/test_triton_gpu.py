@@ -43,10 +43,10 @@ def test_shared_prefix_of_many_sequences() -> None:
 
 def step(batch: Batch, out: torch.Tensor) -> None:
     ops.write_kv(batch.key_cache[0, :1], batch.value_cache[0, :1], batch.key_cache, batch.value_cache,
-                 torch.full((1,), -1, device="cuda"), impl="triton")  # fmt: skip
+                 torch.full((1,), -1, device="cuda"), in_bounds=True, impl="triton")  # fmt: skip
     ops.paged_attention(
-        batch.query, batch.key_cache, batch.value_cache, replace(batch.metadata, scratch={}), out=out, impl="triton",
-        **batch.options,
+        batch.query, batch.key_cache, batch.value_cache, replace(batch.metadata, scratch={}, in_bounds=True),
+        out=out, impl="triton", **batch.options,
     )  # fmt: skip
 
 

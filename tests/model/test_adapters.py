@@ -256,13 +256,13 @@ def test_one_forward_for_each_adapter_in_a_step(monkeypatch: pytest.MonkeyPatch)
         assert counts[0] == max(counts) == 4, "x, y (which is active too), z, and none"
         counts.clear()
         switched: list[Any] = []
-        make = adapters._Switch.__init__
+        make = adapters._switches
 
-        def noted(self: Any, layers: list[Any], names: Any) -> None:
+        def noted(layers: list[Any], names: Any) -> Any:
             switched.extend(layers)
-            make(self, layers, names)
+            return make(layers, names)
 
-        monkeypatch.setattr(adapters._Switch, "__init__", noted)
+        monkeypatch.setattr(adapters, "_switches", noted)
         engine.generate(prompts, config("greedy"), adapter=["y", None, "y", None, None, "y"])
         assert set(counts) == {1}
         assert not switched

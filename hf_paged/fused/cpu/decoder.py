@@ -5,26 +5,30 @@ together they take half as long again. A layer made of known parts (an RMS norm 
 gated MLP with SiLU) is computed both ways once, on random rows, and left alone for good if one bit of the results
 differs. Then it takes three native calls: what is before attention, attention (the way it always goes), what is after.
 
-`native_walk` says when the first layer of a decode step may compute those behind it too.
+`walk` says when the first layer of a decode step may compute those behind it too.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
+from itertools import repeat
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _module
 
 from hf_paged.cache.packed_cache import PackedCache
 from hf_paged.fused.cpu import ops as fused_ops
-from hf_paged.fused.cpu.norms import norm_of
-from hf_paged.fused.cpu.stack import Attention, Stack, StackLayer, layer_sizes
-from hf_paged.fused.cpu.walk import Walk
+from hf_paged.fused.cpu.norms import norm_of, own_rotary
+from hf_paged.fused.cpu.stack import Attention, StackLayer, layer_sizes
+from hf_paged.fused.cpu.walk import Link, Walk
 from hf_paged.fused.cpu.weights import PackedLayer, PackedWeights
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
-from hf_paged.model.state import Slot, state_of
+from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.state import Slot
 
 TRIAL_TOKENS = 8
 """A shorter step decides nothing: of one token, at position 0, the rotated heads are the heads themselves."""
@@ -34,11 +38,13 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")  # some models have them
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
+_NATIVE = attrgetter("native")
+
 _known: Slot[tuple[weakref.ref[PackedWeights], NativeDecoder]] = Slot("native decoder layers")
 
 
 def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDecoder | None:
-    """Stand-ins for the model's layers, shared by all who use these packed weights."""
+    """Overrides for the model's layers, shared by all that use these packed weights."""
     if weights is None or not fused_ops.is_available():
         return None
     known = _known.get(model)
@@ -49,29 +55,67 @@ def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDec
 
 
 class NativeDecoder:
-    """Stand-ins for the decoder layers of a model that are made of known parts."""
+    """Overrides for the decoder layers of a model that are made of known parts."""
 
     def __init__(self, model: nn.Module, weights: PackedWeights) -> None:
         layers = (_known_layer(module, weights) for module in model.modules())
         self._layers = [layer for layer in layers if layer is not None]
         self._ready: list[Layer] = []
-        self._weights = state_of(model).weights
-        self._seen: tuple[int, int] | None = None  # when these were found ready
+        self._overrides = Overrides()  # of the ready ones
+        self._seen: tuple[list[Any], list[int]] | None = None  # when these were found ready
+        self._in_force: list[Any] = []
+        places = [place for layer in self._layers for place in layer.places]
+        self._tables = [modules for modules, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._children = [vars(child) for _, _, child in places]
+        hooks = [hooks for _, _, child in places for hooks in (child._forward_hooks, child._forward_pre_hooks)]
+        self._hooks = [*hooks, _module._global_forward_hooks, _module._global_forward_pre_hooks]
+        self._norms = [parameters for layer in self._layers for parameters in layer.norm_parameters.values()]
+        self._packed = [packed for layer in self._layers for packed in layer.packed.values()]
+        self._classes = list(dict.fromkeys(owner for layer in self._layers for owner in layer.classes))
+        self._rotary = list({id(layer.namespace): layer.namespace for layer in self._layers}.values())
 
-    def enter(self) -> None:
-        """Until `leave`, native kernels compute the layers in packed steps of this thread. After the weights' `enter`,
-        which renews what these use."""
-        seen = self._weights.epoch, self._weights.layout
-        if seen != self._seen:
-            self._ready = [layer for layer in self._layers if layer.is_ready()]
+    def apply(self, user: object) -> None:
+        """Until `undo`, native kernels compute the layers in packed steps of this thread. After the `apply` of the
+        weights and norms, which are parts of the layers."""
+        seen = None if any(self._hooks) else self._look()
+        if seen is None or self._seen is None or not _same(seen, self._seen):
+            self._choose([layer for layer in self._layers if layer.is_ready()])
             self._seen = seen
-        for layer in self._ready:
-            layer.attributes["forward"] = layer.forward
+        in_force = self._overrides.apply(user)
+        if in_force != self._in_force:
+            for layer, function in zip(self._ready, in_force, strict=True):
+                layer.link.in_force = getattr(function, "__self__", None) is layer
+            self._in_force = in_force
 
-    def leave(self) -> None:
-        """Undo `enter`, or what there was of it; may be called again."""
+    def undo(self, user: object) -> None:
+        """Undo `apply`, or the part of it that was done; may be called again."""
+        self._overrides.undo(user)
+
+    def _choose(self, ready: list[Layer]) -> None:
+        if ready == self._ready:
+            return
+        self._overrides.withdraw()
         for layer in self._layers:
-            layer.attributes.pop("forward", None)
+            layer.link.in_force = False
+        self._in_force = []
+        self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in ready)
+        self._ready = ready
+
+    def _look(self) -> tuple[list[Any], list[int]]:
+        """What `is_ready` depends on beside hooks: objects, and addresses of weights. Of all layers at once, because it
+        is needed in every step."""
+        weights = [parameters["weight"] for parameters in self._norms]
+        objects = list(map(dict.get, self._tables, self._names))
+        objects += map(dict.get, self._children, repeat("forward"))
+        objects += map(_NATIVE, self._packed)
+        objects += [owner.forward for owner in self._classes]
+        objects += map(own_rotary, self._rotary)
+        return objects + weights, list(map(torch.Tensor.data_ptr, weights))
+
+
+def _same(seen: tuple[list[Any], list[int]], before: tuple[list[Any], list[int]]) -> bool:
+    return all(map(is_, seen[0], before[0])) and seen[1] == before[1]
 
 
 def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
@@ -84,7 +128,7 @@ def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
         children = {name: child for name, child in parent._modules.items() if child is not None}
         if not set(names) - set(_HEAD_NORMS) <= set(children) <= set(names):
             return None
-        if parent._parameters or parent._buffers or "forward" in parent.__dict__:
+        if parent._parameters or parent._buffers:
             return None
         parts |= children
     packed = {name: weights.of(part) for name, part in parts.items() if name.endswith("_proj")}
@@ -141,20 +185,31 @@ class Layer:
         self._before: fused_ops.LayerIn
         self._after: fused_ops.LayerOut
         self._options: dict[str, Any] = {}  # what the layer passes to its attention beside tensors
-        self._stack: tuple[list[Any], Stack] | None = None
-        self.sizes: tuple[int, ...] = ()
-        self.layer_idx: int = self._attention.layer_idx
-        self.next: Layer | None = None  # which took this one's result, as it was, in the last step
-        self.mask: Any = None  # what it was given then
-        self._attends: Attention | None = None  # with that mask
+        self.classes = list(dict.fromkeys([type(layer), *(type(child) for _, _, child in self.places)]))
+        self._class_forwards = ClassForwards(self.classes)
+        self.namespace: dict[str, Any] = vars(sys.modules[type(self._attention).__module__])
+        self._rotary: Any = None  # the modeling module's function, which the kernels compute too
+        self.link = Link(self._attention.layer_idx)
 
     def is_ready(self) -> bool:
-        """False when the kernels are not for this layer, or not any more: parts were replaced, or somebody watches."""
-        if self._verdict is False:
+        """False while the kernels are not for this layer: parts are replaced or hooked, or other code has set forwards
+        or a rotary function of its own."""
+        if self._verdict is False or _module._global_forward_hooks or _module._global_forward_pre_hooks:
             return False
         for modules, name, child in self.places:
             if modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
                 return False
+            if foreign_forward(child):
+                return False
+        rotary = own_rotary(self.namespace)
+        if self._rotary is None:
+            self._rotary = rotary
+        if rotary is None or rotary is not self._rotary or self._class_forwards.changed():
+            return False
+        return self._take_weights()
+
+    def _take_weights(self) -> bool:
+        """Look at the weights again, which may have been replaced; False if they do not fit the kernels any more."""
         changed = False
         for name, parameters in self.norm_parameters.items():
             norm, weight = self._norms[name], parameters["weight"]
@@ -186,7 +241,9 @@ class Layer:
             norms["post_attention_layernorm"],
             *(linears[name] for name in ("gate_proj", "up_proj", "down_proj")),
         )
-        self.sizes = layer_sizes(self._before, self._after)
+        self.link.sizes = layer_sizes(self._before, self._after)
+        if (native := self.link.native) is not None:
+            self.link.native = StackLayer(self._before, native.attention, self._after)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the layer's own, which computes whatever the kernels cannot."""
@@ -194,19 +251,20 @@ class Layer:
         if args or self._verdict is False or not isinstance(cache, PackedCache) or not in_packed_step():
             return self._plain(hidden_states, *args, **kwargs)
         walk = Walk.of(cache)
-        ahead = walk.take(self, hidden_states, kwargs)
+        ahead = walk.take(self.link, hidden_states, kwargs)
         if ahead is not None:
             return ahead
         if not self._fits(hidden_states, kwargs):
             return self._plain(hidden_states, **kwargs)
-        walk.enter(self, hidden_states, kwargs)
+        self._note_mask(kwargs.get("attention_mask"))
+        walk.begin_layer(self.link, hidden_states, kwargs)
         if self._verdict is None:
             result = self._try(hidden_states, kwargs)
         else:
-            if len(line := walk.line(self, cache)) > 1:
+            if len(line := walk.line(self.link, cache)) > 1:
                 return walk.run(line, cache, hidden_states)
             result = self._compute(hidden_states, kwargs)
-        walk.leave(self, result)
+        walk.end_layer(self.link, result)
         return result
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,43 +285,35 @@ class Layer:
     def _compute(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         attention = self._attention
         query, key, value = fused_ops.layer_in(self._before, hidden_states, *kwargs["position_embeddings"])
-        key, value = kwargs["past_key_values"].update(key, value, self.layer_idx)
+        key, value = kwargs["past_key_values"].update(key, value, self.link.layer_idx)
         mask = kwargs.get("attention_mask")
         attended, _ = attention_forward(attention, query, key, value, mask, **self._options)
         return fused_ops.layer_out(self._after, attended.flatten(2), hidden_states)
 
-    def can_join(self, first: Layer) -> bool:
-        """Whether one native call can compute both."""
-        return self.sizes == first.sizes and self._attends is not None and "forward" in self.attributes
-
-    def watch_mask(self, mask: Any) -> None:
-        """Take note of how the layer is asked to attend, for calls of `stack`."""
-        if self._verdict is True and (self._attends is None or mask is not self.mask):
+    def _note_mask(self, mask: Any) -> None:
+        """Take note of how the layer is asked to attend, for decode steps in which it is computed ahead."""
+        if self._verdict is True and (self.link.native is None or mask is not self.link.mask):
             options = self._options
             pattern = pattern_of_call(self._attention, mask, options["sliding_window"])
             scale = self._before.head_dim**-0.5 if options["scaling"] is None else options["scaling"]
-            self._attends = Attention(scale, options["softcap"], pattern.sliding_window, pattern.chunk_size)
-            self.mask = mask
-
-    def stack(self, line: list[Layer]) -> Stack:
-        """Of this layer and those that follow; kept for the next step."""
-        parts = [part for layer in line for part in (layer._before, layer._attends, layer._after)]
-        if self._stack is None or len(parts) != len(self._stack[0]) or not all(map(is_, parts, self._stack[0])):
-            triples = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
-            self._stack = parts, Stack([StackLayer(*triple) for triple in triples])
-        return self._stack[1]
+            attention = Attention(scale, options["softcap"], pattern.sliding_window, pattern.chunk_size)
+            self.link.native = StackLayer(self._before, attention, self._after)
+            self.link.mask = mask
 
     def _try(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """Compute both ways, if the step is long enough, for random rows: a step's own may be all the same, or zero."""
         handles = kwargs["past_key_values"].handles
         if hidden_states.shape[1] >= TRIAL_TOKENS:
-            generator = torch.Generator().manual_seed(self.layer_idx)
+            generator = torch.Generator().manual_seed(self.link.layer_idx)
             rows = torch.randn(hidden_states.shape, generator=generator).bfloat16()
             expected = self._plain(rows, **kwargs)
             self._verdict = False
-            if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self.layer_idx:
+            if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self.link.layer_idx:
                 self._options = handles[-1].options
                 if self._options["s_aux"] is None:  # a parameter of the layer: it would not be one of known parts
                     self._verdict = torch.equal(self._compute(rows, kwargs), expected)
         # Last, so that what is in the blocks then is the K/V of the step's own rows, computed in the layer's own way.
         return self._plain(hidden_states, **kwargs)
+
+
+mark(Layer.forward)

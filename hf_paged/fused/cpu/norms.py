@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
+from hf_paged.model.overrides import ClassForwards, Overrides, Patch, mark, without_override
 from hf_paged.model.state import Slot
 
 _ROTARY = "apply_rotary_pos_emb"  # the name of transformers' function in every modeling module that has one
@@ -40,39 +41,48 @@ def native_layers(model: Any) -> NativeLayers | None:
 
 
 class NativeLayers:
-    """Stand-ins for some modules and functions of a model."""
+    """Overrides for some modules and functions of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._norms = [_Norm(module) for module in _norms(model)]
+        modules = _norms(model)
+        self._norms = [weakref.ref(module) for module in modules]
+        # One list for each class, which is left alone once its forward is another.
+        self._lists: list[tuple[ClassForwards, Overrides]] = []
+        for owner in dict.fromkeys(map(type, modules)):
+            patches = [Patch(vars(m), "forward", _forward_of(m)) for m in modules if type(m) is owner]
+            self._lists.append((ClassForwards([owner]), Overrides(patches)))
         names = {type(module).__module__ for module in model.modules()}
-        self._functions = [f for name in sorted(names) if (f := _rotary_function(sys.modules.get(name))) is not None]
+        self._functions = [f for name in sorted(names) if (f := rotary_override(sys.modules.get(name))) is not None]
 
     def is_of(self, model: nn.Module) -> bool:
         """False when norms of the model have been replaced since."""
-        return [norm.module() for norm in self._norms] == _norms(model)
+        return [norm() for norm in self._norms] == _norms(model)
 
-    def enter(self) -> None:
-        """Until `leave`, kernels compute in packed steps of this thread; all else is as always."""
-        for norm in self._norms:
-            norm.attributes["forward"] = norm.forward
+    def apply(self, user: object) -> None:
+        """Until `undo`, kernels compute in packed steps of this thread; all else is as always."""
+        for classes, norms in self._lists:
+            if classes.changed():
+                norms.withdraw()
+            else:
+                norms.apply(user)
         for function in self._functions:
-            function.enter(self)
+            function.apply(user)
 
-    def leave(self) -> None:
-        """Undo `enter`, or what there was of it; may be called again."""
-        for norm in self._norms:
-            norm.attributes.pop("forward", None)
+    def undo(self, user: object) -> None:
+        """Undo `apply`, or the part of it that was done; may be called again."""
+        for _, norms in self._lists:
+            norms.undo(user)
         for function in self._functions:
-            function.leave(self)
+            function.undo(user)
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------
 
-_probed: dict[tuple[type, int, float], bool] = {}  # by class, size and epsilon: is it the kernel's norm?
+_probed: dict[tuple[type, Any, int, float], bool] = {}  # by class, forward, size and epsilon: is it the kernel's norm?
 
 
 def norm_of(module: nn.Module) -> fused_ops.Norm | None:
-    """The kernel's norm that computes, bit for bit, what the module does; None if there is none."""
+    """The kernel's norm that computes, bit for bit, what the module's class does; None if there is none."""
     return fused_ops.Norm(module._parameters["weight"], _epsilon(module)) if _is_norm(module) else None
 
 
@@ -86,9 +96,9 @@ def _is_norm(module: nn.Module) -> bool:
         return False
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return False
-    if weight.numel() % 16 or "forward" in module.__dict__:
+    if weight.numel() % 16:
         return False
-    key = (type(module), weight.numel(), eps)
+    key = (type(module), type(module).forward, weight.numel(), eps)
     if key not in _probed:
         _probed[key] = _probe_norm(module, weight.numel(), eps)
     return _probed[key]
@@ -109,74 +119,60 @@ def _probe_norm(module: nn.Module, size: int, eps: float) -> bool:
         probe = copy.deepcopy(module)
         weight = torch.randn(size, generator=generator).bfloat16()
         probe._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-        return torch.equal(probe(rows), fused_ops.rms_norm(fused_ops.Norm(weight, eps), rows))
+        return torch.equal(type(probe).forward(probe, rows), fused_ops.rms_norm(fused_ops.Norm(weight, eps), rows))
     except Exception:  # whatever a module of that shape may do with rows: it is none of ours
         return False
 
 
-class _Norm:
-    __slots__ = ("attributes", "forward", "module")
+def _forward_of(module: nn.Module) -> Callable[..., torch.Tensor]:
+    # By reference, the module would keep the model alive that is the key of its overrides.
+    owner, reference = type(module), weakref.ref(module)
+    parameters, eps, bfloat16 = module._parameters, _epsilon(module), torch.bfloat16
 
-    def __init__(self, module: nn.Module) -> None:
-        # By reference, the module would keep the model alive that is the key of its stand-ins.
-        self.module = reference = weakref.ref(module)
-        self.attributes = module.__dict__
-        parameters, eps, plain = module._parameters, _epsilon(module), type(module).forward
+    def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = parameters["weight"]
+        fits = rows.dtype == weight.dtype == bfloat16 and rows.shape[-1:] == weight.shape
+        if args or kwargs or not fits or not in_packed_step():
+            result: torch.Tensor = owner.forward(reference(), rows, *args, **kwargs)
+            return result
+        return fused_ops.rms_norm(fused_ops.Norm(weight, eps), rows)
 
-        def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            weight = parameters["weight"]
-            bfloat16 = torch.bfloat16
-            fits = rows.dtype == weight.dtype == bfloat16 and rows.shape[-1:] == weight.shape
-            if args or kwargs or not fits or not in_packed_step():
-                result: torch.Tensor = plain(reference(), rows, *args, **kwargs)
-                return result
-            return fused_ops.rms_norm(fused_ops.Norm(weight, eps), rows)
-
-        self.forward = forward
+    marked: Callable[..., torch.Tensor] = mark(forward)
+    return marked
 
 
 # -- rotary embeddings -----------------------------------------------------------------------------------------------
 
-
-class _RotaryFunction:
-    """A modeling module's function, replaced while any packed step needs it."""
-
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        self._namespace = namespace
-        self._original = original = namespace[_ROTARY]
-        self._users: set[int] = set()
-
-        def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
-            if args or kwargs or not in_packed_step() or not _fits(q, k, cos, sin):
-                return original(q, k, cos, sin, *args, **kwargs)
-            return fused_ops.rotate(q, k, cos, sin)
-
-        self._stand_in = rotate
-
-    def enter(self, user: object) -> None:
-        with _lock:
-            self._users.add(id(user))
-            if self._namespace[_ROTARY] is self._original:
-                self._namespace[_ROTARY] = self._stand_in
-
-    def leave(self, user: object) -> None:
-        with _lock:
-            self._users.discard(id(user))
-            if not self._users and self._namespace[_ROTARY] is self._stand_in:
-                self._namespace[_ROTARY] = self._original
+_rotations: dict[tuple[str, Callable[..., Any]], Overrides | None] = {}  # by the name of a module and its function
 
 
-_functions: dict[Callable[..., Any], _RotaryFunction | None] = {}
+def own_rotary(namespace: dict[str, Any]) -> Callable[..., Any] | None:
+    """The rotary function of a modeling module; None if it has none, or if other code has put another one there."""
+    function: Callable[..., Any] | None = without_override(namespace.get(_ROTARY))
+    home = getattr(function, "__globals__", {})  # of the module that defines it
+    return function if function is not None and without_override(home.get(_ROTARY)) is function else None
 
 
-def _rotary_function(module: Any) -> _RotaryFunction | None:
-    original = getattr(module, _ROTARY, None)
-    if original is None:
+def rotary_override(module: Any) -> Overrides | None:
+    """Of a modeling module's rotary function; None if the kernel does not compute what that does."""
+    if module is None or (function := own_rotary(vars(module))) is None:
         return None
+    key = module.__name__, function
     with _lock:
-        if original not in _functions:
-            _functions[original] = _RotaryFunction(vars(module)) if _probe_rotary(original) else None
-        return _functions[original]
+        if key not in _rotations:
+            _rotations[key] = _make_rotary(vars(module), function) if _probe_rotary(function) else None
+        return _rotations[key]
+
+
+def _make_rotary(namespace: dict[str, Any], plain: Callable[..., Any]) -> Overrides:
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if args or kwargs or not in_packed_step() or not _fits(q, k, cos, sin):
+            return plain(q, k, cos, sin, *args, **kwargs)
+        return fused_ops.rotate(q, k, cos, sin)
+
+    return Overrides([Patch(namespace, _ROTARY, mark(rotate, plain), plain)])
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """What decoder layers compute beside attention, in bf16 on a CPU with AMX: linear layers with packed weights, and the
-small operations between them, each one native call. They give the bits that torch gives; `integration` compares.
+small operations between them, each one native call. They give the bits that torch gives; `norms` and `decoder` compare.
 
 Knows tensors, not modules.
 """
@@ -12,13 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from hf_paged.fused.cpu import structs
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.ops import workspace
 
-_Linear = ctypes.c_int64 * 9  # struct Linear of layers.inc.c
-_Rotate = ctypes.c_int64 * 15  # struct Rotate
-LayerInCall = ctypes.c_int64 * 23  # struct LayerIn
-LayerOutCall = ctypes.c_int64 * 21  # struct LayerOut
 _Eps = ctypes.c_double * 3
 _LARGE_PAGE = 1 << 21
 
@@ -55,9 +52,12 @@ class PackedLinear(NamedTuple):
     columns: int
     depth: int
 
-    def words(self) -> tuple[int, int, int]:
-        """struct Packed of layers.inc.c"""
-        return self.part.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), self.columns
+    def struct(self) -> structs.Packed:
+        return structs.Packed(self.part.data_ptr(), _address(self.bias), self.columns)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class Norm(NamedTuple):
@@ -85,11 +85,11 @@ def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
     shape = rows.shape[:-1]
     count = rows.numel() // depth
     out = rows.new_empty((*shape, columns))
-    call = _Linear(
-        rows.data_ptr(), count, columns, depth, part.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), workspace(library.hfp_linear_workspace(count, depth)), torch.get_num_threads(),
+    call = structs.Linear(
+        rows.data_ptr(), count, columns, depth, part.data_ptr(), _address(bias), out.data_ptr(),
+        workspace(library.hfp_linear_workspace(count, depth)), torch.get_num_threads(),
     )  # fmt: skip
-    library.hfp_linear(call)
+    library.hfp_linear(ctypes.byref(call))
     return out
 
 
@@ -114,18 +114,18 @@ def rotate(
     _, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     new_query, new_key = query.new_empty((1, tokens, heads, dim)), key.new_empty((1, tokens, kv_heads, dim))
-    call = _Rotate(
-        query.data_ptr(), query.stride(2), query.stride(1), heads, new_query.data_ptr(),
-        key.data_ptr(), key.stride(2), key.stride(1), kv_heads, new_key.data_ptr(),
+    call = structs.Rotate(
+        structs.Rotated(query.data_ptr(), query.stride(2), query.stride(1), heads, new_query.data_ptr()),
+        structs.Rotated(key.data_ptr(), key.stride(2), key.stride(1), kv_heads, new_key.data_ptr()),
         cos.data_ptr(), sin.data_ptr(), tokens, dim, torch.get_num_threads(),
     )  # fmt: skip
-    _library().hfp_rotate(call)
+    _library().hfp_rotate(ctypes.byref(call))
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerIn:
-    """What a decoder layer does before its attention."""
+    """What a decoder layer does before its attention. `call`: the fields that are the same for every call."""
 
     norm: Norm
     query: PackedLinear
@@ -134,14 +134,15 @@ class LayerIn:
     query_norm: Norm | None
     key_norm: Norm | None
     head_dim: int
-    words: tuple[int, ...] = field(init=False)
+    call: structs.LayerIn = field(init=False)
     eps: ctypes.Array[ctypes.c_double] = field(init=False)
 
     def __post_init__(self) -> None:
         norms = self.norm, self.query_norm, self.key_norm
-        pointers = (0 if norm is None else norm.weight.data_ptr() for norm in norms)
-        words = (*pointers, *self.query.words(), *self.key.words(), *self.value.words())
-        object.__setattr__(self, "words", words)
+        addresses = (0 if norm is None else norm.weight.data_ptr() for norm in norms)
+        linears = (linear.struct() for linear in (self.query, self.key, self.value))
+        call = structs.LayerIn(0, 0, self.query.depth, self.head_dim, *addresses, *linears)
+        object.__setattr__(self, "call", call)
         object.__setattr__(self, "eps", _Eps(*(0.0 if norm is None else norm.eps for norm in norms)))
 
 
@@ -153,34 +154,34 @@ def layer_in(
     head_dim]. depth and head_dim are multiples of 32.
     """
     library = _library()
-    tokens, depth, dim = rows.shape[1], layer.query.depth, layer.head_dim
+    tokens, dim = rows.shape[1], layer.head_dim
     query = rows.new_empty((1, tokens, layer.query.columns // dim, dim))
     key = rows.new_empty((1, tokens, layer.key.columns // dim, dim))
     value = torch.empty_like(key)
-    call = LayerInCall(
-        rows.data_ptr(), tokens, depth, dim, *layer.words,
-        cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
-        workspace(library.hfp_layer_in_workspace(tokens, depth)), torch.get_num_threads(),
-    )  # fmt: skip
-    library.hfp_layer_in(call, layer.eps)
+    call = structs.LayerIn.from_buffer_copy(layer.call)
+    call.x, call.rows, call.cos, call.sin = rows.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()
+    call.new_query, call.new_key, call.new_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    call.workspace = workspace(library.hfp_layer_in_workspace(tokens, call.depth))
+    call.threads = torch.get_num_threads()
+    library.hfp_layer_in(ctypes.byref(call), layer.eps)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOut:
-    """What a decoder layer does after its attention."""
+    """What a decoder layer does after its attention. `call`: the fields that are the same for every call."""
 
     output: PackedLinear
     norm: Norm
     gate: PackedLinear
     up: PackedLinear
     down: PackedLinear
-    words: tuple[int, ...] = field(init=False)
+    call: structs.LayerOut = field(init=False)
 
     def __post_init__(self) -> None:
-        linears = self.output, self.gate, self.up, self.down
-        words = (self.norm.weight.data_ptr(), *(word for linear in linears for word in linear.words()))
-        object.__setattr__(self, "words", words)
+        linears = (linear.struct() for linear in (self.output, self.gate, self.up, self.down))
+        sizes = self.output.depth, self.output.columns
+        object.__setattr__(self, "call", structs.LayerOut(0, 0, 0, *sizes, self.norm.weight.data_ptr(), *linears))
 
 
 def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -188,11 +189,10 @@ def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -
     bf16 [1, tokens, depth], both contiguous -> [1, tokens, depth]. All depths are multiples of 32.
     """
     library = _library()
-    tokens, x_depth, depth, inner = residual.shape[1], layer.output.depth, layer.output.columns, layer.gate.columns
-    out = torch.empty_like(residual)
-    call = LayerOutCall(
-        attended.data_ptr(), residual.data_ptr(), tokens, x_depth, depth, *layer.words, out.data_ptr(),
-        workspace(library.hfp_layer_out_workspace(tokens, x_depth, depth, inner)), torch.get_num_threads(),
-    )  # fmt: skip
-    library.hfp_layer_out(call, layer.norm.eps)
+    tokens, out = residual.shape[1], torch.empty_like(residual)
+    call = structs.LayerOut.from_buffer_copy(layer.call)
+    call.x, call.residual, call.rows, call.out = attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr()
+    num_bytes = library.hfp_layer_out_workspace(tokens, call.x_depth, call.depth, layer.gate.columns)
+    call.workspace, call.threads = workspace(num_bytes), torch.get_num_threads()
+    library.hfp_layer_out(ctypes.byref(call), layer.norm.eps)
     return out

@@ -6,18 +6,22 @@ Knows tensors, not modules.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged.fused.cpu.ops import LayerIn, LayerInCall, LayerOut, LayerOutCall
+from hf_paged.fused.cpu import structs
+from hf_paged.fused.cpu.ops import LayerIn, LayerOut
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.structs import Call
+
+# A record for each layer, of the structs that the kernels take.
+_LAYER_IN, _CALL, _LAYER_OUT = np.dtype(structs.LayerIn), np.dtype(Call), np.dtype(structs.LayerOut)
 
 
 class Attention(NamedTuple):
@@ -43,17 +47,17 @@ class Stack:
     def __init__(self, layers: Sequence[StackLayer]) -> None:
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
         self._layers = list(layers)  # keeps their tensors, of which only addresses are used below
-        before, _, after = layers[0]
-        self._ins = _words(len(layers), LayerInCall)
-        self._ins[:, 2:4] = before.query.depth, before.head_dim
-        self._ins[:, 4:16] = [layer.before.words for layer in layers]
+        # What stays from step to step; `run` fills in the rest of a copy.
+        self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])
+        self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])
         self._in_eps = np.array([tuple(layer.before.eps) for layer in layers])
-        self._outs = _words(len(layers), LayerOutCall)
-        self._outs[:, 3:5] = after.output.depth, after.output.columns
-        self._outs[:, 5:18] = [layer.after.words for layer in layers]
         self._out_eps = np.array([layer.after.norm.eps for layer in layers])
         self._scales = np.array([(layer.attention.scale, layer.attention.softcap or 0.0) for layer in layers])
-        self._windows = [layer.attention[2:] for layer in layers]
+        self._windows = [(layer.attention.sliding_window, layer.attention.chunk_size) for layer in layers]
+
+    def is_of(self, layers: Sequence[StackLayer]) -> bool:
+        """Whether it was made of these very objects."""
+        return len(layers) == len(self._layers) and all(map(is_, layers, self._layers))
 
     def run(
         self,
@@ -78,7 +82,7 @@ class Stack:
         with torch.inference_mode(False):  # so that it counts its changes, which the caller wants to know of
             results = torch.empty((count, *rows.shape), dtype=rows.dtype)
 
-        calls = np.zeros(count, dtype=np.dtype(Call))
+        calls = np.zeros(count, _CALL)
         num_bytes = max(
             library.hfp_layer_in_workspace(tokens, before.query.depth),
             library.hfp_layer_out_workspace(tokens, after.output.depth, after.output.columns, after.gate.columns),
@@ -91,7 +95,7 @@ class Stack:
                 query, *caches[members[0]], step[members[0]], attended, key=key, value=value, sliding_window=window,
                 chunk_size=chunk,
             )  # fmt: skip
-            calls[members] = np.frombuffer(call, dtype=calls.dtype)
+            calls[members] = np.frombuffer(call, _CALL)
             num_bytes = max(num_bytes, needed)
         workspace, threads = native_ops.workspace(num_bytes), torch.get_num_threads()
         calls["key"] = [key_cache.data_ptr() for key_cache, _ in caches]
@@ -101,12 +105,12 @@ class Stack:
         ends = results.data_ptr() + np.arange(count) * rows.nbytes
         starts = np.concatenate(([rows.data_ptr()], ends[:-1]))
         ins, outs = self._ins.copy(), self._outs.copy()  # other threads may be running them too
-        ins[:, 0], ins[:, 1] = starts, tokens
-        ins[:, 16:] = (
-            cos.data_ptr(), sin.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), workspace, threads
-        )  # fmt: skip
-        outs[:, 0], outs[:, 1], outs[:, 2] = attended.data_ptr(), starts, tokens
-        outs[:, 18], outs[:, 19:] = ends, (workspace, threads)
+        ins["x"], outs["residual"], outs["out"] = starts, starts, ends
+        ins["cos"], ins["sin"] = cos.data_ptr(), sin.data_ptr()
+        ins["new_query"], ins["new_key"], ins["new_value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        outs["x"] = attended.data_ptr()
+        for records in (ins, outs):
+            records["rows"], records["workspace"], records["threads"] = tokens, workspace, threads
         library.hfp_decode_layers(
             ins.ctypes.data, self._in_eps.ctypes.data, calls.ctypes.data, self._scales.ctypes.data, outs.ctypes.data,
             self._out_eps.ctypes.data, count,
@@ -118,7 +122,3 @@ def layer_sizes(before: LayerIn, after: LayerOut) -> tuple[int, ...]:
     """What must be the same for the layers of a Stack."""
     linears = before.query, before.key, before.value, after.output, after.gate, after.up, after.down
     return before.head_dim, *(size for linear in linears for size in (linear.columns, linear.depth))
-
-
-def _words(count: int, call: type[ctypes.Array[ctypes.c_int64]]) -> np.ndarray:
-    return np.zeros((count, call._length_), dtype=np.int64)

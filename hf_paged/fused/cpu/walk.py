@@ -1,38 +1,56 @@
 """Decode steps in which the first decoder layer computes those behind it too, in one native call.
 
 The model still calls layer after layer, and may do between them what it likes. If in the last step each layer was given
-the result of the one before it as it was, the first one computes them all; when its turn comes, each of the others
-gives its result if it is given what was expected, and otherwise computes as if nothing had been. Nobody can tell: the
-results in between are there, and K/V that was written in vain is written again.
+the unchanged result of the one before it, the first one computes them all. When its turn comes, each of the others
+returns its result if it is given what was expected, and otherwise computes as usual. The model cannot tell: the results
+in between are there, and K/V that was written in vain is written again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_paged.cache.packed_cache import LayerHandle, PackedCache
-
-if TYPE_CHECKING:
-    from hf_paged.fused.cpu.decoder import Layer
+from hf_paged.fused.cpu.stack import Stack, StackLayer
 
 MOST_AHEAD = 256
 """Tokens of a step up to which layers are computed ahead: all results are kept, and calls matter less."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A decoder layer as a walk sees it."""
+
+    layer_idx: int
+    in_force: bool = False  # the model calls the native layer, not one that other code has put in its place
+    sizes: tuple[int, ...] = ()  # `layer_sizes`; layers of the same sizes can be computed in one call
+    native: StackLayer | None = None  # None until it is known how the layer attends
+    mask: Any = None  # that it was given in the last step
+    next: Link | None = None  # the layer that was given this one's unchanged result in the last step
+    stack: Stack | None = None  # of this layer and those behind it, kept for the next step
+
+    def stack_of(self, line: list[Link]) -> Stack:
+        """The stack of these layers, of which this is the first."""
+        layers = [link.native for link in line if link.native is not None]
+        if self.stack is None or not self.stack.is_of(layers):
+            self.stack = Stack(layers)
+        return self.stack
 
 
 @dataclass(slots=True)
 class Walk:
     """The model's way from layer to layer in the packed step in progress."""
 
-    last: Layer | None = None
+    last: Link | None = None
     result: Any = None  # of the last one
     version: int = 0  # of that result, or of all that was computed ahead: it is one tensor
     angles: tuple[torch.Tensor, ...] = ()  # that the last one was given
     # Of layers computed ahead: the one before, its result, the own result.
-    ahead: dict[Layer, tuple[Layer, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    ahead: dict[Link, tuple[Link, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cache: PackedCache) -> Walk:
@@ -43,50 +61,49 @@ class Walk:
             walk = scratch["native walk"] = cls()
         return walk
 
-    def take(self, layer: Layer, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    def take(self, link: Link, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The layer's result if it was computed ahead, from just this."""
-        ahead = self.ahead.get(layer)
+        ahead = self.ahead.get(link)
         if ahead is None:
             return None
         previous, expected, result = ahead
-        if self._passes_on(expected, hidden_states, kwargs) and layer.mask is kwargs.get("attention_mask"):
+        if self._passes_on(expected, hidden_states, kwargs) and link.mask is kwargs.get("attention_mask"):
             return result
         self.ahead.clear()
         self.last, self.result = previous, expected
         return None
 
-    def enter(self, layer: Layer, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    def begin_layer(self, link: Link, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Before a layer is computed: remember what it follows."""
-        layer.watch_mask(kwargs.get("attention_mask"))
         if self.last is not None:
-            follows = self._passes_on(self.result, hidden_states, kwargs) and layer.layer_idx > self.last.layer_idx
-            self.last.next = layer if follows else None
+            follows = self._passes_on(self.result, hidden_states, kwargs) and link.layer_idx > self.last.layer_idx
+            self.last.next = link if follows else None
         self.angles = kwargs["position_embeddings"]
 
-    def leave(self, layer: Layer, result: Any) -> None:
+    def end_layer(self, link: Link, result: Any) -> None:
         """After it was computed alone."""
-        self.last, self.result = layer, result
+        self.last, self.result = link, result
         counts = isinstance(result, torch.Tensor) and not result.is_inference()
         self.version = result._version if counts else 0
 
-    def line(self, first: Layer, cache: PackedCache) -> list[Layer]:
+    def line(self, first: Link, cache: PackedCache) -> list[Link]:
         """A layer and those that came after it the last time, as far as one native call can compute them."""
         line = [first]
         if cache.step[0].num_tokens > MOST_AHEAD or any(metadata.max_query_len > 1 for metadata in cache.step):
             return line
-        layer = first.next
-        while layer is not None and layer.can_join(first):
-            line.append(layer)
-            layer = layer.next
+        link = first.next
+        while link is not None and link.in_force and link.native is not None and link.sizes == first.sizes:
+            line.append(link)
+            link = link.next
         return line
 
-    def run(self, line: list[Layer], cache: PackedCache, hidden_states: torch.Tensor) -> torch.Tensor:
+    def run(self, line: list[Link], cache: PackedCache, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute the first of these layers and the others ahead."""
-        groups = [cache.group_of(layer.layer_idx) for layer in line]
+        groups = [cache.group_of(link.layer_idx) for link in line]
         pools = [group.pool for group in cache.memory.groups]
-        caches = [pools[group][layer.layer_idx] for group, layer in zip(groups, line, strict=True)]
+        caches = [pools[group][link.layer_idx] for group, link in zip(groups, line, strict=True)]
         step = [cache.step[group] for group in groups]
-        results = line[0].stack(line).run(hidden_states, *self.angles, caches, step)
+        results = line[0].stack_of(line).run(hidden_states, *self.angles, caches, step)
         # One for all: their K/V has been written and read.
         cache.handles.append(LayerHandle(line[0].layer_idx, pools[groups[0]], step[0], (None, None), reads=1))
         outputs = results.unbind()

@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import linear as linear_module
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
+from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
 from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.weights import Weights
 
 AUTO_SHARE = 0.25
 """Packed copies may take this share of the free memory before `prepack=None` leaves them out."""
 
-_STAND_IN = "_hf_paged_stand_in"  # marks functions that compute what a linear layer does
+_Linear = Callable[[torch.Tensor], torch.Tensor]
+
+_NO_COPY: _Linear | None = None
 
 _packed: Slot[PackedWeights] = Slot("packed weights")
 _for_calls: Slot[bool] = Slot("prepack was called")
@@ -50,9 +54,8 @@ def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
 
 
 def _linears(model: nn.Module) -> list[nn.Linear]:
-    """Those that compute what nn.Linear does: themselves, or a stand-in does it, in a step of another thread."""
-    linears = (module for module in model.modules() if type(module) is nn.Linear)
-    return [m for m in linears if (own := m.__dict__.get("forward")) is None or hasattr(own, _STAND_IN)]
+    """Those that compute what nn.Linear does: other code has not set a forward of its own on them."""
+    return [module for module in model.modules() if type(module) is nn.Linear and not foreign_forward(module)]
 
 
 def _copies(model: Any, layers: list[nn.Linear]) -> PackedWeights:
@@ -93,6 +96,8 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
         return "this build of torch has no oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "this build of torch cannot pack linear weights"
+    if nn.Linear.forward.__globals__ is not vars(linear_module):
+        return "torch.nn.Linear.forward has been replaced"
     if not layers:
         return "the model has no linear layers"
     for layer in layers:
@@ -132,68 +137,80 @@ class PackedWeights:
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
         self._layers = [PackedLayer(layer, parts.get(id(layer))) for layer in layers]
         self._weights = weights
-        self._seen: tuple[int, int] | None = None  # when the copies were last renewed
+        self._seen: tuple[int, int, list[Any]] | None = None  # when the copies were last renewed
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
+        self._classes = ClassForwards([nn.Linear])
+        self._overrides = Overrides(Patch(packed.attributes, "forward", packed.forward) for packed in self._layers)
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
-        """False when layers of the model have been replaced since."""
-        return [packed.layer() for packed in self._layers] == layers
+        """Whether each of these layers has a copy here. (False when layers of the model have been replaced since.)"""
+        return all(layer in self._of for layer in layers)
 
     def of(self, layer: nn.Module) -> PackedLayer | None:
         """The packed copy of a layer, if it has one."""
         return self._of.get(layer)
 
-    def enter(self) -> None:
-        """Until `leave`, the layers compute with the packed copies in packed steps of this thread, else as always."""
-        seen = self._weights.epoch, self._weights.layout
+    def apply(self, user: object) -> None:
+        """Until `undo`, the layers compute with the packed copies in packed steps of this thread, else as always."""
+        if self._classes.changed():
+            self._overrides.withdraw()
+            return
+        seen = (self._weights.epoch, self._weights.layout, self._overrides.apply(user))
         if seen != self._seen:
             for packed in self._layers:
                 packed.renew(self._weights)
             self._seen = seen
-        for packed in self._layers:
-            packed.attributes["forward"] = packed.forward
 
-    def leave(self) -> None:
-        """Undo `enter`, or what there was of it; may be called again."""
-        for packed in self._layers:
-            packed.attributes.pop("forward", None)
+    def undo(self, user: object) -> None:
+        """Undo `apply`, or the part of it that was done; may be called again."""
+        self._overrides.undo(user)
 
 
 class PackedLayer:
-    """One linear layer's copy: of the native kernels, in `part` of their arena (then `native` tells of it), or else of
-    oneDNN.
+    """One linear layer's copy: of the native kernels, in `part` of their arena (then `native` describes it), or else
+    of oneDNN.
+
+    `forward` is in place of the layer's own while the copy is used. It computes as the layer does outside packed steps,
+    and whenever there is no copy: while other code has set a forward on the layer, which may call this one.
     """
 
-    __slots__ = ("_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "layer", "native")
+    __slots__ = ("_compute", "_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "layer", "native")
 
     def __init__(self, layer: nn.Linear, part: torch.Tensor | None) -> None:
         # By reference, the layer would keep the model alive that is the key of its packed weights.
         self.layer = weakref.ref(layer)
         self.attributes = layer.__dict__
-        self._parameters = layer._parameters
+        self._parameters = parameters = layer._parameters
         self.native: fused_ops.PackedLinear | None = None
         self._part = part
         self._shape = layer.weight.shape
         self._stamp: tuple[int, ...] | None = None
-        self.forward: Callable[[torch.Tensor], torch.Tensor]
+        # In a list of its own: with a reference to this object, the function would keep the copy until the garbage
+        # collector runs.
+        self._compute = compute = [_NO_COPY]
+        plain = nn.functional.linear
+
+        def forward(input: torch.Tensor) -> torch.Tensor:  # named as in nn.Linear
+            packed = compute[0]
+            if packed is not None and in_packed_step():
+                return packed(input)
+            return plain(input, parameters["weight"], parameters["bias"])
+
+        self.forward: _Linear = mark(forward)
 
     def renew(self, weights: Weights) -> None:
         """Pack the weight if that has changed, or if the bias lies elsewhere."""
+        if self.attributes.get("forward") is not self.forward:
+            self._compute[0] = self._stamp = self.native = None
+            return
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         stamp = (weights.moved_at(weight), id(weight), id(bias), 0 if bias is None else bias.data_ptr())
         if stamp == self._stamp:
             return
-        plain = nn.functional.linear
-        packed = self._pack(weight, bias)
-
-        def forward(rows: torch.Tensor) -> torch.Tensor:
-            return packed(rows) if in_packed_step() else plain(rows, weight, bias)
-
-        setattr(forward, _STAND_IN, True)
-        self.forward = forward
+        self._compute[0] = self._pack(weight, bias)
         self._stamp = stamp
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Linear:
         self.native = None
         if self._part is not None and weight.dtype == torch.bfloat16 and weight.shape == self._shape:
             fused_ops.pack(weight, self._part)

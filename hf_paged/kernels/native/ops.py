@@ -19,7 +19,9 @@ import torch
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import Call, Step
+from hf_paged.kernels.validation import check_step_slots
 
+WRITES_NEW_KV = True  # whether paged_attention takes the step's K/V too, and writes it
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # A sequence with at least so many new query rows a KV head is multiplied as matrices (prefill.inc.c); with fewer, it is
 # an item among others. About where the two cross, in fp32 and in bf16, after long prefixes and short ones.
@@ -76,12 +78,13 @@ class _Plan:
     def __init__(
         self,
         metadata: AttentionMetadata,
-        shape: tuple[int, int, int, int, int],
+        shape: tuple[int, ...],
         share: bool,
     ) -> None:
-        """shape: block size, window, attention chunk (0 = none), query heads a KV head, elements of a head."""
+        """shape: block size, window, attention chunk (0 = none), query heads a KV head, elements of a head, blocks of
+        the cache, rows of the query. Raises ValueError where an index of the step is out of bounds."""
         library = _library()
-        block_size, window, chunk_size, group, dim = shape
+        block_size, window, chunk_size, group, dim = shape[:5]
         query_lens = np.diff(metadata.query_start_loc.numpy())
         long = query_lens * group >= _PROMPT_ROWS
         # A single new token is a decode step, however many heads it has.
@@ -102,6 +105,11 @@ class _Plan:
             max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
             share,
         )
+        num_blocks, num_rows = shape[5:]
+        fault = library.hfp_check(ctypes.byref(step), len(query_lens), tables.shape[1], num_blocks, num_rows)
+        if fault:
+            what = ("the query rows", "the length", "a block id")[fault % 4 - 1]
+            raise ValueError(f"{what} of sequence {fault // 4} is out of bounds")
         # A tensor's memory, which is freed without running Python: Ctrl-C in a finalizer would be lost.
         self._memory = torch.empty(library.hfp_plan_bytes(ctypes.byref(step)), dtype=torch.uint8)
         self.handle = self._memory.data_ptr()
@@ -199,19 +207,21 @@ def attention_call(
     whose address the caller puts in. All as for `ops.paged_attention`; last dimensions contiguous, floats fp32."""
     library = _library()
     num_tokens, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, v_head_dim = value_cache.shape
+    num_blocks, block_size, num_kv_heads, v_head_dim = value_cache.shape
     window, chunk = sliding_window or 0, chunk_size or 0
     group = num_heads // num_kv_heads
-    plan_shape = (block_size, window, chunk, group, max(head_dim, v_head_dim))
+    plan_shape = (block_size, window, chunk, group, max(head_dim, v_head_dim), num_blocks, num_tokens)
     plan_key = ("native", plan_shape, share)
     plan: _Plan | None = metadata.scratch.get(plan_key)
     if plan is None:
         plan = metadata.scratch[plan_key] = _Plan(metadata, plan_shape, share)
     new_kv: tuple[Any, ...] = _NO_NEW_KV
+    slots = None
     if key is not None and value is not None:
-        key, value = _as_in(key_cache, key), _as_in(value_cache, value)
+        check_step_slots(metadata, key_cache)
+        key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), metadata.slot_mapping.contiguous()
         strides = _write_strides(key, value, key_cache, value_cache)
-        new_kv = (key.data_ptr(), value.data_ptr(), metadata.slot_mapping.data_ptr(), num_tokens, strides)
+        new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, strides)
     threads = torch.get_num_threads()
     shape = (num_heads, num_kv_heads, head_dim, v_head_dim, threads)
     num_bytes = plan.workspace.get(shape)
@@ -249,7 +259,7 @@ def attention_call(
         threads,
         *new_kv,
     )
-    call.held = key, value
+    call.held = key, value, slots
     return call, plan, num_bytes
 
 

@@ -21,6 +21,7 @@ from hf_paged.kernels.triton.write import copy_blocks, write_kv
 
 __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
+WRITES_NEW_KV = False  # whether paged_attention takes the step's K/V too, and writes it
 # Query lengths up to this are decode (a token, or speculative tokens to verify), longer ones prefill.
 MAX_DECODE_QUERY = 16
 # Decode over so few tiles of keys needs no plan and no reduction.

@@ -1,0 +1,46 @@
+"""The C structs of the kernels for decoder layers, field for field as in native/layers.h; addresses are integers."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def _integers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class Linear(ctypes.Structure):
+    _fields_ = _integers("x", "rows", "columns", "depth", "weight", "bias", "out", "workspace", "threads")
+
+
+class Rotated(ctypes.Structure):
+    _fields_ = _integers("x", "token", "head", "heads", "out")
+
+
+class Rotate(ctypes.Structure):
+    _fields_ = [("query", Rotated), ("key", Rotated), *_integers("cos", "sin", "tokens", "dim", "threads")]
+
+
+class Packed(ctypes.Structure):
+    _fields_ = _integers("weight", "bias", "columns")
+
+
+class LayerIn(ctypes.Structure):
+    _fields_ = [
+        *_integers("x", "rows", "depth", "head_dim", "norm", "query_norm", "key_norm"),
+        ("query", Packed),
+        ("key", Packed),
+        ("value", Packed),
+        *_integers("cos", "sin", "new_query", "new_key", "new_value", "workspace", "threads"),
+    ]
+
+
+class LayerOut(ctypes.Structure):
+    _fields_ = [
+        *_integers("x", "residual", "rows", "x_depth", "depth", "norm"),
+        ("output", Packed),
+        ("gate", Packed),
+        ("up", Packed),
+        ("down", Packed),
+        *_integers("out", "workspace", "threads"),
+    ]

@@ -1,0 +1,104 @@
+"""Decides the route of a paged generate call: packed rows, or transformers' loop and the reason why.
+
+Each function names an obstacle to packed rows, or returns None. Nothing is decided by a model's name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.generation.engine.sizing import draws_dropout
+from hf_paged.generation.validation import extends_positions
+from hf_paged.model.support import SupportReport
+
+# What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
+_PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"})
+
+
+def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
+    """An obstacle in the model or in the arguments of `generate`."""
+    from transformers import GenerationMixin
+
+    if not report.native:
+        return report.reason
+    if kwargs.get("custom_generate") is not None:
+        return "custom_generate is a callable that drives the model itself"
+    for name in ("_sample", "_beam_search", "_prefill", "_update_model_kwargs_for_generation"):
+        if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
+            return f"{report.model} has a {name} of its own"
+    if kwargs.get("position_ids") is not None:
+        return "position_ids are given explicitly"
+    if kwargs.get("past_key_values") is not None:
+        return "the conversation continues a given cache"
+    if model.training and draws_dropout(model):
+        return "the model is in training mode, where dropout depends on the batch layout"
+    return None
+
+
+def config_obstacle(
+    model: Any, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
+) -> str | None:
+    """An obstacle in the call's final generation config or in the arguments of the model's forward."""
+    obstacle = _option_obstacle(config, model_kwargs, mode)
+    if obstacle is None and _prepares_otherwise(model):
+        obstacle = f"{report.model} prepares the inputs of a step in a way of its own"
+    return obstacle or _layout_obstacle(report, config.max_length, model_kwargs.get("attention_mask"))
+
+
+def _option_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+    if mode not in ("greedy_search", "sample", "beam_search", "beam_sample"):
+        return f"{mode.replace('_', ' ')} rolls the cache back"
+    if config.is_assistant:
+        return "this model drafts for another one"
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            return f"{name} shows tensors of the padded batch"
+    for name, value in model_kwargs.items():
+        # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
+        is_empty = value is None or (isinstance(value, dict) and not value)
+        if not is_empty and name not in _PACKED_KWARGS:
+            return f"the model is given {name}"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.ndim != 2:
+        return "the attention mask is not a padding mask"
+    if mask is not None and not _is_left_padding(mask):
+        return "the attention mask is not left padding"
+    return None
+
+
+def _prepares_otherwise(model: Any) -> bool:
+    """Whether a step's inputs may differ from those the support probe saw. Packed rows do not call this method."""
+    from transformers import GenerationMixin
+
+    name = "prepare_inputs_for_generation"
+    if name in vars(model):
+        # Patched on this model, as PEFT does for prompts of virtual tokens.
+        adapter = getattr(getattr(vars(model)[name], "__self__", None), "active_peft_config", None)
+        kind = getattr(adapter, "peft_type", None)
+        if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+            raise UnsupportedModelError(
+                f"the {kind.value} adapter brings its K/V in a cache of its own; call generate without "
+                "cache_implementation"
+            )
+        return True
+    # Rotary factors that change with the length make some models start their cache anew on the way.
+    own = getattr(type(model), name) is not getattr(GenerationMixin, name)
+    return own and extends_positions(model.config.get_text_config(decoder=True))
+
+
+def _is_left_padding(mask: torch.Tensor) -> bool:
+    """mask [rows, length]: zeros, then ones, in every row."""
+    binary = (mask == 0) | (mask == 1)
+    return bool(binary.all() & (mask[:, 1:] >= mask[:, :-1]).all())
+
+
+def _layout_obstacle(report: SupportReport, max_length: int, mask: torch.Tensor | None) -> str | None:
+    """A property of this batch that changes what the model computes for it."""
+    if report.native_length is not None and max_length > report.native_length:
+        return f"the rotary embedding changes with the length beyond {report.native_length} tokens"
+    if report.counts_padding and mask is not None and not bool(mask.all()):
+        return "the model numbers tokens with the left padding"
+    return None

@@ -1,0 +1,283 @@
+"""Checks of the arguments of the operations in `ops`: a call that would read or write outside its tensors raises a
+ValueError that names the argument.
+
+Shapes, dtypes, devices and strides are checked in every call. The values of a step (block ids, lengths, slots) are
+checked once per `AttentionMetadata`. On a GPU that waits for the device, so metadata that hf_paged makes from its own
+block tables says `in_bounds` and is not checked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hf_paged.kernels.metadata import AttentionMetadata
+
+
+def check_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    options: dict[str, int | float | None],
+) -> None:
+    """query, caches and metadata fit each other; each of `options` (sliding_window, ...) is None or positive."""
+    check_caches(key_cache, value_cache)
+    if (
+        query.ndim != 3
+        or not query.shape[1]
+        or query.shape[2] != key_cache.shape[3]
+        or query.shape[1] % key_cache.shape[2]
+    ):
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit key_cache {tuple(key_cache.shape)}: [num_tokens, num_heads, "
+            "head_dim] with equal head sizes and a multiple of the number of KV heads is needed"
+        )
+    if not query.dtype == key_cache.dtype == value_cache.dtype or not query.is_floating_point():
+        raise ValueError(
+            f"query and caches must have one floating-point dtype; these are {query.dtype}, {key_cache.dtype} and "
+            f"{value_cache.dtype}"
+        )
+    if query.device != key_cache.device:
+        raise ValueError(f"query is on {query.device}, key_cache on {key_cache.device}")
+    for name, size in options.items():
+        if size is not None and not size > 0:
+            raise ValueError(f"{name}={size}: must be positive, or None")
+    if "layout" not in metadata.checked:
+        _check_layout(metadata, key_cache.device)
+        metadata.checked.add("layout")
+
+
+def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Two K/V caches [num_blocks, block_size, num_kv_heads, (v_)head_dim] of one device."""
+    shape, v_shape = key_cache.shape, value_cache.shape
+    if len(shape) != 4 or len(v_shape) != 4 or shape[:3] != v_shape[:3] or 0 in shape[1:] or v_shape[3] == 0:
+        raise ValueError(
+            f"key_cache {tuple(shape)} and value_cache {tuple(v_shape)}: [num_blocks, block_size, num_kv_heads, "
+            "head_dim] with the same first three sizes, none of them 0 within a block, are needed"
+        )
+    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
+        raise ValueError(
+            f"key_cache has strides {key_cache.stride()}, value_cache {value_cache.stride()}: the last dimension must "
+            "be contiguous"
+        )
+    if key_cache.device != value_cache.device:
+        raise ValueError(f"key_cache is on {key_cache.device}, value_cache on {value_cache.device}")
+
+
+def check_heads(name: str, values: torch.Tensor | None, query: torch.Tensor) -> None:
+    """One floating-point number a query head (sinks, alibi_slopes), or None."""
+    if values is None:
+        return
+    if values.shape != query.shape[1:2] or not values.is_floating_point() or values.device != query.device:
+        raise ValueError(
+            f"{name} {tuple(values.shape)} of {values.dtype} on {values.device}: floating-point [{query.shape[1]}] on "
+            f"{query.device} is needed, one for each query head"
+        )
+
+
+def check_out(out: torch.Tensor | None, query: torch.Tensor, v_head_dim: int) -> None:
+    """`out`, if given, is what paged_attention returns for `query`."""
+    if out is None:
+        return
+    shape = *query.shape[:2], v_head_dim
+    if tuple(out.shape) != shape or out.dtype != query.dtype or out.device != query.device:
+        raise ValueError(
+            f"out {tuple(out.shape)} of {out.dtype} on {out.device}: {shape} of {query.dtype} on {query.device} is "
+            "needed"
+        )
+
+
+def check_new_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """A step's K/V and the slots that they go to; the values of the slots are checked by `check_slots`."""
+    check_caches(key_cache, value_cache)
+    shape, v_shape = key.shape, value.shape
+    fits = len(shape) == len(v_shape) == 3 and shape[:2] == v_shape[:2]
+    if not fits or shape[1:] != key_cache.shape[2:] or v_shape[2] != value_cache.shape[3]:
+        raise ValueError(
+            f"key {tuple(shape)} and value {tuple(v_shape)} do not fit caches {tuple(key_cache.shape)} and "
+            f"{tuple(value_cache.shape)}"
+        )
+    if slot_mapping.ndim != 1 or slot_mapping.dtype != torch.int64:
+        raise ValueError(
+            f"slot_mapping {tuple(slot_mapping.shape)} of {slot_mapping.dtype}: int64 [num_tokens] is needed"
+        )
+    if slot_mapping.shape[0] != shape[0]:
+        raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} entries for {shape[0]} tokens")
+    if not key.device == value.device == slot_mapping.device == key_cache.device:
+        raise ValueError(
+            f"key, value, slot_mapping and caches are on {key.device}, {value.device}, {slot_mapping.device} and "
+            f"{key_cache.device}"
+        )
+
+
+def check_slots(slot_mapping: torch.Tensor, key_cache: torch.Tensor) -> None:
+    """Every slot lies in the cache, or is -1."""
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    slots = _host(slot_mapping)
+    low, high = (int(slots.min()), int(slots.max())) if slots.size else (-1, -1)
+    if low < -1 or high >= num_slots:
+        raise ValueError(
+            f"slot_mapping has slot {low if low < -1 else high}; the cache has slots 0 to {num_slots - 1}, and -1 is "
+            "padding"
+        )
+
+
+def check_step_slots(metadata: AttentionMetadata, key_cache: torch.Tensor) -> None:
+    """The same of a step, once for each size of cache."""
+    key = ("slots", key_cache.shape[:2])
+    if _must_check(metadata, key):
+        check_slots(metadata.slot_mapping, key_cache)
+        metadata.checked.add(key)
+
+
+def check_step(
+    metadata: AttentionMetadata,
+    num_rows: int,
+    key_cache: torch.Tensor,
+    sliding_window: int | None,
+    chunk_size: int | None,
+) -> None:
+    """The lengths of a step fit its tables and the `num_rows` rows of the query; every block that some query sees is
+    one of the cache's. Once for each kind of call."""
+    num_blocks, block_size = key_cache.shape[:2]
+    key = ("step", num_rows, num_blocks, block_size, sliding_window, chunk_size)
+    if _must_check(metadata, key):
+        lens, query_lens = _check_lengths(metadata, num_rows, block_size)
+        _check_tables(metadata, lens, query_lens, key_cache, sliding_window, chunk_size)
+        metadata.checked.add(key)
+
+
+def _check_lengths(metadata: AttentionMetadata, num_rows: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths against each other, the tables and the query; returns K/V lengths and query lengths."""
+    lens, starts = (_host(x).astype(np.int64) for x in (metadata.seq_lens, metadata.query_start_loc))
+    width = metadata.block_tables.shape[1]
+    query_lens = np.diff(starts)
+    if starts[0] < 0 or (query_lens < 0).any() or starts[-1] > num_rows:
+        raise ValueError(f"query_start_loc must ascend from 0 or more to at most {num_rows}, the rows of the query")
+    seq = _first(lens < query_lens)
+    if seq is not None:
+        raise ValueError(f"seq_lens[{seq}]={lens[seq]} is less than the {query_lens[seq]} new tokens of the sequence")
+    computed = query_lens > 0
+    seq = _first(computed & (lens > width * block_size))
+    if seq is not None:
+        raise ValueError(
+            f"seq_lens[{seq}]={lens[seq]} is more than a table of {width} blocks of {block_size} tokens holds"
+        )
+    if query_lens.max(initial=0) > metadata.max_query_len or lens[computed].max(initial=0) > metadata.max_seq_len:
+        raise ValueError(
+            f"max_query_len={metadata.max_query_len} and max_seq_len={metadata.max_seq_len} are no upper bounds of the "
+            f"lengths: {query_lens.max()} and {lens[computed].max()}"
+        )
+    return lens, query_lens
+
+
+def _check_tables(
+    metadata: AttentionMetadata,
+    lens: np.ndarray,
+    query_lens: np.ndarray,
+    key_cache: torch.Tensor,
+    sliding_window: int | None,
+    chunk_size: int | None,
+) -> None:
+    """Every block that some query sees is one of the cache's."""
+    num_blocks, block_size = key_cache.shape[:2]
+    tables, computed = _host(metadata.block_tables), query_lens > 0
+    low = lens - query_lens if sliding_window or chunk_size else np.zeros_like(lens)  # of the first query's keys
+    if sliding_window:
+        low = np.maximum(low - sliding_window + 1, 0)
+    if chunk_size:
+        low = np.maximum(low if sliding_window else 0, (lens - query_lens) // chunk_size * chunk_size)
+    column = np.arange(tables.shape[1])
+    seen = (column >= (low // block_size)[:, None]) & (column < -(-np.where(computed, lens, 0) // block_size)[:, None])
+    wrong = seen & ((tables < 0) | (tables >= num_blocks))
+    if wrong.any():
+        row, at = map(int, np.argwhere(wrong)[0])
+        raise ValueError(
+            f"block_tables[{row}, {at}]={tables[row, at]}: sequence {row} attends to this block, and the cache has "
+            f"blocks 0 to {num_blocks - 1}"
+        )
+
+
+def _must_check(metadata: AttentionMetadata, key: tuple[object, ...]) -> bool:
+    """False if it was done before, or would make a GPU wait without need or while a graph is captured."""
+    if key in metadata.checked:
+        return False
+    if metadata.seq_lens.device.type == "cpu":
+        return True
+    return not metadata.in_bounds and not torch.cuda.is_current_stream_capturing()
+
+
+def _first(found: np.ndarray) -> int | None:
+    return int(found.argmax()) if found.any() else None
+
+
+def _host(x: torch.Tensor) -> np.ndarray:
+    return x.numpy() if x.device.type == "cpu" else x.cpu().numpy()
+
+
+def _check_layout(metadata: AttentionMetadata, device: torch.device) -> None:
+    """Shapes, dtypes, strides and devices of a step's tensors."""
+    tables, lens, starts = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
+    num_seqs = lens.shape[0] if lens.ndim else 0
+    expected = {
+        "block_tables": (tables, tables.shape if tables.ndim == 2 and tables.shape[0] == num_seqs else None),
+        "seq_lens": (lens, (num_seqs,)),
+        "query_start_loc": (starts, (num_seqs + 1,)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor.dtype != torch.int32 or shape is None or tensor.shape != shape:
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} of {tensor.dtype}: int32 is needed, block_tables [num_seqs, "
+                "max_blocks], seq_lens [num_seqs], query_start_loc [num_seqs + 1]"
+            )
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, the caches are on {device}")
+        if tensor.numel() > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+    slots = metadata.slot_mapping
+    if slots.ndim != 1 or slots.dtype != torch.int64 or slots.device != device:
+        raise ValueError(
+            f"slot_mapping {tuple(slots.shape)} of {slots.dtype} on {slots.device}: int64 [num_tokens] is needed"
+        )
+
+
+def check_copies(
+    caches: Sequence[torch.Tensor], copies: torch.Tensor, into: Sequence[torch.Tensor] | None, *, in_bounds: bool
+) -> None:
+    """Blocks of equal shape and dtype, pairs (src, dst); on a CPU, or where not `in_bounds`, that both are blocks."""
+    if copies.ndim != 2 or copies.shape[1] != 2 or copies.dtype != torch.int64:
+        raise ValueError(f"copies {tuple(copies.shape)} of {copies.dtype}: int64 [n, 2] pairs of (src, dst) are needed")
+    targets = caches if into is None else into
+    if len(targets) != len(caches):
+        raise ValueError(f"into has {len(targets)} tensors for {len(caches)} caches")
+    for cache, target in zip(caches, targets):
+        if cache.ndim == 0 or cache.shape[1:] != target.shape[1:] or cache.dtype != target.dtype or target.ndim == 0:
+            raise ValueError(
+                f"blocks of {tuple(cache.shape)}, {cache.dtype}, do not fit those of {tuple(target.shape)}, "
+                f"{target.dtype}"
+            )
+        if not cache.device == target.device == copies.device:
+            raise ValueError(f"caches on {cache.device} and {target.device}, copies on {copies.device}")
+    if caches and copies.shape[0] and (copies.device.type == "cpu" or not in_bounds):
+        _check_pairs(_host(copies), min(map(len, caches)), min(map(len, targets)), in_place=into is None)
+
+
+def _check_pairs(pairs: np.ndarray, num_sources: int, num_targets: int, *, in_place: bool) -> None:
+    for name, column, count in (("src", pairs[:, 0], num_sources), ("dst", pairs[:, 1], num_targets)):
+        low, high = int(column.min()), int(column.max())
+        if low < 0 or high >= count:
+            raise ValueError(f"copies: {name}={low if low < 0 else high}; there are blocks 0 to {count - 1}")
+    targets = set(pairs[:, 1].tolist())
+    if len(targets) < len(pairs):
+        raise ValueError("copies: a destination appears twice")
+    if in_place and not targets.isdisjoint(pairs[:, 0].tolist()):
+        raise ValueError("copies: a block is both a source and a destination")

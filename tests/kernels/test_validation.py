@@ -1,0 +1,66 @@
+"""Malformed arguments of the operations raise ValueError; they never end the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_paged.kernels import ops
+from hf_paged.kernels.native import build as native_build
+from tests.kernels.cases import Case, make_batch
+
+HERE = Path(__file__).parent
+
+
+def run_malformed(impls: list[str], **environment: str) -> None:
+    command = [sys.executable, str(HERE / "malformed.py"), "1", "0", *impls]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    lines = done.stdout.splitlines() or ["nothing"]
+    assert done.returncode == 0, f"ended with {done.returncode} at: {lines[-1]}\n{done.stderr[-3000:]}"
+    assert len(lines) > 100 * len(impls)
+
+
+def test_malformed_arguments_raise() -> None:
+    impls = ["reference", "torch"]
+    if native_build.has_compiler():
+        native_build.build()
+        impls.append("native")
+    run_malformed([*impls, "torch.ops"])
+
+
+def test_malformed_arguments_raise_in_triton() -> None:
+    pytest.importorskip("triton")
+    run_malformed(["triton"], TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "native"])
+def test_what_no_query_sees_may_be_anything(impl: str) -> None:
+    """Blocks that left the window, and entries behind the last block, are not block ids."""
+    if impl == "native":
+        if not native_build.has_compiler():
+            pytest.skip("no C compiler on this machine")
+        native_build.build()
+    batch = make_batch(Case(((1, 200), (3, 160)), sliding_window=40))
+    batch.metadata.block_tables[:, :6] = -7
+    batch.metadata.block_tables[:, -1] = 10**6
+    assert batch.run(impl).isfinite().all()
+
+
+def test_native_writes_in_any_layout() -> None:
+    """A named implementation never falls back: it converts dtypes and follows strides itself."""
+    if not native_build.has_compiler():
+        pytest.skip("no C compiler on this machine")
+    native_build.build()
+    slots = torch.tensor([5, -1, 17, 30])
+    key = torch.randn(4, 3, 16, dtype=torch.float64)
+    caches = [torch.zeros(4, 3, 8, 16).transpose(1, 2) for _ in range(2)]
+    expected = [torch.zeros(4, 8, 3, 16) for _ in range(2)]
+    ops.write_kv(key, key, *caches, slots, impl="native")
+    ops.write_kv(key, key, *expected, slots, impl="reference")
+    assert all(map(torch.equal, caches, expected))

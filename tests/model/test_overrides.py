@@ -1,0 +1,323 @@
+"""Overrides go in where they fit and come out again; what other code sets on a model stays in force and in place."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine
+from hf_paged.model.overrides import ABSENT, ClassForwards, Overrides, Patch, foreign_forward, is_override, mark
+from tests import models
+
+# -- the list --------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_added_replaced_and_removed() -> None:
+    space: dict[str, Any] = {"b": 1, "c": 2}
+    overrides = Overrides([Patch(space, "a", "x"), Patch(space, "b", "y", 1), Patch(space, "c", ABSENT, 2)])
+    overrides.apply("user")
+    assert space == {"a": "x", "b": "y"} and overrides.in_use
+    overrides.undo("user")
+    assert space == {"b": 1, "c": 2} and not overrides.in_use
+    overrides.undo("user")
+    assert space == {"b": 1, "c": 2}
+
+
+def test_what_other_code_set_before_stays_in_force() -> None:
+    theirs = object()
+    space: dict[str, Any] = {"a": theirs, "b": theirs}
+    overrides = Overrides([Patch(space, "a", "x"), Patch(space, "b", "y", 1), Patch(space, "c", "z")])
+    assert overrides.apply("user") == [theirs, "z"]
+    assert space == {"a": theirs, "b": theirs, "c": "z"}
+    overrides.undo("user")
+    assert space == {"a": theirs, "b": theirs}
+
+
+def test_what_other_code_sets_meanwhile_stays_in_place() -> None:
+    theirs = object()
+    space: dict[str, Any] = {"b": 1}
+    overrides = Overrides([Patch(space, "a", "x"), Patch(space, "b", "y", 1), Patch(space, "c", "z")])
+    overrides.apply("user")
+    space["a"] = space["b"] = theirs
+    overrides.undo("user")
+    assert space == {"a": theirs, "b": theirs}
+
+
+def test_the_last_user_takes_them_out() -> None:
+    space: dict[str, Any] = {"b": 1}
+    overrides = Overrides([Patch(space, "a", "x"), Patch(space, "b", "y", 1)])
+    first, second = object(), object()
+    overrides.apply(first)
+    overrides.apply(second)
+    overrides.undo(first)
+    overrides.undo(first)
+    assert space == {"a": "x", "b": "y"}
+    overrides.undo(second)
+    assert space == {"b": 1}
+    overrides.apply(first)
+    overrides.apply(second)
+    overrides.withdraw()
+    assert space == {"b": 1} and not overrides.in_use
+    overrides.undo(second)
+    assert space == {"b": 1}
+
+
+def test_a_wrapper_of_an_override_is_no_override() -> None:
+    def override(x: int) -> int:
+        return x
+
+    mark(override)
+    wrapper = functools.wraps(override)(lambda x: override(x))
+    partial = functools.update_wrapper(functools.partial(wrapper), override)
+    assert is_override(override) and not is_override(wrapper) and not is_override(partial) and not is_override([])
+    module = nn.Linear(1, 1)
+    assert not foreign_forward(module)
+    module.forward = override
+    assert not foreign_forward(module)
+    module.forward = wrapper
+    assert foreign_forward(module)
+
+
+def test_classes_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = ClassForwards([nn.Linear, nn.Linear, nn.SiLU])
+    assert not classes.changed()
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.SiLU, "forward", lambda self, x: x)
+        assert classes.changed()
+    assert not classes.changed()
+
+
+# -- linear layers with packed weights -------------------------------------------------------------------------------
+
+NEW_TOKENS = 4
+
+
+class Foreign:
+    """A forward of other code: it calls what it found, halves the result, and counts its calls."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.calls = 0
+        self.module = module
+        found = module.forward
+
+        @functools.wraps(found)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return found(*args, **kwargs) * 0.5
+
+        module.forward = self._forward = forward
+
+    def in_place(self) -> bool:
+        return vars(self.module).get("forward") is self._forward
+
+    def remove(self) -> None:
+        del self.module.forward
+
+
+def with_accelerate(module: nn.Module) -> Any:
+    """As `device_map` and offloading do."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Hook(hooks.ModelHook):  # type: ignore[misc]
+        calls = 0
+
+        def init_hook(self, module: nn.Module) -> nn.Module:
+            return module
+
+        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return output * 0.5
+
+        def in_place(self) -> bool:
+            return vars(module).get("forward") is self.forward
+
+        def remove(self) -> None:
+            hooks.remove_hook_from_module(module)
+
+    hook = Hook()
+    hooks.add_hook_to_module(module, hook)
+    hook.forward = vars(module)["forward"]
+    return hook
+
+
+def build() -> Any:
+    model = models.build("llama")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def run(model: Any, engine: Engine | None) -> list[int]:
+    """Of an engine, or else of a call of generate."""
+    (prompt,) = models.prompts(9)
+    options = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if engine is None:
+        ids = model.generate(prompt[None], generation_config=options, cache_implementation="paged")
+        return ids[0, len(prompt) :].tolist()
+    engine.clear_prefix_cache()
+    return engine.generate([prompt], options)[0].outputs[0].token_ids
+
+
+def plain(model: Any) -> list[int]:
+    (prompt,) = models.prompts(9)
+    ids = model.generate(prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(params=["engine", "generate"])
+def prepacked(request: pytest.FixtureRequest) -> Any:
+    """A model with packed weights and what runs it."""
+    model = build()
+    if request.param == "generate":
+        hf_paged.prepack(model)
+        yield model, functools.partial(run, model, None)
+    else:
+        with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+            yield model, functools.partial(run, model, engine)
+
+
+@pytest.mark.parametrize("kind", [Foreign, with_accelerate])
+def test_a_forward_set_later_stays(kind: Callable[[nn.Module], Any], prepacked: Any) -> None:
+    model, paged = prepacked
+    first = paged()
+    assert first == plain(model)
+    foreign = kind(model.lm_head)
+    second = paged()
+    assert foreign.calls == NEW_TOKENS and foreign.in_place()
+    inner = kind(model.model.layers[0].mlp.up_proj)
+    third = paged()
+    assert inner.in_place() and foreign.in_place() and inner.calls == NEW_TOKENS
+    assert second == first and third == plain(model) != first  # half of all logits choose the same tokens
+    for one in (foreign, inner):
+        one.remove()
+    before = foreign.calls, inner.calls
+    assert paged() == first and (foreign.calls, inner.calls) == before
+    leftovers = [m for m in model.modules() if foreign_forward(m)]
+    assert len(leftovers) == (2 if kind is with_accelerate else 0)  # accelerate puts back what it found as an attribute
+
+
+@pytest.mark.parametrize("kind", [Foreign, with_accelerate])
+def test_a_forward_set_before_stays(kind: Callable[[nn.Module], Any]) -> None:
+    model = build()
+    foreign = kind(model.model.layers[0].mlp.up_proj)
+    expected = plain(model)
+    before = foreign.calls
+    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+        assert run(model, engine) == expected
+    assert foreign.calls >= before + NEW_TOKENS and foreign.in_place()
+
+
+def test_weights_under_a_foreign_forward_may_change(prepacked: Any) -> None:
+    model, paged = prepacked
+    layer = model.model.layers[0].mlp.up_proj
+    first = paged()
+    foreign = Foreign(layer)
+    with torch.no_grad():
+        layer.weight.mul_(-3)
+    assert paged() == plain(model)
+    foreign.remove()
+    assert paged() == plain(model) != first
+    weight = layer.weight
+    foreign = Foreign(layer)
+    layer.weight = nn.Parameter(weight.to("meta"))  # as offloading leaves it
+    layer.forward = lambda rows: nn.functional.linear(rows, weight)
+    assert paged() == paged()
+    layer.weight = weight
+    del layer.forward
+    assert paged() == plain(model)
+
+
+def test_a_forward_set_in_a_step_stays(prepacked: Any) -> None:
+    """It wraps the override, which then computes what the layer would."""
+    model, paged = prepacked
+    first = paged()
+    foreign: list[Foreign] = []
+
+    def in_step(*_: Any) -> None:
+        if not foreign:
+            foreign.append(Foreign(model.model.layers[1].mlp.up_proj))
+
+    handle = model.model.layers[0].register_forward_hook(in_step)
+    paged()
+    handle.remove()
+    assert foreign[0].in_place() and foreign[0].calls == NEW_TOKENS
+    second = paged()
+    assert foreign[0].in_place() and second == plain(model) != first
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(-3)
+    assert paged() == plain(model) != second
+    foreign[0].remove()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.div_(-3)
+    assert paged() == first
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_class_patched_later_stays(prepacked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, paged = prepacked
+    first = paged()
+    own = nn.Linear.forward
+    calls = []
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return own(self, input).clamp(-0.2, 0.2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", forward)
+        if isinstance(paged.args[1], Engine):
+            assert paged() == plain(model) != first and calls
+        else:
+            with pytest.raises(ValueError, match=r"Linear\.forward has been replaced; call release_memory"):
+                paged()
+        with pytest.raises(ValueError, match=r"prepack=True: torch\.nn\.Linear\.forward has been replaced"):
+            Engine(model, CacheConfig(num_blocks=64), prepack=True)
+    assert paged() == first
+
+
+def test_an_implementation_set_in_a_step_stays() -> None:
+    model = build()
+    own = model.config._attn_implementation
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        first = run(model, engine)
+        chosen = model.lm_head.register_forward_hook(lambda *_: model.set_attn_implementation("eager"))
+        run(model, engine)
+        chosen.remove()
+        assert model.config._attn_implementation == "eager" != own
+        assert run(model, engine) == first
+
+
+def test_engines_in_other_threads_keep_their_overrides() -> None:
+    """The first of two overlapping steps that ends leaves the packed copies to the other."""
+    model = build()
+    entered, go = threading.Event(), threading.Event()
+    seen: list[bool] = []
+    layer = model.model.layers[0].mlp.up_proj
+    with (
+        Engine(model, CacheConfig(num_blocks=64), prepack=True) as slow,
+        Engine(model, CacheConfig(num_blocks=64), prepack=True) as fast,
+    ):
+        slow_thread = threading.Thread(target=run, args=(model, slow))
+
+        def wait(*_: Any) -> None:
+            if threading.current_thread() is slow_thread and not entered.is_set():
+                entered.set()
+                assert go.wait(60)
+                seen.append(is_override(vars(layer).get("forward")))
+
+        handle = model.model.embed_tokens.register_forward_hook(wait)
+        slow_thread.start()
+        assert entered.wait(60)
+        run(model, fast)
+        go.set()
+        slow_thread.join()
+        handle.remove()
+    assert seen == [True]
+    assert not any("forward" in vars(module) for module in model.modules())
