@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
