@@ -16,9 +16,9 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.generation import paged_generate
 from hf_paged.generation.decoder import PackedDecoder
-from hf_paged.generation.engine.engine import Engine
 from hf_paged.kernels import ops
 
 
@@ -101,8 +101,7 @@ FAULTS = {
 
 def stale_root(patch: pytest.MonkeyPatch) -> None:
     """Prefixes that were computed with other weights are found after these have changed."""
-    patch.setattr(Engine, "_forget_prefixes_of_other_weights", lambda self: None)
-    patch.setattr(Engine, "clear_prefix_cache", lambda self: None)
+    patch.setattr(PrefixCache, "clear", lambda self: None)
 
 
 def leak_blocks(patch: pytest.MonkeyPatch) -> None:

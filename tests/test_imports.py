@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,41 @@ def test_imports_go_one_way(path: Path) -> None:
         if other is None or other == own:
             continue
         assert LAYERS[other] < LAYERS[own], f"{path.name} ({own}) imports {name} ({other}), which stands above it"
+
+
+def own_imports() -> dict[str, set[str]]:
+    """Module -> the modules of this package that it imports, also inside functions and for type checking only."""
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES}
+    modules = set(names.values())
+    return {
+        name: (imported_modules(path) & modules) - {name}
+        for path, name in names.items()
+        if path.name != "__init__.py"  # the front door names everything
+    }
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    tuple(TopologicalSorter(own_imports()).static_order())  # raises CycleError, which has the cycle
+
+
+def generation_rank(module: str) -> int | None:
+    """Place of a module in the import order of `generation`: records < requests < engine < the generate door."""
+    parts = module.split(".")
+    if parts[:2] != ["hf_paged", "generation"]:
+        return None
+    if parts[2] == "engine":
+        return 1 if parts[3] in ("sequence", "outputs") else 4
+    if parts[2] == "sampling":
+        return 2 if parts[3] in ("ops", "processors", "beams") else 3
+    return 5 if parts[2] in ("paged_generate", "routes") else 0
+
+
+def test_imports_in_generation_go_one_way() -> None:
+    for module, others in own_imports().items():
+        rank = generation_rank(module)
+        for other in others if rank is not None else ():
+            above = generation_rank(other)
+            assert above is None or above <= rank, f"{module} imports {other}, which stands above it"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "generation" in p.parts], ids=lambda path: path.name)

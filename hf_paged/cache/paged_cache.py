@@ -444,21 +444,21 @@ class PagedStateLayer(PagedLayer):
         PagedLayer.__init__(paged, cache, index, sliding_window=getattr(layer, "sliding_window", None))
         return paged
 
-    def _stand_in(self) -> torch.Tensor:
+    def _placeholder(self) -> torch.Tensor:
         device = self._cache._pool[self.index].key.device if self.length else None
         return torch.empty(self._cache.num_rows, 0, 0, 0, device=device)
 
     @property
     def keys(self) -> torch.Tensor | None:
-        return self._stand_in() if self._apart else super().keys
+        return self._placeholder() if self._apart else super().keys
 
     @keys.setter
     def keys(self, value: object) -> None:
-        """The layer's own methods assign what they made of the stand-in."""
+        """The layer's own methods assign what they made of the placeholder."""
 
     @property
     def values(self) -> torch.Tensor | None:
-        return self._stand_in() if self._apart else super().values
+        return self._placeholder() if self._apart else super().values
 
     @values.setter
     def values(self, value: object) -> None: ...

@@ -35,6 +35,7 @@ from hf_paged.generation.validation import (
     refuse_no_cache,
 )
 from hf_paged.model.adapters import unwrapped
+from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import forget_graphs
 from hf_paged.model.packed import PackedModel
@@ -175,7 +176,7 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
     report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
     check_inputs(model, inputs, generation_config, kwargs)
     if kwargs.get("past_key_values") is not None:
-        check_cache(report, kwargs["past_key_values"])
+        check_cache(report, paged_part(kwargs["past_key_values"]))
     obstacle = argument_obstacle(model, report, kwargs)
     return _Call(model, report, CallRecord(report.model), obstacle, _prompt_length(inputs, kwargs))
 
@@ -210,13 +211,16 @@ def prepare_cache_for_generation(
     given = model_kwargs.get("past_key_values")
     if given is not None:
         given._is_user_defined = True
-        call.decoding = _Decoding(given.memory, None, True, cache=given)
+        cache = paged_part(given)
+        call.decoding = _Decoding(cache.memory, None, True, cache=cache)
     else:
         open_decoding = _open_packed_rows if obstacle is None else _open_dense_view
         mask = model_kwargs.get("attention_mask")
         call.decoding = open_decoding(call, config, cache_config, values["batch_size"], mask)
-        decoder, cache = call.decoding.decoder, call.decoding.cache
-        model_kwargs["past_key_values"] = cache if decoder is None else decoder.cache
+        if call.decoding.decoder is not None:
+            model_kwargs["past_key_values"] = call.decoding.decoder.cache
+        else:
+            model_kwargs["past_key_values"] = cache_of_call(model, call.decoding.cache, model_kwargs)
     call.record.start(call.decoding.memory)
     return None
 

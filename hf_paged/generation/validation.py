@@ -17,6 +17,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.model.adapters import unwrapped
+from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.support import SupportReport, check
 
 # -- both doors ----------------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def _is_integer(value: Any) -> bool:
 
 def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
-    cache = kwargs.get("past_key_values")
+    cache = paged_part(kwargs.get("past_key_values"))
     if cache is not None and not isinstance(cache, PagedKVCache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, but cache_implementation='paged' continues a PagedKVCache; "

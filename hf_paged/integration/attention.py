@@ -125,6 +125,16 @@ def _shape_of(value: Any) -> Any:
     return value if isinstance(value, int | str | None) else type(value)
 
 
+def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
+    """Whether a token may attend to a later one."""
+    points = torch.arange(4, device=device)
+    try:
+        seen = mask_function(0, 0, points[:, None], points[None, :])
+    except IndexError:  # it looks positions up in a tensor as long as the batch's rows
+        return False
+    return isinstance(seen, torch.Tensor) and bool((seen & (points[None, :] > points[:, None])).any())
+
+
 def _recognise(mask_function: Callable[..., Any], local_size: int | None, device: Any) -> MaskPattern:
     """Compare the function with the patterns that the kernels know, around the edges of windows and chunks."""
     if local_size is not None:
@@ -143,6 +153,11 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
         ):
             if actual is not None and torch.equal(actual, expected):
                 return pattern
+    if _looks_ahead(mask_function, device):
+        raise UnsupportedModelError(
+            "its attention mask lets tokens attend to later ones, as in the blocks of images, which packed rows "
+            "cannot; this model needs the dense view"
+        )
     raise UnsupportedModelError(
         "its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"
     )
@@ -177,6 +192,8 @@ def attention_forward(
     window = kwargs.pop("sliding_window", None)
     handle.options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "sliding_window": window}
     pattern = pattern_of_call(module, attention_mask, window)
+    if attention_mask is None:
+        _refuse_both_ways(module, kwargs.get("is_causal"))
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
     _refuse_unknown(module, kwargs)
     rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
@@ -213,6 +230,17 @@ def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> M
             f"{'causal' if mask is None else f'a window of {pattern.sliding_window}'}; this model needs the dense view"
         )
     return pattern
+
+
+def _refuse_both_ways(module: torch.nn.Module, is_causal: bool | None) -> None:
+    """Without a mask, every attention but the eager one asks the module whether it is causal."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal and _own_implementation(getattr(module, "config", None)) != "eager":
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to later tokens too where it is given no mask (is_causal=False), which "
+            "packed rows cannot; this model needs the dense view"
+        )
 
 
 def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
@@ -255,7 +283,8 @@ def hold_names(forward: object) -> None:
     """As `register`, for a packed forward in progress."""
     with _lock:
         _forwards.add(id(forward))
-        _add_names()
+        if not _wanted:
+            _add_names()
 
 
 def release_names(forward: object) -> None:

@@ -157,7 +157,7 @@ def paged_attention(
     new_kv: dict[str, torch.Tensor] = {}
     module = _module(impl, query)
     if (key is None) != (value is None):
-        raise ValueError("key and value come together")
+        raise ValueError("key and value come together: give both, or neither")
     if key is not None and value is not None:
         validation.check_new_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
         validation.check_step_slots(metadata, key_cache)
@@ -198,7 +198,7 @@ def _compiled_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` as nodes of a graph that torch.compile makes; they check their arguments when they run."""
     if (key is None) != (value is None):
-        raise ValueError("key and value come together")
+        raise ValueError("key and value come together: give both, or neither")
     if key is not None and value is not None:
         slots, in_bounds = metadata.slot_mapping, metadata.in_bounds
         torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slots, in_bounds)

@@ -16,6 +16,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.devices import device_of
+from hf_paged.model.inputs import step_positions
 from hf_paged.model.packed import uncompiled
 from hf_paged.model.support import PROBE_ERRORS, logits_tolerance, told
 
@@ -131,10 +132,12 @@ class RowModel:
         kwargs: dict[str, Any] = {}
         if "logits_to_keep" in self._parameters:
             kwargs["logits_to_keep"] = 1
-        if "position_ids" in self._parameters:
-            # As generate does: not every model asks its cache where it is.
-            end = num_computed + input_ids.shape[1]
-            kwargs["position_ids"] = torch.arange(num_computed, end, device=input_ids.device)[None]
+        # As generate does: not every model asks its cache where it is.
+        end = num_computed + input_ids.shape[1]
+        positions = torch.arange(num_computed, end, device=input_ids.device)[None]
+        given = step_positions(self.model, input_ids, positions, is_first=num_computed == 0)
+        if given is not None:
+            kwargs["position_ids"] = given
         output = uncompiled(self.model)(
             input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, **kwargs
         )

@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.adapters import unwrapped
 from hf_paged.model.devices import device_of, is_offloaded
+from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
 from hf_paged.model.packed import PackedModel
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -170,6 +171,12 @@ def _examine(model: Any) -> SupportReport:
         return refused("its weights are on the meta device, which holds no data; load them before you generate")
     kept = PagedKVCache(config).layers
     if not any(isinstance(layer, PagedLayer) for layer in kept):
+        own = sorted({_kind(layer) for layer in kept if isinstance(layer, DynamicLayer)})
+        if own:
+            return refused(
+                f"its layers keep K/V in a way of their own ({', '.join(own)}), not that of the last tokens in order; "
+                "call generate without cache_implementation"
+            )
         return refused(
             "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; "
             "call generate without cache_implementation"
@@ -305,8 +312,10 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
             logits = packed.forward(step, positions, metadata)
             for parts, part in zip(got, torch.split(logits, counts)):
                 parts.append(part)
-        expected = model(**batch, use_cache=False, return_dict=True).logits
-        _refuse_own_inputs(model, batch)
+        refuse_own_inputs(model, batch)
+        given = step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
+        positions_given = {} if given is None else {"position_ids": given}
+        expected = model(**batch, **positions_given, use_cache=False, return_dict=True).logits
     if not model.training:
         for parts, own, length in zip(got, expected, _LENGTHS):
             _compare(torch.cat(parts), own[-length:], "packed", model.dtype)
@@ -342,34 +351,6 @@ def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
     return tuple(layers)
 
 
-def _refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
-    """A model that prepares its inputs in its own way must come to what transformers' own way comes to."""
-    from transformers import DynamicCache, GenerationMixin
-
-    if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
-        return
-    for prefill in (True, False):
-        options: dict[str, Any] = {
-            "input_ids": batch["input_ids"],
-            "attention_mask": batch["attention_mask"],
-            "past_key_values": DynamicCache(config=model.config),
-            "use_cache": True,
-            "logits_to_keep": 1,
-            "is_first_iteration": prefill,
-            "next_sequence_length": None if prefill else 1,
-        }
-        own = model.prepare_inputs_for_generation(**options)
-        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
-        for name in own.keys() | plain.keys():
-            a, b = own.get(name), plain.get(name)
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-                same = torch.equal(a, b)
-            else:
-                same = a is b or (not isinstance(a or b, torch.Tensor) and (a or None) == (b or None))
-            if not same:
-                raise UnsupportedModelError(f"its prepare_inputs_for_generation makes its own {name}")
-
-
 @torch.no_grad()
 def _probe_dense(model: Any, cache: PagedKVCache) -> None:
     """Prefill and one decode step over `cache`, compared with the same over the model's own cache."""
@@ -377,7 +358,14 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
 
     batch = _padded_batch(model)
     with _without_drawing(model):
-        actual, expected = (_two_steps(model, batch, past) for past in (cache, DynamicCache(config=model.config)))
+        try:
+            expected = _two_steps(model, batch, DynamicCache(config=model.config))
+        except PROBE_ERRORS as error:
+            raise UnsupportedModelError(
+                f"it cannot be tried on a few tokens of text alone ({told(error)}); call generate without "
+                "cache_implementation"
+            ) from None
+        actual = _two_steps(model, batch, cache)
     # Under gradient checkpointing transformers drops every cache that is given in training.
     if not cache.num_rows and not drops_cache(model):
         raise UnsupportedModelError(
@@ -393,7 +381,7 @@ def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch
     for start, stop in ((0, 4), (4, 5)):
         inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
         options: dict[str, Any] = {"past_key_values": past, "use_cache": True}
-        if _takes_ordinary_inputs(model):
+        if takes_ordinary_inputs(model):
             first = start == 0
             inputs = model.prepare_inputs_for_generation(
                 **inputs, **options, is_first_iteration=first, next_sequence_length=None if first else 1
@@ -402,13 +390,6 @@ def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch
             inputs = {name: v if name == "attention_mask" else v[:, start:] for name, v in inputs.items()} | options
         logits.append(model(**inputs, return_dict=True).logits[:, -1])
     return torch.cat(logits)
-
-
-def _takes_ordinary_inputs(model: Any) -> bool:
-    """Whether generate is the one of all models, which calls prepare_inputs_for_generation with ordinary arguments."""
-    from transformers import GenerationMixin
-
-    return type(model).generate is GenerationMixin.generate
 
 
 def logits_tolerance(dtype: torch.dtype) -> float:

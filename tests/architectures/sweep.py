@@ -1,4 +1,4 @@
-"""Runs every causal-LM type of transformers as a tiny random model, paged against plain: `python sweep.py [types...]`.
+"""Runs types of transformers as tiny random models, paged against plain: `python sweep.py [types or classes...]`.
 
 One forked process with a time-out per type; a JSON line per type, a summary line at the end. See docs/models.md.
 """
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import hf_paged  # before transformers: the ordinary order of a user's script
-from tests.architectures.tiny import tiny_model
+from tests.architectures.tiny import other_classes, tiny_model
 
 LENGTHS = (5, 19, 12, 26)
 NEW_TOKENS = 24
@@ -41,6 +41,8 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
     """The result of one type. `result`: identical, refused, different, crashed, or unrunnable (plain fails too)."""
     try:
         model = tiny_model(model_type)
+        if model.config.is_encoder_decoder:
+            return _examine_refused(model)
         ids, mask = prompts()
         plain = {"greedy": _generate(model, ids, mask)}
     except Exception as error:  # the model, not hf_paged, fails here
@@ -98,6 +100,20 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
         except Exception as error:
             result["engine"], result["trace"] = f"crashed: {_line(error)}", traceback.format_exc()
     return result
+
+
+def _examine_refused(model: Any) -> dict[str, Any]:
+    """Both doors refuse the model, whatever it is given."""
+    report = hf_paged.check(model)
+    result = {"class": type(model).__name__, "mode": "refused", "reason": report.reason}
+    try:
+        model.generate(torch.tensor([[7, 8, 9]]), cache_implementation="paged")
+        hf_paged.Engine(model)
+    except hf_paged.UnsupportedModelError:
+        return {**result, "result": "refused"}
+    except Exception as error:  # whatever comes before the refusal
+        return {**result, "result": "crashed", "reason": _line(error), "trace": traceback.format_exc()}
+    return {**result, "result": "crashed", "reason": "not refused"}
 
 
 def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
@@ -246,15 +262,25 @@ def all_types() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def other_names() -> list[str]:
+    return list(other_classes())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="types to run (default: all)")
+    parser.add_argument("--others", action="store_true", help="all classes that generate and are no causal LM")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds per type")
     parser.add_argument("--engine", action="store_true", help="also run the engine with staggered arrivals")
     parser.add_argument("--out", type=Path, help="write the results there as a JSON list, sorted by type")
     args = parser.parse_args()
-    results = run(args.types or all_types(), jobs=args.jobs, timeout=args.timeout, engine=args.engine)
+    results = run(
+        args.types or (other_names() if args.others else all_types()),
+        jobs=args.jobs,
+        timeout=args.timeout,
+        engine=args.engine,
+    )
     if args.out:
         args.out.write_text(json.dumps(sorted(results, key=lambda r: r["type"]), indent=1) + "\n")
     print(summary(results))

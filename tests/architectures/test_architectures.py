@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
@@ -53,11 +54,24 @@ CI_TYPES = {
     "mamba": "refused",  # no attention
     "minimax": "refused",  # a cache class of its own
     "openai-gpt": "refused",  # no cache
+    # Classes that generate and are no causal language models, given text alone.
+    "LlavaForConditionalGeneration": "native",
+    "Qwen2VLForConditionalGeneration": "native",  # positions of three dimensions
+    "Exaone4_5_ForConditionalGeneration": "native",  # leaves rotary positions to the model
+    "Kosmos2_5ForConditionalGeneration": "dense view",  # counts its positions itself, from another number
+    "PaliGemmaForConditionalGeneration": "dense view",  # attends in both directions where there is no mask
+    "Qwen3_5ForConditionalGeneration": "dense view",  # recurrent layers beside attention
+    "UnlimitedOcrForConditionalGeneration": "refused",  # keeps the prompt and a window
+    "T5ForConditionalGeneration": "refused",  # an encoder-decoder model
 }
 
 
 # Types that the oldest supported transformers does not have yet are not there to be run.
-CI_TYPES = {name: how for name, how in CI_TYPES.items() if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+CI_TYPES = {
+    name: how
+    for name, how in CI_TYPES.items()
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(transformers, name)
+}
 
 
 def sweep(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -79,6 +93,16 @@ def test_type(model_type: str, results: dict[str, dict[str, Any]]) -> None:
     result = results[model_type]
     assert result["result"] == ("refused" if CI_TYPES[model_type] == "refused" else "identical"), result
     assert result["mode"] == CI_TYPES[model_type], result["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_other_class(tmp_path: Path) -> None:
+    results = sweep(tmp_path / "results.json", "--others", "--engine").values()
+    wrong = [r for r in results if r["result"] in ("different", "crashed")]
+    wrong += [r for r in results if r.get("engine", "").startswith(("different", "crashed"))]
+    assert not wrong, wrong
+    assert sum(r["result"] == "identical" for r in results) >= 60
 
 
 @pytest.mark.slow

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 import hf_paged
+from hf_paged.integration.attention import _pattern
+from tests.architectures.sweep import examine_engine
+from tests.architectures.tiny import redraw, tiny_config, tiny_model
 
 TEXT = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -78,3 +84,146 @@ def test_features_of_a_model_that_is_refused_are_not_taken_for_token_ids() -> No
     model = transformers.WhisperForConditionalGeneration(config).eval()
     with pytest.raises(hf_paged.UnsupportedModelError, match=r"encoder-decoder model.*call generate without"):
         model.generate(torch.randn(1, 8, 40), cache_implementation="paged", max_new_tokens=4)
+
+
+# -- encoders beside the decoder -----------------------------------------------------------------------------------
+
+
+def _decoder(model_type: str, class_name: str) -> Any:
+    config = tiny_config(model_type)
+    config.add_cross_attention, config.cross_attention_hidden_size = True, 64
+    model = randomised(getattr(transformers, class_name)(config))
+    for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "forced_bos_token_id"):
+        setattr(model.generation_config, name, None)
+    return model
+
+
+def test_cross_attention_that_a_model_keeps_apart_stays_out_of_the_blocks() -> None:
+    """It makes an EncoderDecoderCache of a DynamicCache only: any other would take the encoder's K/V for tokens'."""
+    model = _decoder("whisper", "WhisperForCausalLM")
+    states = torch.randn(2, 11, 64, generator=torch.Generator().manual_seed(3))
+    given = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), "return_dict_in_generate": True}
+    ids = prompts()[0][:2, 3:]
+    plain = generate(model, ids, **given)
+    assert isinstance(plain.past_key_values, EncoderDecoderCache)
+    with hf_paged.record_calls() as records:
+        paged = generate(model, ids, cache_implementation="paged", cache_config={"block_size": 4}, **given)
+    assert torch.equal(paged.sequences, plain.sequences)
+    assert records[0].peak_blocks_used == 2 * -(-(ids.shape[1] + 11) // 4)
+    # The cache that the caller has got can be continued.
+    turn = torch.cat([plain.sequences, ids[:, :2]], dim=1)
+    expected = generate(model, turn, past_key_values=plain.past_key_values, **given)
+    actual = generate(model, turn, past_key_values=paged.past_key_values, cache_implementation="paged", **given)
+    assert torch.equal(actual.sequences, expected.sequences)
+
+
+def test_captions_of_images() -> None:
+    config = transformers.BlipConfig(
+        text_config={
+            **TEXT, "encoder_hidden_size": 32, "bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2,
+            "sep_token_id": 2, "is_decoder": True, "projection_dim": 32,
+        },
+        vision_config={**VISION, "projection_dim": 32},
+        projection_dim=32,
+    )  # fmt: skip
+    model = randomised(transformers.BlipForConditionalGeneration(config))
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    ids = prompts()[0][:2, 3:]
+    for options in ({}, {"num_beams": 3}):
+        plain = model.generate(pixels, input_ids=ids, max_new_tokens=10, do_sample=False, **options)
+        with hf_paged.record_calls() as records:
+            paged = model.generate(
+                pixels, input_ids=ids, max_new_tokens=10, do_sample=False, cache_implementation="paged", **options
+            )
+        assert torch.equal(paged, plain)
+        assert records[0].peak_blocks_used <= 2 * options.get("num_beams", 1)  # of 16 tokens
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name"), [("bart", "BartForCausalLM"), ("prophetnet", "ProphetNetForCausalLM")]
+)
+def test_cross_attention_that_a_model_keeps_among_its_tokens(model_type: str, class_name: str) -> None:
+    """So do they over a DynamicCache: the encoder's K/V is added at every step, and the next step attends to it."""
+    model = _decoder(model_type, class_name)
+    states = torch.randn(2, 11, 64, generator=torch.Generator().manual_seed(3))
+    given = {"encoder_hidden_states": states, "return_dict_in_generate": True}
+    ids = prompts()[0][:2, 3:]
+    plain = generate(model, ids, **given)
+    paged = generate(model, ids, cache_implementation="paged", **given)
+    assert torch.equal(paged.sequences, plain.sequences)
+    assert paged.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length() > ids.shape[1] + 12
+
+
+# -- attention in both directions ----------------------------------------------------------------------------------
+
+
+def test_attention_in_both_directions_without_a_mask_is_not_packed() -> None:
+    model = tiny_model("PaliGemmaForConditionalGeneration")
+    report = hf_paged.check(model)
+    assert report.supported and not report.native
+    ids = prompts()[0][1:2]  # not padded: the model gets no mask
+    plain = generate(model, ids)
+    changed = ids.clone()
+    changed[0, -1] = 7
+    states = [model(x, output_hidden_states=True).hidden_states[-1][0, 0] for x in (ids, changed)]
+    assert not torch.allclose(*states)  # the first token sees the last one
+    config = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with hf_paged.Engine(model) as engine:
+        (output,) = engine.generate([ids[0].tolist()], config)
+    assert list(output.outputs[0].token_ids) == plain[0, ids.shape[1] :].tolist()
+
+
+def test_a_mask_of_both_directions_is_refused_by_its_mechanism() -> None:
+    from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
+
+    mask = or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])))
+    with pytest.raises(hf_paged.UnsupportedModelError, match="attend to later ones, as in the blocks of images"):
+        _pattern(mask_function=mask)
+
+
+def test_image_blocks_of_gemma3() -> None:
+    config = transformers.Gemma3Config(
+        text_config={**TEXT, "vocab_size": 128, "head_dim": 16, "sliding_window": 8},
+        vision_config={**VISION, "num_channels": 3},
+        mm_tokens_per_image=4,
+        image_token_index=98,
+        boi_token_index=97,
+        eoi_token_index=96,
+        tie_word_embeddings=False,
+    )
+    config.text_config.tie_word_embeddings = False
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    redraw(model, 0)
+    ids = torch.cat([prompts()[0][1:2], torch.tensor([[97, 98, 98, 98, 98, 96, 9, 8]])], dim=1)
+    given = {"pixel_values": torch.randn(1, 3, 32, 32), "token_type_ids": (ids == 98).long()}
+    plain = generate(model, ids, **given)
+    assert not torch.equal(plain, generate(model, ids))
+    with hf_paged.record_calls() as records:
+        assert torch.equal(generate(model, ids, cache_implementation="paged", **given), plain)
+    assert records[0].route == "hf_loop"
+    assert hf_paged.check(model).native  # text alone is packed
+
+
+def test_positions_that_a_model_counts_itself() -> None:
+    """From padding_idx + 1, whatever generate gives it."""
+    model = tiny_model("Kosmos2_5ForConditionalGeneration")
+    ids, mask = prompts()
+    assert torch.equal(generate(model, ids, mask, cache_implementation="paged"), generate(model, ids, mask))
+    assert examine_engine(model, ids, mask) == "identical"
+
+
+# -- what a refusal says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("class_name", "reason"),
+    [
+        ("UnlimitedOcrForConditionalGeneration", "keep K/V in a way of their own .*ReferenceSlidingWindowLayer"),
+        ("IdeficsForVisionText2Text", "cannot be tried on a few tokens of text alone .*pixel_values"),
+    ],
+)
+def test_refusals_name_the_mechanism(class_name: str, reason: str) -> None:
+    model = tiny_model(class_name)
+    assert re.search(reason, hf_paged.check(model).reason), hf_paged.check(model).reason
+    with pytest.raises(hf_paged.UnsupportedModelError, match=reason):
+        hf_paged.Engine(model)

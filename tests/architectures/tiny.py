@@ -5,6 +5,7 @@ Weights are redrawn wide, so that greedy tokens vary and depend on their context
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -159,6 +160,27 @@ def _specials() -> None:
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": half, "long_factor": [2.0] * 8}
         rope |= {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.1}
         special(name, original_max_position_embeddings=32, rope_parameters=rope)
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 2, 2],
+    }  # half of a head: time, height, width
+    for name in (
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+        "paddleocr_vl",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "ernie4_5_vl_moe",
+    ):
+        special(name, text_config={"rope_parameters": rope})
+    special("qwen2_vl", vision_config={"depth": 2, "embed_dim": 64, "hidden_size": 64})
+    for name in ("kosmos-2", "kosmos-2.5"):
+        sizes = {"embed_dim": 64, "layers": NUM_LAYERS, "ffn_dim": 96, "attention_heads": 4}
+        special(name, text_config=sizes, latent_query_num=4)
+    special("step3p7", text_config={"sliding_window": WINDOW})
     special("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 2)
     special("gemma4_text", num_kv_shared_layers=2)
 
@@ -185,6 +207,9 @@ def shrink(config: Any) -> dict[str, Any]:
             fields[name] = _layer_types(value)
         elif (_is_size(value) and name in _SIZES) or (value is None and name in _REQUIRED):
             fields[name] = _SIZES[name]
+        elif name == "rope_parameters" and value and "mrope_section" in value:
+            parts = 8 * value.get("partial_rotary_factor", 1.0)
+            fields[name] = {**value, "mrope_section": [int(parts / 2), int(parts / 4), int(parts / 4)]}
         elif isinstance(value, float) and "drop" in name:
             fields[name] = 0.0
         elif name in config.sub_configs and value is not None:
@@ -197,7 +222,8 @@ def shrink(config: Any) -> dict[str, Any]:
 _specials()
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, *, as_decoder: bool = True) -> Any:
+    """as_decoder: encoder families attend causally and keep a cache; seq2seq families are their decoders alone."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
@@ -208,8 +234,9 @@ def tiny_config(model_type: str) -> Any:
         else:
             fields[name] = value
     config = cls(**fields)
-    config.is_decoder = True  # encoder families attend causally and keep a cache only then
-    config.is_encoder_decoder = False
+    if as_decoder:
+        config.is_decoder = True
+        config.is_encoder_decoder = False
     if getattr(config, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # SDPA, the default of some releases, drops the soft cap
     for part in (config, config.get_text_config(decoder=True)):
@@ -217,14 +244,42 @@ def tiny_config(model_type: str) -> Any:
     return config
 
 
-def tiny_model(model_type: str, seed: int = 0) -> Any:
-    """An eval-mode fp32 model on the CPU, its generation config free of length and token settings."""
+# The auto classes whose models generate tokens and are no causal language models: what they take beside text varies.
+_OTHER_TASKS = (
+    "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "TEXT_TO_WAVEFORM",
+    "TEXT_TO_SPECTROGRAM", "VISUAL_QUESTION_ANSWERING", "RNNT", "TDT",
+)  # fmt: skip
+
+
+@functools.cache
+def other_classes() -> dict[str, str]:
+    """Class name -> model type of everything that generates and is not in the causal-LM mapping."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    found: dict[str, str] = {}
+    for task in _OTHER_TASKS:
+        for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).items():
+            for name in [names] if isinstance(names, str) else names:
+                cls = getattr(transformers, name, None)
+                if name not in causal and cls is not None and cls.can_generate():
+                    found.setdefault(name, model_type)
+    return found
+
+
+def tiny_model(name: str, seed: int = 0) -> Any:
+    """An eval-mode fp32 model on the CPU, its generation config free of length and token settings.
+
+    name: a type of the causal-LM mapping, or a class of `other_classes`.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     torch.manual_seed(seed)
-    config = tiny_config(model_type)
-    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    is_causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config = tiny_config(name if is_causal else other_classes()[name], as_decoder=is_causal)
+    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] if is_causal else name)
     if cls.config_class is not None and not isinstance(config, cls.config_class):
         # A composite config whose causal-LM class takes the text part alone.
         config = config.get_text_config(decoder=True)

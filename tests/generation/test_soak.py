@@ -30,7 +30,7 @@ def check(report: Report) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_soak(world: World, kind: str) -> None:
-    report = Round(world, 1000 * KINDS.index(kind), 40, kind, "steps").run()
+    report = Round(world, 1000 * list(KINDS).index(kind), 40, kind, "steps").run()
     check(report)
     assert report.counts["checked"] > 25
 
@@ -40,9 +40,10 @@ def test_a_short_soak_of_the_other_ways_in(world: World, mode: str) -> None:
     check(Round(world, 0, 60, "llama", mode).run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", sabotage.SOAK_FAULTS)
 def test_the_soak_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 2000 requests. The weights change first: the faults show in different ways."""
+    """Within 2000 requests."""
     sabotage.SOAK_FAULTS[fault](monkeypatch)
     world = World()
     for first in range(0, 2000, 200):

@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import warnings
@@ -250,6 +252,12 @@ def test_one_build_for_every_environment(compiler: Path) -> None:
         for path in ("/one/torch/lib/libgomp.so.1", "/two/torch/lib/libgomp.so.1", "/two/torch/lib/libomp.so")
     )
     assert first.identity() == second.identity() != other.identity()
+
+
+def test_a_process_that_has_not_imported_torch_makes_the_same_build() -> None:
+    code = "from hf_paged.kernels.native.toolchain import find_toolchain; print(find_toolchain().identity())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == find_toolchain().identity()
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from hf_paged import CacheConfig, Engine, RequestOutput, SchedulerConfig
 from tests import models
 from tests.soaking.options import FAULT, RaisingCriterion, RaisingProcessor, options
-from tests.soaking.world import ADAPTERS, BASE, KINDS, NUM_PROMPTS, UNNOTICED, World, prompts
+from tests.soaking.world import ADAPTERS, BASE, KINDS, NUM_PROMPTS, NUM_VERSIONS, UNNOTICED, World, prompts
 
 CAN_PAUSE = hasattr(Engine, "pause")
 
@@ -70,17 +70,19 @@ class Round:
     def __init__(self, world: World, first: int, count: int, kind: str | None = None, mode: str | None = None) -> None:
         self.rng = rng = random.Random(first)
         self.world = world
-        self.kind = kind or rng.choice(KINDS)
+        chosen = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        self.kind = kind or chosen
         self.model = world.model(self.kind)
         self.count = count
         self.flights: dict[str, Flight] = {}
         self.lock = threading.Lock()
         self.drains = False
+        self.pinned: list[tuple[int, str | None, str | None]] = []
         chosen = rng.choice(MODES)
         mode = mode or chosen
-        if rng.random() < 0.3:
-            self._change_weights()
-        if self.kind == "lora" and rng.random() < 0.3:
+        # Whatever the rounds before have left, so that a round can be done again alone.
+        world.set_version(self.kind, rng.randrange(NUM_VERSIONS), random.Random(first))
+        if self.kind == "lora":
             world.activate(self.kind, rng.choice([*ADAPTERS, BASE]))
         self.active = self._active()
         cache, scheduler = self._settings()
@@ -90,7 +92,7 @@ class Round:
     def _settings(self) -> tuple[CacheConfig, SchedulerConfig]:
         rng = self.rng
         size = rng.choice((1, 2, 4, 4, 8, 16))
-        needed = -(-PROMPT_TOKENS // size) + WIDTH * (-(-NEW_TOKENS // size) + 2)
+        needed = 2 * -(-PROMPT_TOKENS // size) + WIDTH * (-(-NEW_TOKENS // size) + 2)
         cache = CacheConfig(
             block_size=size,
             num_blocks=int(needed * rng.choice((1, 1.2, 1.5, 2, 6))),
@@ -101,8 +103,8 @@ class Round:
             preemption = "auto"
         is_packed = self.kind not in ("bloom", "lfm2")
         return cache, SchedulerConfig(
-            max_num_seqs=rng.choice((4, 8, 16, 24)),
-            max_num_batched_tokens=rng.choice((8, 16, 32, 64, 256)),
+            max_num_seqs=rng.choice((4, 16, 24, 32)),
+            max_num_batched_tokens=rng.choice((8, 32, 64, 256)),
             preemption=preemption,
             prefix_caching=rng.random() < 0.8,
             watermark=rng.choice((0.0, 0.01, 0.2)),
@@ -122,6 +124,8 @@ class Round:
         return self.report
 
     def _leaked(self) -> int:
+        for prompt, adapter, salt in self.pinned:
+            self.engine.release_prefix(prompts()[prompt], adapter=adapter, cache_salt=salt)
         self.engine.check_integrity()
         stats = self.engine.stats()
         lost = stats.num_blocks - stats.blocks_free - stats.blocks_cached
@@ -133,7 +137,7 @@ class Round:
 
     def _steps(self) -> None:
         rng, added = self.rng, 0
-        most = rng.choice((3, 10, 30))
+        most = rng.choice((3, 12, 24, 24, 40))
         while added < self.count or self.engine.has_unfinished_requests():
             if self.drains and not self.flights:
                 self._change_weights()
@@ -167,6 +171,11 @@ class Round:
             self.active = self._active()
         elif event < 0.06:
             self._call_generate()
+        elif event < 0.065 and engine.scheduler_config.prefix_caching and not self.pinned:
+            adapter = rng.choice([*ADAPTERS, BASE]) if self.kind == "lora" else None
+            self.pinned.append((rng.randrange(NUM_PROMPTS), adapter, rng.choice((None, "a"))))
+            prompt, adapter, salt = self.pinned[-1]
+            engine.cache_prefix(prompts()[prompt], adapter=adapter, cache_salt=salt)
         elif event < 0.12 and self.flights:
             mode = rng.choice(["recompute", "swap"] if engine._host_managers else ["recompute"])
             engine._scheduler.force_preempt(rng.choice(list(self.flights)), mode)
@@ -304,7 +313,7 @@ class Round:
         flights = [flight for name, flight in self.flights.items()]
         if not flights:
             way = self.world.change(self.kind, self.rng)
-            if hasattr(self, "engine") and way in UNNOTICED:
+            if way in UNNOTICED:
                 self.engine.weights_changed() if CAN_PAUSE else self.engine.clear_prefix_cache()
             return
         if not CAN_PAUSE:

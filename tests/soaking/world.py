@@ -17,7 +17,9 @@ from torch import nn
 from tests import models
 from tests.soaking.options import options
 
-KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom", "lfm2", "lora")
+KINDS = {"llama": 6, "mistral": 3, "gemma3": 3, "gpt2": 3, "bloom": 1, "lfm2": 1, "lora": 5}
+"""Kinds of models and how often they are chosen: bloom and lfm2 are computed one sequence at a time."""
+
 NUM_VERSIONS = 3
 NUM_PROMPTS = 14
 ADAPTERS = {"x": ["q_proj", "v_proj", "down_proj"], "y": ["k_proj", "o_proj", "up_proj"]}
@@ -114,10 +116,13 @@ class World:
 
     def change(self, kind: str, rng: random.Random) -> str:
         """Give the live model other weights, in one of many ways; returns the name of the way."""
-        version = rng.choice([v for v in range(NUM_VERSIONS) if v != self.version[kind]])
+        return self.set_version(kind, rng.choice([v for v in range(NUM_VERSIONS) if v != self.version[kind]]), rng)
+
+    def set_version(self, kind: str, version: int, rng: random.Random) -> str:
         name = rng.choice(list(WAYS))
-        WAYS[name](self.live[kind], self.weights(kind, version))
-        self.version[kind] = version
+        if version != self.version[kind]:
+            WAYS[name](self.live[kind], self.weights(kind, version))
+            self.version[kind] = version
         return name
 
     # -- what a request must yield ---------------------------------------------------------------------------------

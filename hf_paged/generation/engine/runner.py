@@ -1,4 +1,4 @@
-"""Runner: does on the device what a SchedulerOutput says. The only place that turns sequences into tensors.
+"""Runner: carries out a SchedulerOutput on the device. The only place that turns sequences into tensors.
 
 Knows block tables and tokens; never queues, requests or sampling.
 """
@@ -29,9 +29,9 @@ from hf_paged.model.sequential import RowModel
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """seqs: the sequences whose gap this step closed, in the order of the plan; logits [len(seqs), vocab] of them.
+    """seqs: the sequences whose next token is due, in the order of the plan; logits [len(seqs), vocab] of them.
 
-    failed: sequences whose forward raised beside others that did not, with the error.
+    failed: sequences whose forward raised while that of others did not, with the error.
     """
 
     seqs: list[Sequence]
@@ -40,23 +40,23 @@ class StepResult:
 
 
 class _LateTokens:
-    """Tokens of a step that only the device knows: `chosen[row]` belongs to `place`, for each pair (place, row)."""
+    """Tokens of a step that only the device knows: `sampled[row]` belongs to `place`, for each pair (place, row)."""
 
-    def __init__(self, chosen: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-        self._chosen = chosen
+    def __init__(self, sampled: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        self._sampled = sampled
         self._where = np.array(pairs, dtype=np.int64).T.copy()
 
     def __call__(self, ids: torch.Tensor) -> None:
-        """Fill them in, in ids int64 [num_tokens], without waiting for the device."""
+        """Write them into ids int64 [num_tokens] without waiting for the device."""
         places, rows = to_device(self._where, ids.device)
-        ids.index_copy_(0, places, self._chosen.index_select(0, rows))
+        ids.index_copy_(0, places, self._sampled.index_select(0, rows))
 
 
 class Runner:
     """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
-    A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel one after the
-    other. `graphs` compute the decode steps that they can.
+    A PackedModel computes all sequences of a step that have the same adapters in one forward; a RowModel computes one
+    sequence after the other. `graphs` replay the decode steps that they can.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Runner:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether a step that was interrupted in the forward may be done again: states are not taken back."""
+        """Whether an interrupted forward can be repeated: the recurrent states of a RowModel cannot be rolled back."""
         return isinstance(self._model, PackedModel)
 
     def prepare(self, output: SchedulerOutput) -> None:
@@ -106,6 +106,8 @@ class Runner:
         self._follow_last_step()
         if isinstance(self._model, RowModel):
             self._follow(self._model, output)
+        if not output.moves_blocks:
+            return
         for index, group in enumerate(self._memory.groups):
             if self._host_pools:
                 self._host_pools[index].swap_out(output.swap_out[index])
@@ -127,7 +129,7 @@ class Runner:
             return self._run_by_adapters(output.scheduled, compute)
 
     def _follow_last_step(self) -> None:
-        """A step that is done on another stream than the last comes after it all the same."""
+        """Order this step after the last one if it runs on another CUDA stream."""
         if self._device.type == "cuda":
             current = torch.cuda.current_stream(self._device)
             if self._stream is not None and self._stream != current:
@@ -135,7 +137,7 @@ class Runner:
             self._stream = current
 
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
-        """The plan's parts of like adapters, one after the other, each with its own switched on."""
+        """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
         if not self._adapters.seen:
             return compute(plan)
         parts: dict[Any, Plan] = {}
@@ -147,12 +149,12 @@ class Runner:
         for choice, part in parts.items():
             try:
                 results.append(self._adapters.run(choice, partial(compute, part)))
-            except Exception as error:  # of these adapters, as far as one can tell: the others go on
+            except Exception as error:  # the failure is put down to these adapters; the other requests go on
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
 
     def _run_packed(self, model: PackedModel, sampled: SampledTokens | None, plan: Plan) -> StepResult:
-        """A plan of like adapters."""
+        """One forward of sequences with the same adapters."""
         tokens: list[int] = []
         seqs, rows = [], []
         pending: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
@@ -169,7 +171,7 @@ class Runner:
         late = _LateTokens(sampled.tokens, pending) if sampled is not None and pending else None
         step = self._memory.step_arrays([seq.seq_id for seq, _ in plan], [count for _, count in plan])
         known = np.array(tokens, dtype=np.int64)
-        # Every token's logits are wanted in a pure decode step: no index, no copy of the hidden states.
+        # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
         is_decode = len(rows) == len(tokens)
         if is_decode and self._graphs is not None:
             adapters = plan[0][0].group.adapters if self._adapters.seen else None
@@ -205,7 +207,7 @@ class Runner:
 
 
 def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:
-    """Results of parts of the plan, in the order of the plan."""
+    """Merge the results of parts of the plan, in the order of the plan."""
     logits = [result.logits for result in results if result.logits is not None]
     if not logits:
         return StepResult([], None, failed)
@@ -217,7 +219,7 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
 
 
 def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:
-    """The next `count` tokens cut as generate cuts them: the prompt at once, when all of it is due, then singly."""
+    """Split the next `count` tokens as `generate` does: the whole prompt at once if it is due, then one by one."""
     start, end, prompt = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.num_prompt_tokens
     pieces = [(0, prompt)] if start < prompt <= end else []
     return pieces + [(position, position + 1) for position in range(max(start, prompt), end)]

@@ -99,7 +99,9 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _openmp_library() -> Path | None:
-    """The OpenMP runtime loaded into this process (torch's own copy first), if it can be told."""
+    """The OpenMP runtime that torch has loaded into this process, if it can be told."""
+    import torch  # noqa: F401  loads it, in a process that has not needed torch so far
+
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:

@@ -1,0 +1,46 @@
+"""Decoders that attend to an encoder's states too: whether they keep the K/V of those in a cache of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+_STATES = ("encoder_outputs", "encoder_hidden_states")
+# What belongs to the prompt; the trial has one token.
+_OF_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
+
+
+def cache_of_call(model: Any, paged: Cache, model_kwargs: dict[str, Any]) -> Cache:
+    """What a call gives the model as `past_key_values`: the paged cache, or one beside it for cross-attention too."""
+    return EncoderDecoderCache(paged, DynamicCache()) if keeps_cross_attention_apart(model, model_kwargs) else paged
+
+
+def paged_part(cache: Any) -> Any:
+    """The cache of the tokens, where another one beside it is of cross-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+@torch.no_grad()
+def keeps_cross_attention_apart(model: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the model makes an EncoderDecoderCache of the DynamicCache that plain generate gives it.
+
+    Some models do so for a DynamicCache only; given another cache they would write the K/V of the encoder's states
+    into the same layers as that of the tokens. Tried on one token of each row, if the call has such states at all.
+    """
+    states = next((model_kwargs[name] for name in _STATES if model_kwargs.get(name) is not None), None)
+    if states is None:
+        return False
+    tensor = states if isinstance(states, torch.Tensor) else states[0]
+    kept = {k: v for k, v in model_kwargs.items() if k not in (*_OF_PROMPT, "past_key_values", "use_cache")}
+    inputs = model.prepare_inputs_for_generation(
+        torch.zeros(tensor.shape[0], 1, dtype=torch.int64, device=tensor.device),
+        past_key_values=DynamicCache(config=model.config),
+        use_cache=True,
+        is_first_iteration=True,
+        **kept,
+    )
+    with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []):
+        output = model(**inputs, return_dict=True)
+    return isinstance(output.past_key_values, EncoderDecoderCache)

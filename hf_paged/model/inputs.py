@@ -1,0 +1,70 @@
+"""What a step of generate gives a model beside its tokens, where the model prepares its inputs in its own way."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from hf_paged.errors import UnsupportedModelError
+
+
+def step_positions(
+    model: Any, ids: torch.Tensor, positions: torch.Tensor | None, *, is_first: bool
+) -> torch.Tensor | None:
+    """What a step of generate gives the model where its tokens are at `positions` int64 [batch, length].
+
+    Some models count from another number, or leave the positions out and count themselves (None).
+    """
+    from transformers import GenerationMixin
+
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    is_own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    if not is_own or not takes_ordinary_inputs(model):
+        return positions
+    inputs = model.prepare_inputs_for_generation(
+        ids, position_ids=positions, use_cache=True, is_first_iteration=is_first
+    )
+    given: torch.Tensor | None = inputs.get("position_ids")
+    return given
+
+
+def takes_ordinary_inputs(model: Any) -> bool:
+    """Whether generate is the one of all models, which calls prepare_inputs_for_generation with ordinary arguments."""
+    from transformers import GenerationMixin
+
+    return type(model).generate is GenerationMixin.generate
+
+
+def refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    """A model that prepares its inputs in its own way must come to what transformers' own way comes to."""
+    from transformers import DynamicCache, GenerationMixin
+
+    if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
+        return
+    numbers: list[torch.Tensor | None] = []
+    for prefill in (True, False):
+        options: dict[str, Any] = {
+            **batch,
+            "past_key_values": DynamicCache(config=model.config),
+            "use_cache": True,
+            "logits_to_keep": 1,
+            "is_first_iteration": prefill,
+            "next_sequence_length": None if prefill else 1,
+        }
+        own = model.prepare_inputs_for_generation(**options)
+        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
+        numbers.append(own.get("position_ids"))
+        for name in (own.keys() | plain.keys()) - {"position_ids"}:  # those, the logits are compared for
+            a, b = own.get(name), plain.get(name)
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                same = torch.equal(a, b)
+            else:
+                same = a is b or (not isinstance(a or b, torch.Tensor) and (a or None) == (b or None))
+            if not same:
+                raise UnsupportedModelError(f"its prepare_inputs_for_generation makes its own {name}")
+    first, later = numbers
+    if (first is None) != (later is None) or (first is not None and not torch.equal(first[..., -1:], later)):
+        raise UnsupportedModelError("its prepare_inputs_for_generation numbers the tokens anew at every step")

@@ -1,0 +1,80 @@
+"""How many modules of ours a decode step passes. The bounds may fall, and must not rise: a newcomer reads this path."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_paged import Engine
+from tests import models
+
+pytestmark = pytest.mark.skipif(sys.getprofile() is not None, reason="needs the profiler that something else uses")
+
+ENGINE_STEP, GENERATE_STEP = 23, 10
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+class Modules:
+    """The modules of hf_paged that are entered between `start` and `stop`.
+
+    Generated methods of records do not count, and the kernels count as one: how many files they take depends on the
+    machine.
+    """
+
+    def __init__(self) -> None:
+        self.entered: set[str] = set()
+
+    def start(self) -> None:
+        self.entered.clear()
+        sys.setprofile(self._note)
+
+    def stop(self) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("hf_paged.") and frame.f_code.co_filename != "<string>":
+            name = name.removeprefix("hf_paged.")
+            self.entered.add("kernels" if name.startswith("kernels.") else name)
+
+
+def test_a_decode_step_of_an_engine() -> None:
+    modules = Modules()
+    with Engine(models.shared("llama")) as engine:
+        for prompt in models.prompts(5, 9):
+            engine.add_request(prompt, GenerationConfig(**OPTIONS))
+        for _ in range(4):
+            engine.step()
+        modules.start()
+        try:
+            engine.step()
+        finally:
+            modules.stop()
+    assert modules.entered >= {"generation.engine.scheduler", "cache.block_manager", "integration.attention", "kernels"}
+    assert len(modules.entered) <= ENGINE_STEP, sorted(modules.entered)
+
+
+def test_a_decode_step_of_generate() -> None:
+    model, (prompt,) = models.shared("llama"), models.prompts(5)
+    modules = Modules()
+    steps: list[set[str]] = []
+
+    def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Called once a step, so that each interval holds one forward and the loop around it."""
+        modules.stop()
+        steps.append(set(modules.entered))
+        modules.start()
+        return scores
+
+    try:
+        model.generate(prompt[None], **OPTIONS, cache_implementation="paged", logits_processor=[watch])
+    finally:
+        modules.stop()
+    assert len(steps) == 8
+    assert steps[4] >= {"generation.decoder", "cache.block_manager", "integration.attention", "kernels"}
+    assert len(steps[4]) <= GENERATE_STEP, sorted(steps[4])
