@@ -39,6 +39,8 @@ _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 _NATIVE = attrgetter("native")
 
+_Seen = tuple[list[Any], list[int], list[Any]]  # modules and functions; addresses; weights, which have no plain ==
+
 _known: weakref.WeakKeyDictionary[PackedWeights, NativeDecoder] = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +61,7 @@ class NativeDecoder:
         self._layers = [layer for layer in layers if layer is not None]
         self._ready: list[Layer] = []
         self._overrides = Overrides()  # of the ready ones
-        self._seen: tuple[list[Any], list[int]] | None = None  # when these were found ready
+        self._seen: _Seen | None = None  # when these were found ready
         self._in_force: list[Any] = []
         places = [place for layer in self._layers for place in layer.places]
         self._tables = [modules for modules, _, _ in places]
@@ -99,20 +101,19 @@ class NativeDecoder:
         self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in ready)
         self._ready = ready
 
-    def _look(self) -> tuple[list[Any], list[int]]:
-        """What `is_ready` depends on beside hooks: objects, and addresses of weights. Of all layers at once, because it
-        is needed in every step."""
+    def _look(self) -> _Seen:
+        """What `is_ready` depends on beside hooks. Of all layers at once, because it is needed in every step."""
+        parts = list(map(dict.get, self._tables, self._names))
+        parts += map(dict.get, self._children, repeat("forward"))
+        parts += [owner.forward for owner in self._classes]
+        parts += map(own_rotary, self._rotary)
         weights = [parameters["weight"] for parameters in self._norms]
-        objects = list(map(dict.get, self._tables, self._names))
-        objects += map(dict.get, self._children, repeat("forward"))
-        objects += map(_NATIVE, self._packed)
-        objects += [owner.forward for owner in self._classes]
-        objects += map(own_rotary, self._rotary)
-        return objects + weights, list(map(torch.Tensor.data_ptr, weights))
+        addresses = list(map(torch.Tensor.data_ptr, weights))
+        return parts, addresses, [*map(_NATIVE, self._packed), *weights]
 
 
-def _same(seen: tuple[list[Any], list[int]], before: tuple[list[Any], list[int]]) -> bool:
-    return all(map(is_, seen[0], before[0])) and seen[1] == before[1]
+def _same(seen: _Seen, before: _Seen) -> bool:
+    return seen[:2] == before[:2] and all(map(is_, seen[2], before[2]))
 
 
 def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
