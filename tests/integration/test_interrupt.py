@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
@@ -105,6 +106,26 @@ def test_packed_forward() -> None:
         assert not attention.in_packed_step(), at
         assert not packed._routes and not attention._forwards, at
     assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
+    assert generate().equal(expected)
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
+def test_packed_weights() -> None:
+    """A forward that other code has set stays, wherever the interrupt comes."""
+    model = models.build("llama", num_hidden_layers=1)
+    hf_paged.prepack(model)
+    own = model.lm_head.forward
+    theirs = model.lm_head.forward = lambda rows: -own(rows)
+    ids = torch.arange(5)[None]
+
+    def generate() -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
+
+    expected = generate()
+    for at in interrupted_everywhere(generate, 40):
+        assert [m for m in model.modules() if "forward" in vars(m)] == [model.lm_head], at
+        assert model.lm_head.forward is theirs, at
+        assert not packed._routes and not attention._forwards, at
     assert generate().equal(expected)
 
 
