@@ -16,8 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.model.adapters import unwrapped
 from hf_paged.model.cross_attention import paged_part
+from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check
 
 # -- both doors ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hf_paged.generation.sampling import batch, group, single
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import adapters, overrides, packed
+from hf_paged.model.state import state_of
 from tests import models
 
 TRACED = {
@@ -180,7 +181,7 @@ def test_adapters_of_requests() -> None:
         expected = generate()
         for at in interrupted_everywhere(generate, 60):
             assert state() == before, at
-            assert not adapters.lock_of(model)._is_owned(), at
+            assert not state_of(model).lock._is_owned(), at
             engine.check_integrity()
         assert generate() == expected
 

@@ -18,10 +18,10 @@ from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
-from hf_paged.model.adapters import lock_of, unwrapped
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
+from hf_paged.model.state import state_of, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
@@ -65,7 +65,7 @@ def open_memory(
     Raises UnsupportedModelError, or ValueError if the memory holds no block.
     """
     model = _generating_model(model)
-    with lock_of(model):  # another engine on it may be in a step, with adapters of its requests switched on
+    with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
         opened = _open(model, cache_config, scheduler_config, prepack)
     return opened
 
