@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the results of tests/architectures/sweep.py: `make_models_doc.py results.json`."""
+"""Write docs/models.md from the results of tests/architectures/sweep.py: `make_models_doc.py results.json`."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/make_models_doc.py from the results of tests/architectures/sweep.py. Do not edit. -->
 
-Every causal language model type of transformers {version}, as a tiny random model in fp32 on a CPU: 4 layers of every
-kind its config knows, windows and chunks of 8 tokens, a left-padded batch of prompts of 5 to 26 tokens, 24 new ones.
-`generate(cache_implementation="paged")` against plain `generate`: greedy, again with an EOS id, 3 beams with 2
-returned, 2 samples a prompt with a seed. *Identical*: the same tokens in all of them, K/V in blocks, no block in use
-afterwards.
+Every causal language model type of transformers {version} was tested as a tiny random model in fp32 on a CPU: 4 layers
+that cover every layer type of its config, windows and chunks of 8 tokens, a left-padded batch of prompts of 5 to 26
+tokens, and 24 new tokens. The test compares `generate(cache_implementation="paged")` with plain `generate`: greedy,
+greedy with an EOS id, 3 beams with 2 returned, and 2 seeded samples per prompt. *Identical* means that all of them gave
+the same tokens, that the K/V was in blocks, and that no block was in use afterwards.
 
 {summary}
 
-How a type runs is found by trying (`hf_paged.check(model)`), never by its name, so a model that is not in the table,
-or that you wrote yourself, is treated in the same way.
+`hf_paged.check(model)` decides how a model runs by trying it, never by its name. A model that is not in the table, or
+that you wrote yourself, is treated in the same way.
 
-- **native**: sequences packed without padding, attention in hf_paged's kernels.
-- **dense view**: the K/V lies in blocks; the model's own attention computes on tensors gathered from them. Exact, and
-  slower. State that is not K/V (recurrent, convolution, indexer) is kept per row and moves with the blocks.
-- **refused**: `UnsupportedModelError` before anything runs, with the reason.
+- **native**: sequences are packed without padding, and hf_paged's kernels compute attention.
+- **dense view**: the K/V is in blocks, and the model's own attention computes on tensors gathered from them. This is
+  exact, but slower. Other state (recurrent, convolution, indexer) is kept per row and moves with the blocks.
+- **refused**: `UnsupportedModelError` with the reason, before any token is generated.
+
+The engine refuses cpmant and recurrent_gemma as models. It also refuses requests to phi3 and phimoe that may grow
+beyond `original_max_position_embeddings` (32 tokens in these tiny models, 4,096 in the published ones): beyond that
+length LongRoPE's factors depend on the longest sequence of the batch, which requests of one step cannot share. Shorter
+requests to these models run natively in the engine.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, help="what sweep.py --out wrote")
-    parser.add_argument("--version", required=True, help="of transformers, that the results are from")
+    parser.add_argument("results", type=Path, help="the file that sweep.py --out wrote")
+    parser.add_argument("--version", required=True, help="the version of transformers that gave the results")
     args = parser.parse_args()
     results = json.loads(args.results.read_text())
     DOC.write_text(document(results, args.version))
@@ -52,10 +57,15 @@ def document(results: list[dict[str, Any]], version: str) -> str:
     ]
     for result in sorted(runnable, key=lambda r: r["type"]):
         how = result.get("mode", "")
-        why = "" if how == "native" else result.get("reason", "").replace("|", "\\|")
+        why = "" if how == "native" else result.get("reason", "")
+        kind, _, told = result.get("engine", "").partition(": ")
+        if kind == "refused":
+            # The name of the exception says nothing here.
+            why = "; ".join(filter(None, [why, f"engine: {told.partition(': ')[2]}"]))
+        why = why.replace("|", "\\|")
         cells = [result["type"], result.get("class", ""), result["result"], "" if how == "refused" else how]
         if engine:
-            cells.append(result.get("engine", "").split(":")[0])
+            cells.append(kind)
         lines.append("| " + " | ".join([*cells, why]) + " |")
     failed = sorted(r["type"] for r in results if r["result"] == "unrunnable")
     if failed:

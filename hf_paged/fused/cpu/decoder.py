@@ -28,6 +28,7 @@ from hf_paged.fused.cpu.walk import Link, Walk
 from hf_paged.fused.cpu.weights import PackedLayer, PackedWeights
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.state import Slot
 
 TRIAL_TOKENS = 8
 """A shorter step decides nothing: of one token, at position 0, the rotated heads are the heads themselves."""
@@ -41,16 +42,18 @@ _NATIVE = attrgetter("native")
 
 _Seen = tuple[list[Any], list[int], list[Any]]  # modules and functions; addresses; weights, which have no plain ==
 
-_known: weakref.WeakKeyDictionary[PackedWeights, NativeDecoder] = weakref.WeakKeyDictionary()
+_known: Slot[tuple[weakref.ref[PackedWeights], NativeDecoder]] = Slot("native decoder layers")
 
 
 def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDecoder | None:
     """Overrides for the model's layers, shared by all that use these packed weights."""
     if weights is None or not fused_ops.is_available():
         return None
-    if weights not in _known:
-        _known[weights] = NativeDecoder(model, weights)
-    return _known[weights]
+    known = _known.get(model)
+    if known is None or known[0]() is not weights:
+        known = weakref.ref(weights), NativeDecoder(model, weights)
+        _known.put(model, known)
+    return known[1]
 
 
 class NativeDecoder:

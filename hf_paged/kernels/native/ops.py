@@ -19,7 +19,6 @@ import torch
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import Call, Step
-from hf_paged.kernels.validation import check_step_slots
 
 WRITES_NEW_KV = True  # whether paged_attention takes the step's K/V too, and writes it
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -218,7 +217,6 @@ def attention_call(
     new_kv: tuple[Any, ...] = _NO_NEW_KV
     slots = None
     if key is not None and value is not None:
-        check_step_slots(metadata, key_cache)
         key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), metadata.slot_mapping.contiguous()
         strides = _write_strides(key, value, key_cache, value_cache)
         new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, strides)
@@ -281,7 +279,8 @@ def write_kv(
 
 def _as_in(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x in the dtype of the cache, its last dimension contiguous."""
-    x = x.to(cache.dtype)
+    if x.dtype != cache.dtype:
+        x = x.to(cache.dtype)
     return x if x.stride(2) == 1 else x.contiguous()
 
 
