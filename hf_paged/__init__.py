@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_paged.generation.engine.stats import EngineStats
     from hf_paged.generation.paged_generate import release_memory
     from hf_paged.generation.records import CallRecord, record_calls
+    from hf_paged.model.state import weights_changed
     from hf_paged.model.support import SupportReport, check
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _LAZY = {
     "prepack": "hf_paged.fused.cpu.weights",
     "record_calls": "hf_paged.generation.records",
     "release_memory": "hf_paged.generation.paged_generate",
+    "weights_changed": "hf_paged.model.state",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "record_calls",
     "release_memory",
     "uninstall",
+    "weights_changed",
 ]
 
 

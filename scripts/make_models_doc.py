@@ -33,6 +33,11 @@ or that you wrote yourself, is treated in the same way.
 - **dense view**: the K/V lies in blocks; the model's own attention computes on tensors gathered from them. Exact, and
   slower. State that is not K/V (recurrent, convolution, indexer) is kept per row and moves with the blocks.
 - **refused**: `UnsupportedModelError` before anything runs, with the reason.
+
+The engine refuses cpmant and recurrent_gemma as models. Of phi3 and phimoe it refuses requests that may grow beyond
+`original_max_position_embeddings`: 32 tokens in these tiny models, 4,096 in the published ones. Beyond it LongRoPE's
+factors depend on the longest sequence of the batch, which requests of one step cannot share; shorter requests run in
+the engine, natively.
 """
 
 
@@ -74,10 +79,15 @@ def document(results: list[dict[str, Any]], introduction: str, version: str) -> 
     ]
     for result in sorted(runnable, key=lambda r: r["type"]):
         how = result.get("mode", "")
-        why = "" if how == "native" else result.get("reason", "").replace("|", "\\|")
+        why = "" if how == "native" else result.get("reason", "")
+        kind, _, told = result.get("engine", "").partition(": ")
+        if kind == "refused":
+            # The name of the exception says nothing here.
+            why = "; ".join(filter(None, [why, f"engine: {told.partition(': ')[2]}"]))
+        why = why.replace("|", "\\|")
         cells = [result["type"], result.get("class", ""), result["result"], "" if how == "refused" else how]
         if engine:
-            cells.append(result.get("engine", "").split(":")[0])
+            cells.append(kind)
         lines.append("| " + " | ".join([*cells, why]) + " |")
     failed = sorted(r["type"] for r in results if r["result"] == "unrunnable")
     if failed:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 import hf_paged
-from hf_paged.cli import main
+from hf_paged.cli.main import main
 from hf_paged.kernels.native import build as native_build
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -65,7 +65,15 @@ def test_prints_texts_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
     for number, question in enumerate(QUESTIONS, 1):
         assert f"[{number}/2] {question}" in out
         assert plain(QA, question, chat=True, max_new_tokens=24)[0] in out
-    for words in ("tokens/s", "used at the peak", "shared", "copied on write", "reserved", "filled", "contiguous"):
+    for words in (
+        "tokens/s",
+        "used at the peak",
+        "shared",
+        "copied on write",
+        "filled with tokens",
+        "padded to one length",  # what contiguous tensors would take
+        "reserved: it starts with 16 blocks",  # more than is used, and why
+    ):
         assert words in out.split("-" * 40)[1]
 
 
@@ -163,22 +171,22 @@ def test_default_length_stays_inside_the_model(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], ["no command", "--help"]),
-        (["genrate", QA], ["'genrate'", "did you mean generate"]),
+        ([], ["Missing command", "--help"]),
+        (["genrate", QA], ["'genrate'", "Did you mean 'generate'"]),
         (["generate"], ["CHECKPOINT"]),
         (["generate", QA], ["no prompt", "--file"]),
         (["generate", QA, "x", ""], ["prompt 2", "empty"]),
         (["generate", QA, "  "], ["prompt 1", "empty"]),
-        (["generate", QA, "x", "--num-beam", "4"], ["--num-beam", "did you mean --num-beams"]),
-        (["generate", QA, "x", "--temprature=1"], ["--temprature=1", "did you mean --temperature"]),
-        (["generate", QA, "x", "--top-k", "many"], ["--top-k", "'many'"]),
-        (["generate", QA, "x", "--top-p", "1.5", "--do-sample"], ["--top-p 1.5", "at most 1"]),
-        (["generate", QA, "x", "--max-new-tokens", "0"], ["--max-new-tokens 0", "at least 1"]),
-        (["generate", QA, "x", "--batch-size", "0"], ["--batch-size 0", "at least 1"]),
-        (["generate", QA, "x", "--temperature", "0.5"], ["--temperature 0.5", "--do-sample"]),
-        (["generate", QA, "x", "--length-penalty", "2"], ["--length-penalty 2.0", "--num-beams"]),
-        (["generate", QA, "x", "--num-return-sequences", "3"], ["--num-return-sequences 3", "--do-sample"]),
-        (["generate", QA, "x", "--num-return-sequences", "5", "--num-beams", "2"], ["5", "--num-beams"]),
+        (["generate", QA, "x", "--num-beam", "4"], ["--num-beam", "No such option", "--num-beams"]),
+        (["generate", QA, "x", "--temprature=1"], ["--temprature", "No such option", "--temperature"]),
+        (["generate", QA, "x", "--top-k", "many"], ["--top-k many", "valid integer"]),
+        (["generate", QA, "x", "--top-p", "1.5", "--do-sample"], ["--top-p 1.5", "less than or equal to 1"]),
+        (["generate", QA, "x", "--max-new-tokens", "0"], ["--max-new-tokens 0", "equal to 1"]),
+        (["generate", QA, "x", "--batch-size", "0"], ["--batch-size 0", "equal to 1"]),
+        (["generate", QA, "x", "--temperature", "0.5"], ["`temperature`", "0.5", "do_sample"]),
+        (["generate", QA, "x", "--length-penalty", "2"], ["`length_penalty`", "2.0", "num_beams"]),
+        (["generate", QA, "x", "--num-return-sequences", "3"], ["num_return_sequences", "got 3"]),
+        (["generate", QA, "x", "--num-return-sequences", "5", "--num-beams", "2"], ["5", "num_beams"]),
         (["generate", QA, "x", "--stream", "--num-beams", "2"], ["--stream", "--num-beams 2"]),
         (["generate", QA, "x", "--stream", "--json"], ["--stream", "--json"]),
         (["generate", QA, "x", "--min-new-tokens", "9", "--max-new-tokens", "3"], ["--min-new-tokens 9"]),
@@ -226,8 +234,15 @@ def test_a_broken_checkpoint_is_one_line(capfd: pytest.CaptureFixture[str], tmp_
 
 def test_check_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(QA)
-    assert run(capsys, "check", QA) == f"{hf_paged.check(model)}\n"
-    assert run(capsys, "check", QA, "--config-only") == f"{hf_paged.check(model)}\n"
+    for options in ([], ["--config-only"]):
+        *report, plugin = run(capsys, "check", QA, *options).splitlines()
+        assert report == str(hf_paged.check(model)).splitlines()
+        assert plugin.startswith("plugin: installed") and "hf_paged.install()" in plugin
+    hf_paged.uninstall()
+    try:
+        assert "plugin: not installed" in run(capsys, "check", QA)
+    finally:
+        hf_paged.install()
 
 
 def test_check_refuses_an_encoder_decoder_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -256,7 +271,7 @@ COMMAND = [sys.executable, "-m", "hf_paged.cli"]
 def test_help_is_light(arguments: list[str]) -> None:
     """No torch and no transformers, which take seconds to import."""
     code = (
-        "import contextlib, sys\nfrom hf_paged.cli import main\n"
+        "import contextlib, sys\nfrom hf_paged.cli.main import main\n"
         f"with contextlib.suppress(SystemExit):\n    main({arguments})\n"
         "assert not {'torch', 'transformers', 'numpy', 'triton'} & set(sys.modules)"
     )

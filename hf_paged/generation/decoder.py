@@ -1,7 +1,7 @@
-"""PackedDecoder: takes the place of the model inside transformers' own decoding loops.
+"""PackedDecoder: takes the place of the model in transformers' decoding loops.
 
-The loop keeps all of its semantics (processors, criteria, scores, beams); only the forward is ours: rows are sequences
-of a PagedMemory, packed without padding, prompts prefilled once and forked, finished rows dropped.
+The loop keeps its semantics (processors, criteria, scores, beams); only the forward is ours. Rows are sequences of a
+PagedMemory, packed without padding. A prompt is prefilled once and forked, and finished rows are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_PREFILL_TOKENS = 8192
 
 
 class RecordingCriteria(StoppingCriteriaList):  # type: ignore[misc]
-    """The criteria of a call, unchanged, remembering which rows they have stopped."""
+    """The criteria of a call, unchanged. Records which rows they have stopped."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         super().__init__(criteria)
@@ -53,8 +53,8 @@ class PackedDecoder:
     """`expand` consecutive rows of the batch share a prompt (beams, parallel samples).
 
     Invariant between forwards: row r of the batch is sequence `rows[r]` of `memory`, holding the K/V of all its tokens
-    but the last; None for a row that has finished and left. `keep_finished` computes finished rows on, as plain
-    generate does (needed where the call shows their scores or their cache).
+    but the last; None for a finished row that was dropped. With `keep_finished`, finished rows are still computed, as
+    in plain generate; calls that return scores or a cache need that.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PackedDecoder:
     # -- what the loops ask of a model --------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        # An own `_reorder_cache` of the model would index K/V tensors; ours moves block tables.
+        # A `_reorder_cache` method of the model would index K/V tensors; RowsCache moves block tables.
         if name == "_reorder_cache":
             raise AttributeError(name)
         return getattr(self._model, name)
@@ -164,7 +164,7 @@ class PackedDecoder:
         return torch.stack([row for row in logits if row is not None])
 
     def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids int64 [num_rows, length] so far -> logits [num_rows, vocab]; zeros for rows that have left."""
+        """input_ids int64 [num_rows, length] so far -> logits [num_rows, vocab]; zeros for dropped rows."""
         device = self._model.device
         self.length = input_ids.shape[1]
         if not self.keep_finished:
@@ -200,7 +200,7 @@ class PackedDecoder:
         self.padding = [self.padding[p] for p in parents]
 
     def free(self) -> None:
-        """Give every block back."""
+        """Free every block."""
         for row in self.rows:
             if row is not None:
                 self.memory.free(row)

@@ -7,8 +7,6 @@ PackedDecoder where every option of the call allows it (route "packed"), else ov
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -20,7 +18,6 @@ from torch import nn
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
-from hf_paged.fused.cpu.weights import forget_weights
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import blocks_in_memory, window_groups
@@ -34,38 +31,28 @@ from hf_paged.generation.validation import (
     check_pool,
     refuse_no_cache,
 )
-from hf_paged.model.adapters import unwrapped
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.devices import device_of
-from hf_paged.model.graphs import forget_graphs
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
 PAGED = "paged"
 
 # -- memory kept between calls -------------------------------------------------------------------------------------
 
-_idle: weakref.WeakKeyDictionary[nn.Module, IdlePools] = weakref.WeakKeyDictionary()
-_idle_lock = threading.Lock()
+_idle: Slot[IdlePools] = Slot("idle memory of calls")
 
 
 def _idle_pools(model: nn.Module) -> IdlePools:
-    with _idle_lock:
-        return _idle.setdefault(model, IdlePools())
+    return _idle.setdefault(model, IdlePools())
 
 
 def release_memory(model: nn.Module | None = None) -> None:
     """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls (that of the last
     call, and up to three pools of other kinds of call within 1 GiB), CUDA graphs, packed weights (what `prepack` has
     asked for too)."""
-    model = unwrapped(model)
-    forget_graphs(model)
-    forget_weights(model)
-    with _idle_lock:
-        if model is None:
-            _idle.clear()
-        else:
-            _idle.pop(model, None)
+    release(unwrapped(model))
 
 
 # -- one call --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Turns a request into what transformers' `generate` would have run for it alone.
+"""Prepares a request as transformers' `generate` would if it ran alone.
 
-`generate` itself does the work, up to its decoding loop: defaults, validation, special tokens, length limits, logits
-processors and stopping criteria are its own. Only the loop is replaced, by one that takes notes.
+`generate` itself does the work up to its decoding loop: defaults, validation, special tokens, length limits, logits
+processors and stopping criteria. Only the loop is replaced, by one that records its arguments.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PreparedRequest:
 
 
 class _NoteTaker:
-    """Takes the place of the model inside `generate`; its decoding methods note their arguments and decode nothing."""
+    """Takes the place of the model in `generate`. Its decoding methods record their arguments and decode nothing."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -49,7 +49,7 @@ class _NoteTaker:
         return getattr(self._model, name)
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """The engine's memory is not this call's."""
+        """No cache: the engine has its own memory."""
 
     def _note(self, uses_beams: bool, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         self.prepared = PreparedRequest(

@@ -16,8 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.model.adapters import unwrapped
 from hf_paged.model.cross_attention import paged_part
+from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check
 
 # -- both doors ----------------------------------------------------------------------------------------------------
@@ -74,11 +74,46 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+class _Rule(NamedTuple):
+    fits: Callable[[Any], bool]
+    needed: str
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_callables(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(callable, value))
+
+
+def _is_streamer(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("put", "end"))
+
+
+_OPTIONAL = {
+    "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
+    "cache_salt": _Rule(_is_text, "a string is needed, or None"),
+    "logits_processor": _Rule(_is_list_of_callables, "a list of LogitsProcessors is needed (one: [processor])"),
+    "stopping_criteria": _Rule(_is_list_of_callables, "a list of StoppingCriteria is needed (one: [criterion])"),
+    "streamer": _Rule(_is_streamer, "an object with the methods put and end is needed, such as a TextStreamer"),
+}
+
+
+def check_optional(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments by these names that are neither None nor what they have to be."""
+    for name, value in options.items():
+        rule = _OPTIONAL[name]
+        if value is not None and not rule.fits(value):
+            raise ValueError(f"{name}={shown(value)}: {rule.needed}")
+
+
 # -- generate ------------------------------------------------------------------------------------------------------
 
 
 def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
+    check_optional({name: kwargs.get(name) for name in ("logits_processor", "stopping_criteria", "streamer")})
     cache = paged_part(kwargs.get("past_key_values"))
     if cache is not None and not isinstance(cache, PagedKVCache):
         raise ValueError(
@@ -101,7 +136,7 @@ def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[s
 
 
 def check_cache(report: SupportReport, cache: PagedKVCache) -> None:
-    """Raises ValueError for a cache whose layers are not those of the model that is to continue it."""
+    """Raises ValueError for a cache whose layers are not those of the model."""
     remedy = "pass a cache that this model has filled, or an empty hf_paged.PagedKVCache(model.config)"
     if cache.num_layers not in (None, len(report.layers)):
         raise ValueError(
@@ -210,42 +245,13 @@ def check_engine(model: Any, *, tokenizer: Any, prepack: Any, cuda_graphs: Any) 
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
-class _Rule(NamedTuple):
-    fits: Callable[[Any], bool]
-    needed: str
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_list_of_callables(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(callable, value))
-
-
-def _is_streamer(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("put", "end"))
-
-
-_OPTIONAL = {
-    "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
-    "cache_salt": _Rule(_is_text, "a string is needed, or None"),
-    "logits_processor": _Rule(_is_list_of_callables, "a list of LogitsProcessors is needed (one: [processor])"),
-    "stopping_criteria": _Rule(_is_list_of_callables, "a list of StoppingCriteria is needed (one: [criterion])"),
-    "streamer": _Rule(_is_streamer, "an object with the methods put and end is needed, such as a TextStreamer"),
-}
-
-
 def check_request(generation_config: Any, priority: Any, **options: Any) -> None:
     """The arguments of `Engine.add_request` but the prompt, each by itself; `options` are those that may be None."""
     check_generation_config(generation_config)
     is_number = isinstance(priority, Real) and not isinstance(priority, bool)
     if not is_number or (not isinstance(priority, Integral) and not isfinite(priority)):
         raise ValueError(f"priority={shown(priority)}: a finite number is needed; lower numbers run first")
-    for name, value in options.items():
-        rule = _OPTIONAL[name]
-        if value is not None and not rule.fits(value):
-            raise ValueError(f"{name}={shown(value)}: {rule.needed}")
+    check_optional(options)
 
 
 _NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
@@ -265,10 +271,8 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
     check_counts(given)
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
-    for limit_name, limit in (
-        ("max_num_seqs", scheduler.max_num_seqs),
-        ("max_num_batched_tokens", scheduler.token_budget),
-    ):
+    limits = {"max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.token_budget}
+    for limit_name, limit in limits.items():
         if width > limit:
             raise ValueError(
                 f"{name}={width} sequences in one request, but {limit_name}={limit}; lower it or raise that"
@@ -351,10 +355,8 @@ def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
         raise ValueError(
             f"prompts is a {type(prompts).__name__}; give its token ids, prompts['input_ids'], and its attention_mask"
         )
-    if isinstance(prompts, torch.Tensor) and prompts.ndim == 0:
-        raise ValueError(f"prompts={shown(prompts)}: a list of prompts is needed, such as [[5, 6, 7]]")
     try:
-        rows = list(prompts)
+        rows = list(prompts)  # a tensor without dimensions raises TypeError as well
     except TypeError:
         raise ValueError(f"prompts={shown(prompts)}: a list of prompts is needed, such as [[5, 6, 7]]") from None
     if not rows:

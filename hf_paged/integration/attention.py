@@ -283,7 +283,8 @@ def hold_names(forward: object) -> None:
     """As `register`, for a packed forward in progress."""
     with _lock:
         _forwards.add(id(forward))
-        _add_names()
+        if not _wanted:
+            _add_names()
 
 
 def release_names(forward: object) -> None:

@@ -10,16 +10,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from hf_paged.kernels.buckets import MAX_BATCHED_QUERY_LEN, Bucket, make_buckets, slice_bucket
 from hf_paged.kernels.metadata import AttentionMetadata
 
 WRITES_NEW_KV = True  # whether paged_attention takes the step's K/V too, and writes it
-# Sequences with at most this many new tokens are batched with others; longer ones are attended to one by one.
-_MAX_BATCHED_QUERY_LEN = 64
-# New tokens of a long prompt that share one mask and one range of keys.
-_QUERY_TILE = 256
 # A bucket is cut so that its gathered K/V stays about this large: what was just copied is then still in the cache.
 _WORKSPACE_BYTES = 16 << 20
 # A plain decode step that gathers more than this a core is cut into parts that stay in the caches next to the core.
@@ -70,127 +66,6 @@ def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[tor
         target.index_copy_(0, targets, source.index_select(0, sources))
 
 
-# -- the plan of a step: which sequences are attended to together -------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Sequences (or one tile of a long one) attended to in one call; padded to `query_len` x `span`.
-
-    slots     int64 [num_seqs, span]: where the keys lie; padding repeats a slot of the sequence itself, so that it
-              is finite and nobody else's.
-    rows      int64 [num_seqs, query_len]: rows of the query; padding repeats the last row. None: `first_row` onwards.
-    kept      int64 [n]: the positions in `rows` that are not padding; None: all.
-    q_pos, k_pos   int64 [num_seqs, query_len], [num_seqs, span]: positions.
-    hidden    bool [num_seqs, query_len, span]: keys a query must not see; None: it sees all of them, or `causal`.
-    causal    query i sees keys 0..i; query_len == span.
-    """
-
-    first_row: int
-    rows: torch.Tensor | None
-    kept: torch.Tensor | None
-    slots: torch.Tensor
-    q_pos: torch.Tensor
-    k_pos: torch.Tensor
-    hidden: torch.Tensor | None
-    causal: bool = False
-
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, ...] -> [num_seqs, query_len, ...]"""
-        shape = self.q_pos.shape
-        if self.rows is None:
-            count = shape.numel()
-            return (x if count == len(x) else x[self.first_row : self.first_row + count]).unflatten(0, shape)
-        return x.index_select(0, self.rows.flatten()).unflatten(0, shape)
-
-
-def _padded(length: int, quantum: int, digits: int) -> int:
-    """`length` rounded up to a multiple of `quantum` and to `digits` binary digits, so that sequences fall into few
-    buckets."""
-    step = max(quantum, 1 << max(length.bit_length() - digits, 0))
-    return -(-length // step) * step
-
-
-def _plan(
-    metadata: AttentionMetadata,
-    block_size: int,
-    sliding_window: int | None,
-    chunk_size: int | None,
-    whole_prompts: bool,
-) -> list[_Bucket]:
-    """`whole_prompts`: a prompt without a prefix is one bucket (masked by the kernel); otherwise it is cut in tiles."""
-    tables = metadata.block_tables.cpu().numpy()
-    seq_lens = metadata.seq_lens.cpu().numpy().astype(np.int64)
-    starts = metadata.query_start_loc.cpu().numpy().astype(np.int64)
-    query_lens = np.diff(starts)
-    device = metadata.block_tables.device
-
-    def first_key(position: int) -> int:
-        low = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-        return low if chunk_size is None else max(low, position // chunk_size * chunk_size)
-
-    def bucket(members: list[tuple[int, int, int]], query_len: int, span: int, *, causal: bool = False) -> _Bucket:
-        """members: (sequence, first query, one past its last query), queries counted within the step."""
-        index, low, high = (np.array(column)[:, None] for column in zip(*members))
-        context = seq_lens[index] - query_lens[index]
-        q_local = np.minimum(low + np.arange(query_len), high - 1)  # [n, query_len]
-        q_pos = context + q_local
-        first = np.array([first_key(int(p)) for p in q_pos[:, 0]])[:, None]
-        k_pos = first + np.arange(span)  # [n, span]
-        k_real = np.minimum(k_pos, q_pos[:, -1:])
-        blocks = np.take_along_axis(tables[index[:, 0]], k_real // block_size, axis=1).astype(np.int64)
-        slots = blocks * block_size + k_real % block_size
-        rows = starts[index] + q_local
-        hidden = None
-        if not causal:
-            hidden = k_pos[:, None, :] > q_pos[:, :, None]
-            if sliding_window is not None:
-                hidden |= k_pos[:, None, :] <= q_pos[:, :, None] - sliding_window
-            if chunk_size is not None:
-                hidden |= k_pos[:, None, :] // chunk_size != q_pos[:, :, None] // chunk_size
-            # A block that has left the window (-1) is seen by no query; read some slot that is ours instead.
-            if slots.min() < 0:
-                slots = np.where(slots < 0, slots[:, -1:], slots)
-        flat = rows.ravel()
-        regular = bool((np.diff(flat) == 1).all())
-        real = np.arange(query_len) < high - low
-        return _Bucket(
-            first_row=int(flat[0]),
-            rows=None if regular else torch.from_numpy(rows).to(device),
-            kept=None if real.all() else torch.from_numpy(real.ravel().nonzero()[0]).to(device),
-            slots=torch.from_numpy(slots).to(device),
-            q_pos=torch.from_numpy(q_pos).to(device),
-            k_pos=torch.from_numpy(k_pos).to(device),
-            hidden=torch.from_numpy(hidden).to(device) if hidden is not None and hidden.any() else None,
-            causal=causal,
-        )
-
-    batched: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    prompts: dict[int, list[tuple[int, int, int]]] = {}
-    buckets = []
-    for i in range(len(seq_lens)):
-        query_len, seq_len = int(query_lens[i]), int(seq_lens[i])
-        if query_len == 0:
-            continue
-        if query_len <= _MAX_BATCHED_QUERY_LEN:
-            span = seq_len - first_key(seq_len - query_len)
-            key = (query_len if query_len <= 2 else _padded(query_len, 8, 4), _padded(span, 64, 3))
-            batched.setdefault(key, []).append((i, 0, query_len))
-        elif whole_prompts and query_len == seq_len and first_key(seq_len - 1) == 0:
-            prompts.setdefault(query_len, []).append((i, 0, query_len))
-        else:
-            for low in range(0, query_len, _QUERY_TILE):
-                high = min(low + _QUERY_TILE, query_len)
-                context = seq_len - query_len
-                span = context + high - first_key(context + low)
-                buckets.append(bucket([(i, low, high)], high - low, span))
-    for query_len, members in prompts.items():
-        buckets.append(bucket(members, query_len, query_len, causal=True))
-    for (query_len, span), members in batched.items():
-        buckets.append(bucket(members, query_len, span))
-    return buckets
-
-
 # -- attention ----------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +99,7 @@ def paged_attention(
     plan_key = ("torch", block_size, sliding_window, chunk_size, whole_prompts)
     buckets = metadata.scratch.get(plan_key)
     if buckets is None:
-        buckets = _plan(metadata, block_size, sliding_window, chunk_size, whole_prompts)
+        buckets = make_buckets(metadata, block_size, sliding_window, chunk_size, whole_prompts)
         metadata.scratch[plan_key] = buckets
     whole = buckets[0] if len(buckets) == 1 and out is None and not return_lse else None
     if whole is not None and (whole.rows is not None or whole.q_pos.numel() != num_tokens):
@@ -253,7 +128,7 @@ def paged_attention(
         for low in range(0, num_seqs, step):
             part = metadata.scratch.get((*plan_key, number, low, step))
             if part is None:
-                part = metadata.scratch[(*plan_key, number, low, step)] = _slice(bucket, low, low + step)
+                part = metadata.scratch[(*plan_key, number, low, step)] = slice_bucket(bucket, low, low + step)
             o, row_lse = _attend_bucket(part, query, kv, options, metadata.scratch)
             _scatter(part, o, out)
             if lse is not None and row_lse is not None:
@@ -290,29 +165,8 @@ class _Options:
     needs_lse: bool
 
 
-def _slice(bucket: _Bucket, low: int, high: int) -> _Bucket:
-    """Sequences low..high of a bucket."""
-    num_seqs, query_len = bucket.q_pos.shape
-    if low == 0 and high >= num_seqs:
-        return bucket
-    kept = bucket.kept
-    if kept is not None:
-        inside = (kept >= low * query_len) & (kept < high * query_len)
-        kept = kept[inside] - low * query_len
-    return _Bucket(
-        first_row=bucket.first_row + low * query_len,
-        rows=None if bucket.rows is None else bucket.rows[low:high],
-        kept=kept,
-        slots=bucket.slots[low:high],
-        q_pos=bucket.q_pos[low:high],
-        k_pos=bucket.k_pos[low:high],
-        hidden=None if bucket.hidden is None else bucket.hidden[low:high],
-        causal=bucket.causal,
-    )
-
-
 def _prompt_plain(
-    bucket: _Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
+    bucket: Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
 ) -> torch.Tensor:
     """What `_attend_bucket` does for whole prompts, with nothing around the operations themselves: next to a model's
     weights everything else is cold in the caches."""
@@ -323,7 +177,7 @@ def _prompt_plain(
 
 
 def _decode_plain(
-    bucket: _Bucket,
+    bucket: Bucket,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -349,7 +203,7 @@ def _decode_plain(
 
 
 def _decode_parts(
-    bucket: _Bucket,
+    bucket: Bucket,
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -368,7 +222,7 @@ def _decode_parts(
         count = num_seqs
     parts = []
     for low in range(0, num_seqs, count):
-        part = _slice(bucket, low, low + count)
+        part = slice_bucket(bucket, low, low + count)
         scratch[("torch part", id(part))] = part  # an id is a key only as long as its object lives
         bias = None
         if part.hidden is not None:
@@ -380,7 +234,7 @@ def _decode_parts(
 
 
 def _attend_bucket(
-    bucket: _Bucket,
+    bucket: Bucket,
     query: torch.Tensor,
     kv: _KeysValues,
     options: _Options,
@@ -390,7 +244,7 @@ def _attend_bucket(
     num_seqs, query_len = bucket.q_pos.shape
     num_heads, num_kv_heads = query.shape[1], kv.key_cache.shape[2]
     group = num_heads // num_kv_heads
-    packed = not bucket.causal and (num_seqs > 1 or query_len <= _MAX_BATCHED_QUERY_LEN)
+    packed = not bucket.causal and (num_seqs > 1 or query_len <= MAX_BATCHED_QUERY_LEN)
     q = bucket.rows_of(query)
     # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
     if packed and query_len == 1:
@@ -422,7 +276,7 @@ def _attend_bucket(
 
 
 def _keys_values(
-    bucket: _Bucket, packed: bool, kv: _KeysValues, scratch: dict[Any, Any]
+    bucket: Bucket, packed: bool, kv: _KeysValues, scratch: dict[Any, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> K, V [num_seqs, num_kv_heads, span, (v_)head_dim]"""
     if bucket.causal and kv.new_key is not None and kv.new_value is not None:
@@ -434,7 +288,7 @@ def _keys_values(
     )
 
 
-def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
+def _scatter(bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
     """values [num_seqs, query_len, num_kv_heads, group, ...] to the bucket's rows of [num_tokens, num_heads, ...]."""
     if bucket.rows is None:
         rows = out[bucket.first_row : bucket.first_row + values.shape[0] * values.shape[1]]
@@ -446,7 +300,7 @@ def _scatter(bucket: _Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
     out.index_copy_(0, rows, values.to(out.dtype))
 
 
-def _gather(cache: torch.Tensor, bucket: _Bucket, packed: bool, name: str, scratch: dict[Any, Any]) -> torch.Tensor:
+def _gather(cache: torch.Tensor, bucket: Bucket, packed: bool, name: str, scratch: dict[Any, Any]) -> torch.Tensor:
     """The bucket's slots of a cache [num_blocks, block_size, num_kv_heads, dim], in a workspace that all calls of this
     thread share -> [num_seqs, num_kv_heads, span, dim]."""
     key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype)
@@ -467,7 +321,7 @@ def _prepare_gather(
     buffer = buffers.get((name, cache.dtype, cache.device))
     needed = slots.numel() * heads * dim
     if buffer is None or buffer.numel() < needed:
-        with torch.inference_mode(False):  # outside it, nobody else could use what was made in it
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be used outside it
             buffer = buffers[(name, cache.dtype, cache.device)] = cache.new_empty(needed)
     if packed:
         target = buffer[:needed].view(-1, heads, dim)
@@ -479,7 +333,7 @@ def _prepare_gather(
 
 
 def _bias(
-    bucket: _Bucket,
+    bucket: Bucket,
     packed: bool,
     dtype: torch.dtype,
     group: int,

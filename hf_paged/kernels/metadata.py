@@ -26,8 +26,7 @@ class AttentionMetadata:
     slot_mapping     int64 [num_tokens]: where each new token's K/V goes (`block_id * block_size + offset`);
                      -1 = padding, not written.
     max_query_len, max_seq_len: host integers, upper bounds of the lengths above (what launch grids are sized by).
-    in_bounds        True if hf_paged has made the values above from its own block tables: on a GPU, where checking them
-                     would make the host wait, they are not checked.
+    in_bounds        True if hf_paged has made the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, split plans), computed by the first layer
                      that needs them and reused by the rest of the step.

@@ -79,14 +79,16 @@ def write_kv(
     key [num_tokens, num_kv_heads, head_dim] and value [num_tokens, num_kv_heads, v_head_dim], any strides with a
     contiguous last dimension; slot_mapping int64 [num_tokens], tokens with slot -1 are skipped. The caches are
     changed in place. Raises ValueError on arguments that do not fit and on slots beyond the cache.
-    in_bounds: the caller knows that the slots lie in the cache. On a GPU, where checking makes the host wait, they are
-    not checked then.
+    in_bounds: the caller has made the slots from its own block tables, and they are not checked; on a GPU checking
+    makes the host wait.
     """
     if torch.compiler.is_compiling() and impl is None:
         torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping, in_bounds)
         return
+    validation.check_caches(key_cache, value_cache)
+    validation.check_slot_mapping(slot_mapping, key_cache.device)
     validation.check_new_kv(key, value, key_cache, value_cache, slot_mapping)
-    if slot_mapping.device.type == "cpu" or not in_bounds:
+    if not in_bounds:
         validation.check_slots(slot_mapping, key_cache)
     _module(impl, key).write_kv(key, value, key_cache, value_cache, slot_mapping)
 
@@ -157,7 +159,7 @@ def paged_attention(
     new_kv: dict[str, torch.Tensor] = {}
     module = _module(impl, query)
     if (key is None) != (value is None):
-        raise ValueError("key and value come together")
+        raise ValueError("key and value come together: give both, or neither")
     if key is not None and value is not None:
         validation.check_new_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
         validation.check_step_slots(metadata, key_cache)
@@ -198,7 +200,7 @@ def _compiled_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` as nodes of a graph that torch.compile makes; they check their arguments when they run."""
     if (key is None) != (value is None):
-        raise ValueError("key and value come together")
+        raise ValueError("key and value come together: give both, or neither")
     if key is not None and value is not None:
         slots, in_bounds = metadata.slot_mapping, metadata.in_bounds
         torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slots, in_bounds)

@@ -2,8 +2,8 @@
 ValueError that names the argument.
 
 Shapes, dtypes, devices and strides are checked in every call. The values of a step (block ids, lengths, slots) are
-checked once per `AttentionMetadata`. On a GPU that waits for the device, so metadata that hf_paged makes from its own
-block tables says `in_bounds` and is not checked there.
+checked once per `AttentionMetadata`, unless hf_paged has made them from its own block tables (`in_bounds`): on a GPU
+checking waits for the device. The native implementation checks the values of every step where it makes its plan.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ def check_new_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """A step's K/V and the slots that they go to; the values of the slots are checked by `check_slots`."""
-    check_caches(key_cache, value_cache)
+    """A step's K/V fits the caches, and there is a slot for each token."""
     shape, v_shape = key.shape, value.shape
     fits = len(shape) == len(v_shape) == 3 and shape[:2] == v_shape[:2]
     if not fits or shape[1:] != key_cache.shape[2:] or v_shape[2] != value_cache.shape[3]:
@@ -111,16 +110,17 @@ def check_new_kv(
             f"key {tuple(shape)} and value {tuple(v_shape)} do not fit caches {tuple(key_cache.shape)} and "
             f"{tuple(value_cache.shape)}"
         )
-    if slot_mapping.ndim != 1 or slot_mapping.dtype != torch.int64:
-        raise ValueError(
-            f"slot_mapping {tuple(slot_mapping.shape)} of {slot_mapping.dtype}: int64 [num_tokens] is needed"
-        )
     if slot_mapping.shape[0] != shape[0]:
         raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} entries for {shape[0]} tokens")
-    if not key.device == value.device == slot_mapping.device == key_cache.device:
+    if not key.device == value.device == key_cache.device:
+        raise ValueError(f"key is on {key.device}, value on {value.device}, the caches on {key_cache.device}")
+
+
+def check_slot_mapping(slot_mapping: torch.Tensor, device: torch.device) -> None:
+    if slot_mapping.ndim != 1 or slot_mapping.dtype != torch.int64 or slot_mapping.device != device:
         raise ValueError(
-            f"key, value, slot_mapping and caches are on {key.device}, {value.device}, {slot_mapping.device} and "
-            f"{key_cache.device}"
+            f"slot_mapping {tuple(slot_mapping.shape)} of {slot_mapping.dtype} on {slot_mapping.device}: int64 "
+            f"[num_tokens] on {device} is needed"
         )
 
 
@@ -213,12 +213,10 @@ def _check_tables(
 
 
 def _must_check(metadata: AttentionMetadata, key: tuple[object, ...]) -> bool:
-    """False if it was done before, or would make a GPU wait without need or while a graph is captured."""
-    if key in metadata.checked:
+    """False for values that hf_paged made, for those checked before, and while a GPU records a graph."""
+    if metadata.in_bounds or key in metadata.checked:
         return False
-    if metadata.seq_lens.device.type == "cpu":
-        return True
-    return not metadata.in_bounds and not torch.cuda.is_current_stream_capturing()
+    return metadata.seq_lens.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
 
 
 def _first(found: np.ndarray) -> int | None:
@@ -248,17 +246,13 @@ def _check_layout(metadata: AttentionMetadata, device: torch.device) -> None:
             raise ValueError(f"{name} is on {tensor.device}, the caches are on {device}")
         if tensor.numel() > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
-    slots = metadata.slot_mapping
-    if slots.ndim != 1 or slots.dtype != torch.int64 or slots.device != device:
-        raise ValueError(
-            f"slot_mapping {tuple(slots.shape)} of {slots.dtype} on {slots.device}: int64 [num_tokens] is needed"
-        )
+    check_slot_mapping(metadata.slot_mapping, device)
 
 
 def check_copies(
     caches: Sequence[torch.Tensor], copies: torch.Tensor, into: Sequence[torch.Tensor] | None, *, in_bounds: bool
 ) -> None:
-    """Blocks of equal shape and dtype, pairs (src, dst); on a CPU, or where not `in_bounds`, that both are blocks."""
+    """Blocks of equal shape and dtype, pairs (src, dst); unless `in_bounds`, that both exist."""
     if copies.ndim != 2 or copies.shape[1] != 2 or copies.dtype != torch.int64:
         raise ValueError(f"copies {tuple(copies.shape)} of {copies.dtype}: int64 [n, 2] pairs of (src, dst) are needed")
     targets = caches if into is None else into
@@ -272,7 +266,7 @@ def check_copies(
             )
         if not cache.device == target.device == copies.device:
             raise ValueError(f"caches on {cache.device} and {target.device}, copies on {copies.device}")
-    if caches and copies.shape[0] and (copies.device.type == "cpu" or not in_bounds):
+    if caches and copies.shape[0] and not in_bounds:
         _check_pairs(_host(copies), min(map(len, caches)), min(map(len, targets)), in_place=into is None)
 
 

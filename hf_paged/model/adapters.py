@@ -6,14 +6,13 @@ Knows PEFT's layers and nothing else; as long as a model has no adapters, not ev
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from hf_paged.model.overrides import ABSENT, Overrides, Patch
+from hf_paged.model.state import state_of
 
 BASE = "__base__"
 """PEFT's own word, in its argument `adapter_names`, for the model without adapters."""
@@ -22,22 +21,6 @@ _CALL_KINDS = ("POLY", "XLORA")  # take arguments of their own in every call of 
 
 _Names = dict[torch.nn.Module, tuple[str, ...]]
 _Result = TypeVar("_Result")
-
-_locks: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-
-
-def lock_of(model: torch.nn.Module) -> threading.RLock:
-    """Held while the model computes with adapters switched: engines on one model take turns.
-
-    No `return` of a call's result under it: between the call and the release, Ctrl-C would leave it held.
-    """
-    return _locks.setdefault(model, threading.RLock())
-
-
-def unwrapped(model: Any) -> Any:
-    """The transformers model that a PEFT wrapper computes and generates through; any other model as it is."""
-    base = getattr(model, "get_base_model", None)
-    return model if base is None else base()
 
 
 class AdapterChoice:
@@ -63,7 +46,8 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._lock = lock_of(model)
+        # No `return` of a call's result under it: between the call and the release, Ctrl-C would leave it held.
+        self._lock = state_of(model).lock
         self._base = AdapterChoice({}, {}, None)
         self._keys = itertools.count()
         self._configs: dict[str, Any] = {}

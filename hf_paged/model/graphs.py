@@ -6,9 +6,7 @@ are left to the caller. Knows models and a step's arrays; never sequences, reque
 
 from __future__ import annotations
 
-import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +22,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
+from hf_paged.model.state import Slot
 from hf_paged.model.support import told
 
 # -- the device's part ---------------------------------------------------------------------------------------------
@@ -191,17 +190,7 @@ class _Captured:
 
 # Of models whose engine was closed. A graph knows addresses only, so it serves any engine whose K/V lies where that of
 # the closed one lay.
-_parked: weakref.WeakKeyDictionary[torch.nn.Module, _Captured] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def forget_graphs(model: torch.nn.Module | None = None) -> None:
-    """Free what closed engines have left for the next one (on one model, or on all)."""
-    with _lock:
-        if model is None:
-            _parked.clear()
-        else:
-            _parked.pop(model, None)
+_parked: Slot[_Captured] = Slot("CUDA graphs")
 
 
 # -- decode steps --------------------------------------------------------------------------------------------------
@@ -290,15 +279,13 @@ class GraphedSteps:
         captured = max(self._captured.values(), key=lambda captured: len(captured.replays), default=None)
         self._captured, self._is_off = {}, True
         if captured is not None and captured.replays:
-            with _lock:
-                _parked[self._packed.model] = captured
+            _parked.put(self._packed.model, captured)
 
     def _key(self) -> tuple[object, ...]:
         return self._most, self._longest, self._packed.memory.block_size, self._packed.memory.layout
 
     def _take(self) -> _Captured:
-        with _lock:
-            captured = _parked.pop(self._packed.model, None)
+        captured = _parked.take(self._packed.model)
         return captured if captured is not None and captured.key == self._key() else self._new()
 
     def _new(self) -> _Captured:

@@ -1,68 +1,59 @@
 """ModelWatch: whether Python would still compute a model's forward as it once did, told without running it.
 
-For whoever keeps the outcome of Python, as a CUDA graph does. Knows modules; never graphs.
+For what keeps the outcome of Python, as a CUDA graph does. Knows modules; never graphs.
 """
 
 from __future__ import annotations
 
-from operator import is_
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
-_CONTENTS = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_OVERRIDES = ("forward", "training")
+from hf_paged.model.state import state_of
 
 
 class ModelWatch:
-    """What a forward of the model depends on beside its inputs, as it was when this was made: modules, addresses of
-    weights, modes, hooks, adapters. Weights that change in place, as an optimizer changes them, are the same weights.
+    """What a forward of the model depends on beside its inputs, as it was when this was made: the layout of its weights
+    (see `Weights`), modes, adapters. Weights that change in place, as an optimizer changes them, are the same weights.
 
-    `obstacle`: why every forward had to be Python then; None if it had not. Holds what the model is made of but not the
-    model, so that it may be kept for as long as the model lives.
+    `obstacle`: why every forward had to be Python then; None if it had not. Holds parts of the model but not the model,
+    so that it may be kept for as long as the model lives.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        attributes = [vars(module) for module in modules]
-        dicts = [a[name] for a in attributes for name in (*_CONTENTS, *_HOOKS)]
-        dicts += [_module._global_forward_hooks, _module._global_forward_pre_hooks]
-        self._empty = [d for d in dicts if not d]
-        self._filled = [d for d in dicts if d]
-        self._lengths = list(map(len, self._filled))
-        # What must stay the object it is, as dictionary and key; the lengths tell of what is added.
-        places = [(d, key) for d in self._filled for key in d] + [(a, name) for a in attributes for name in _OVERRIDES]
-        self._dicts, self._keys = [d for d, _ in places], [key for _, key in places]
-        self._objects: list[Any] = list(map(dict.get, self._dicts, self._keys))
-        # A tensor that wraps others, as quantised weights do, has no address: its identity has to do.
-        self._tensors: list[Any] = [x for x in self._objects if type(x) in (torch.Tensor, nn.Parameter)]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._adapters = [a for a in attributes if "merged_adapters" in a]  # PEFT's layers
-        self._configs = list({id(config): config for a in attributes if (config := a.get("config"))}.values())
+        self._model = weakref.ref(model)
+        self._weights = state_of(model).weights
+        self._attributes = [vars(module) for module in modules[1:]]
+        self._training = ["training"] * len(self._attributes)
+        self._adapters = [a for a in self._attributes if "merged_adapters" in a]  # PEFT's layers
+        configs = (vars(module).get("config") for module in modules)
+        self._configs = list({id(config): config for config in configs if config}.values())
+        self._weights.look()
+        self._layout = self._weights.layout
         self._settings = self._look()
         self.obstacle = self._obstacle(modules)
 
     def changed(self) -> bool:
         """Whether anything is other than it was: about 0.1 ms for a model of 32 layers."""
-        return (
-            any(self._empty)
-            or list(map(len, self._filled)) != self._lengths
-            or not all(map(is_, map(dict.get, self._dicts, self._keys), self._objects))
-            or list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses
-            or self._look() != self._settings
-        )
+        self._weights.look()
+        return self._weights.layout != self._layout or self._look() != self._settings
 
     def _look(self) -> list[Any]:
         """What is told by its value."""
-        adapters = [
-            (a.get("_active_adapter"), a.get("_disable_adapters"), [*a["merged_adapters"]], {**a.get("scaling", {})})
-            for a in self._adapters
+        model = self._model()
+        return [
+            torch.get_float32_matmul_precision(),
+            model is not None and model.training,
+            *map(dict.get, self._attributes, self._training),
+            *((a.get("_active_adapter"), a.get("_disable_adapters")) for a in self._adapters),
+            *(getattr(config, "_experts_implementation", None) for config in self._configs),
+            list(_module._global_forward_hooks),
+            list(_module._global_forward_pre_hooks),
         ]
-        experts = [getattr(config, "_experts_implementation", None) for config in self._configs]
-        return [torch.get_float32_matmul_precision(), *adapters, *experts]
 
     def _obstacle(self, modules: list[nn.Module]) -> str | None:
         for module in modules:
@@ -72,5 +63,6 @@ class ModelWatch:
             return "there is a forward hook on all modules"
         if any(module.training for module in modules):
             return "the model is in training mode"
-        devices = sorted({str(x.device) for x in self._tensors if isinstance(x, nn.Parameter)})
+        parameters = (parameter for module in modules for parameter in module._parameters.values())
+        devices = sorted({str(parameter.device) for parameter in parameters if parameter is not None})
         return f"its weights lie on {' and '.join(devices)}" if len(devices) > 1 else None

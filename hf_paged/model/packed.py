@@ -26,6 +26,7 @@ from hf_paged.integration.attention import (
 )
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.model.overrides import ABSENT, Override, Overrides, Patch
+from hf_paged.model.state import state_of
 
 _routes: dict[int, Overrides] = {}  # by the id of a config that packed forwards in progress use
 _lock = threading.RLock()
@@ -96,6 +97,7 @@ class PackedModel:
     def __init__(self, model: Any, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
         self.model = model
         self._overrides = overrides
+        self._weights = state_of(model).weights
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
@@ -128,6 +130,8 @@ class PackedModel:
             kwargs["logits_to_keep"] = (
                 torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
             )
+        if self._overrides:
+            self._weights.look()  # once a step, before anything is overridden
         step = PackedStep(self.cache, self._configs, self._overrides)
         try:
             step.enter()

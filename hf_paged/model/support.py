@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +16,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.model.adapters import unwrapped
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import Slot, state_of, unwrapped
 
 Mode = Literal["native", "dense view", "state", "none"]
 
@@ -103,7 +102,7 @@ def _same(a: LayerSupport, b: LayerSupport) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
-_reports: weakref.WeakKeyDictionary[nn.Module, tuple[object, SupportReport]] = weakref.WeakKeyDictionary()
+_reports: Slot[tuple[object, SupportReport]] = Slot("support report", is_released=False)
 
 
 def check(model: Any) -> SupportReport:
@@ -118,12 +117,14 @@ def check(model: Any) -> SupportReport:
     if not isinstance(model, PreTrainedModel):
         hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
         raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
-    where = (model.device, is_offloaded(model))
-    stamp = (model.dtype, where, model.config._attn_implementation_internal, drops_cache(model))
+    weights = state_of(model).weights
+    weights.look()
+    where, attention = (model.device, is_offloaded(model)), model.config._attn_implementation_internal
+    stamp = (model.dtype, where, attention, drops_cache(model), weights.structure)
     known = _reports.get(model)
     if known is None or known[0] != stamp:
         known = (stamp, _examine(model))
-        _reports[model] = known
+        _reports.put(model, known)
     return known[1]
 
 

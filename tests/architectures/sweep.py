@@ -184,7 +184,7 @@ def _varied(model: Any, greedy: torch.Tensor, ids: torch.Tensor) -> dict[str, in
 def _blocks_in_use(model: Any) -> int:
     from hf_paged.generation import paged_generate
 
-    return sum(memory.stats().blocks_used for memory in paged_generate._idle.get(model, ()))
+    return sum(memory.stats().blocks_used for memory in paged_generate._idle_pools(model))
 
 
 def _line(error: BaseException) -> str:

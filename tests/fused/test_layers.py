@@ -75,6 +75,38 @@ def test_linear(shape: tuple[int, int], bias: bool) -> None:
             assert got.equal(alone), f"of {rows} rows, one depends on the others"
 
 
+def sums_of_the_matrix_unit(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [rows, depth] times weight [columns, depth], summed as TDPBF16PS is defined: of each 32 elements, the products
+    of even and of odd ones separately, in order. Products of bf16 are exact in fp32."""
+    rows, depth = x.shape
+    total = torch.zeros(rows, len(weight))
+    for start in range(0, depth, 32):
+        parts = [torch.zeros_like(total) for _ in range(2)]
+        for k in range(start, min(start + 32, depth)):
+            parts[k % 2] += x[:, k, None].float() * weight[None, :, k].float()
+        total += parts[0] + parts[1]
+    return total
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_sums_as_the_instruction_is_defined(shape: tuple[int, int]) -> None:
+    columns, depth = shape
+    linear = nn.Linear(depth, columns, bias=False).bfloat16()
+    (layer,) = packed(linear)
+    x = torch.randn(35, depth).bfloat16()
+    with torch.no_grad():
+        assert fused_ops.linear(layer, x).equal(sums_of_the_matrix_unit(x, linear.weight).bfloat16())
+
+
+def test_linear_takes_subnormal_numbers_for_zero() -> None:
+    linear = nn.Linear(32, 32, bias=False).bfloat16()
+    linear.weight.data = torch.eye(32).bfloat16()
+    (layer,) = packed(linear)
+    tiny = torch.finfo(torch.bfloat16).tiny
+    x = torch.tensor([tiny, tiny / 2, -tiny / 4, 1.0]).bfloat16().repeat(8)[None]
+    assert fused_ops.linear(layer, x).equal(torch.tensor([tiny, 0.0, 0.0, 1.0]).bfloat16().repeat(8)[None])
+
+
 def test_linear_takes_any_strides_and_shapes() -> None:
     linear = nn.Linear(64, 96, bias=False).bfloat16()
     (layer,) = packed(linear)

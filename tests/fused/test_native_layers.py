@@ -84,7 +84,9 @@ def tokens_and_logprobs(model: Any, **options: Any) -> list[tuple[list[int], lis
 def layers_of(model: Any) -> list[Any]:
     weights = fused_weights.packed_weights(model, True)
     assert weights is not None
-    return fused_decoder._known[weights]._layers
+    decoder = fused_decoder.native_decoder(model, weights)
+    assert decoder is not None
+    return decoder._layers
 
 
 @pytest.fixture

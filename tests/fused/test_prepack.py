@@ -87,7 +87,7 @@ def test_released_weights_are_gone(everything: bool, packed_calls: list[int]) ->
     model = models.build("llama")
     hf_paged.prepack(model)
     generate(model, cache_implementation="paged")
-    copies = weakref.ref(fused_weights._packed[model])
+    copies = weakref.ref(fused_weights._packed.get(model))
     hf_paged.release_memory(None if everything else model)
     gc.collect()
     assert copies() is None
@@ -189,7 +189,7 @@ def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
         while thread.is_alive():
             hf_paged.release_memory(model)
             hf_paged.prepack(model)
-            assert len(fused_weights._packed[model]._layers) == layers
+            assert len(fused_weights._packed.get(model)._layers) == layers
         thread.join()
     assert found == [expected] * 5
 

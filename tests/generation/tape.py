@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_paged.kernels import ops
-from hf_paged.model import graphs
+from hf_paged.model import graphs, state
 
 _attention = ops.paged_attention
 _tapes: list[Tape] = []  # what is being captured
@@ -89,4 +89,4 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TapedGraphs, "captures", 0)
     # transformers asks, and leaves out what no graph can do.
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(_tapes))
-    graphs.forget_graphs()
+    state.release()

@@ -366,6 +366,23 @@ def test_arguments_of_the_engine(arguments: dict[str, Any], message: str) -> Non
         Engine(**{"model": models.shared("llama"), **arguments})
 
 
+@pytest.mark.filterwarnings("ignore:the K/V pool of:RuntimeWarning")
+@pytest.mark.parametrize("fields", [{"num_blocks": 2**44}, {"num_blocks": 2**62}, {"memory": "9000000TiB"}])
+def test_a_pool_that_cannot_be_allocated(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"num_blocks=\d+: a K/V pool of .* cannot be allocated; give the"):
+        Engine(models.shared("llama"), fields)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_a_pool_smaller_than_the_forward_that_measures_it(num_blocks: int) -> None:
+    model = models.shared("llama")
+    with Engine(model, {"num_blocks": num_blocks, "block_size": 1}) as engine:
+        assert engine.stats().num_blocks == num_blocks
+        options = config("greedy", max_new_tokens=1)
+        assert_as_solo(model, engine.generate([[5]], options), [(torch.tensor([5]), options)])
+        assert_idle(engine)
+
+
 def test_no_model() -> None:
     for model in (3, None, torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="a transformers model is needed"):

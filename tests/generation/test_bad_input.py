@@ -70,6 +70,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"input_ids": IDS, "generation_config": {"max_length": 20}},
         ("generation_config=.*dict", r"GenerationConfig\(\*\*options\)"),
     ),
+    "a number as logits processor": ({"input_ids": IDS, "logits_processor": 3}, ("logits_processor=3", "a list")),
+    "a number as streamer": ({"input_ids": IDS, "streamer": 3}, ("streamer=3", "put and end")),
     "misspelt cache option": ({"input_ids": IDS, "cache_config": {"blocksize": 4}}, ("blocksize", "block_size")),
     "a number as cache config": ({"input_ids": IDS, "cache_config": 5}, ("cache_config=5", "CacheConfig")),
     "memory for no block": ({"input_ids": IDS, "cache_config": {"memory": 100}}, ("memory=100 holds no block", "4096")),

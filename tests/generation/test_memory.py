@@ -159,6 +159,6 @@ def test_calls_that_ask_for_many_sizes_keep_few_pools() -> None:
             cache_implementation="paged",
             cache_config={"num_blocks": num_blocks},
         )
-        seen.update(paged_generate._idle[model])
+        seen.update(paged_generate._idle_pools(model))
     gc.collect()
-    assert len(seen) == len(list(paged_generate._idle[model])) == idle.MAX_POOLS
+    assert len(seen) == len(list(paged_generate._idle_pools(model))) == idle.MAX_POOLS

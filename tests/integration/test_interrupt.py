@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
@@ -21,6 +22,7 @@ from hf_paged.generation.sampling import batch, group, single
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import adapters, overrides, packed
+from hf_paged.model.state import state_of
 from tests import models
 
 TRACED = {
@@ -108,6 +110,26 @@ def test_packed_forward() -> None:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
+def test_packed_weights() -> None:
+    """A forward that other code has set stays, wherever the interrupt comes."""
+    model = models.build("llama", num_hidden_layers=1)
+    hf_paged.prepack(model)
+    own = model.lm_head.forward
+    theirs = model.lm_head.forward = lambda rows: -own(rows)
+    ids = torch.arange(5)[None]
+
+    def generate() -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
+
+    expected = generate()
+    for at in interrupted_everywhere(generate, 40):
+        assert [m for m in model.modules() if "forward" in vars(m)] == [model.lm_head], at
+        assert model.lm_head.forward is theirs, at
+        assert not packed._routes and not attention._forwards, at
+    assert generate().equal(expected)
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_overrides_of_an_engine() -> None:
     native_build.build()
@@ -159,7 +181,7 @@ def test_adapters_of_requests() -> None:
         expected = generate()
         for at in interrupted_everywhere(generate, 60):
             assert state() == before, at
-            assert not adapters.lock_of(model)._is_owned(), at
+            assert not state_of(model).lock._is_owned(), at
             engine.check_integrity()
         assert generate() == expected
 

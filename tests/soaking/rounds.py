@@ -171,7 +171,7 @@ class Round:
             self.active = self._active()
         elif event < 0.06:
             self._call_generate()
-        elif event < 0.065 and engine.scheduler_config.prefix_caching and not self.pinned:
+        elif event < 0.065 and engine._scheduler.prefix_cache is not None and not self.pinned:
             adapter = rng.choice([*ADAPTERS, BASE]) if self.kind == "lora" else None
             self.pinned.append((rng.randrange(NUM_PROMPTS), adapter, rng.choice((None, "a"))))
             prompt, adapter, salt = self.pinned[-1]

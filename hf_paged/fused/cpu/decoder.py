@@ -28,6 +28,7 @@ from hf_paged.fused.cpu.walk import Link, Walk
 from hf_paged.fused.cpu.weights import PackedLayer, PackedWeights
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.state import Slot
 
 TRIAL_TOKENS = 8
 """A shorter step decides nothing: of one token, at position 0, the rotated heads are the heads themselves."""
@@ -39,16 +40,20 @@ _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 _NATIVE = attrgetter("native")
 
-_known: weakref.WeakKeyDictionary[PackedWeights, NativeDecoder] = weakref.WeakKeyDictionary()
+_Seen = tuple[list[Any], list[int], list[Any]]  # modules and functions; addresses; weights, which have no plain ==
+
+_known: Slot[tuple[weakref.ref[PackedWeights], NativeDecoder]] = Slot("native decoder layers")
 
 
 def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDecoder | None:
     """Overrides for the model's layers, shared by all that use these packed weights."""
     if weights is None or not fused_ops.is_available():
         return None
-    if weights not in _known:
-        _known[weights] = NativeDecoder(model, weights)
-    return _known[weights]
+    known = _known.get(model)
+    if known is None or known[0]() is not weights:
+        known = weakref.ref(weights), NativeDecoder(model, weights)
+        _known.put(model, known)
+    return known[1]
 
 
 class NativeDecoder:
@@ -59,7 +64,7 @@ class NativeDecoder:
         self._layers = [layer for layer in layers if layer is not None]
         self._ready: list[Layer] = []
         self._overrides = Overrides()  # of the ready ones
-        self._seen: tuple[list[Any], list[int]] | None = None  # when these were found ready
+        self._seen: _Seen | None = None  # when these were found ready
         self._in_force: list[Any] = []
         places = [place for layer in self._layers for place in layer.places]
         self._tables = [modules for modules, _, _ in places]
@@ -99,20 +104,19 @@ class NativeDecoder:
         self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in ready)
         self._ready = ready
 
-    def _look(self) -> tuple[list[Any], list[int]]:
-        """What `is_ready` depends on beside hooks: objects, and addresses of weights. Of all layers at once, because it
-        is needed in every step."""
+    def _look(self) -> _Seen:
+        """What `is_ready` depends on beside hooks. Of all layers at once, because it is needed in every step."""
+        parts = list(map(dict.get, self._tables, self._names))
+        parts += map(dict.get, self._children, repeat("forward"))
+        parts += [owner.forward for owner in self._classes]
+        parts += map(own_rotary, self._rotary)
         weights = [parameters["weight"] for parameters in self._norms]
-        objects = list(map(dict.get, self._tables, self._names))
-        objects += map(dict.get, self._children, repeat("forward"))
-        objects += map(_NATIVE, self._packed)
-        objects += [owner.forward for owner in self._classes]
-        objects += map(own_rotary, self._rotary)
-        return objects + weights, list(map(torch.Tensor.data_ptr, weights))
+        addresses = list(map(torch.Tensor.data_ptr, weights))
+        return parts, addresses, [*map(_NATIVE, self._packed), *weights]
 
 
-def _same(seen: tuple[list[Any], list[int]], before: tuple[list[Any], list[int]]) -> bool:
-    return all(map(is_, seen[0], before[0])) and seen[1] == before[1]
+def _same(seen: _Seen, before: _Seen) -> bool:
+    return seen[:2] == before[:2] and all(map(is_, seen[2], before[2]))
 
 
 def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:

@@ -21,10 +21,11 @@ from torch import nn
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, mark, without_override
+from hf_paged.model.state import Slot
 
 _ROTARY = "apply_rotary_pos_emb"  # the name of transformers' function in every modeling module that has one
 
-_native: weakref.WeakKeyDictionary[nn.Module, NativeLayers] = weakref.WeakKeyDictionary()
+_native: Slot[NativeLayers] = Slot("native norms")
 _lock = threading.RLock()
 
 
@@ -34,7 +35,8 @@ def native_layers(model: Any) -> NativeLayers | None:
         return None
     known = _native.get(model)
     if known is None or not known.is_of(model):
-        known = _native[model] = NativeLayers(model)
+        known = NativeLayers(model)
+        _native.put(model, known)
     return known
 
 

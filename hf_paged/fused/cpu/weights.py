@@ -9,7 +9,6 @@ another order, the native kernels in the same); in fp32 the sums are in another 
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,9 @@ from torch.nn.modules import linear as linear_module
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
-from hf_paged.model.adapters import unwrapped
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.state import Slot, state_of, unwrapped
+from hf_paged.model.weights import Weights
 
 AUTO_SHARE = 0.25
 """Packed copies may take this share of the free memory before `prepack=None` leaves them out."""
@@ -29,9 +29,9 @@ AUTO_SHARE = 0.25
 _Linear = Callable[[torch.Tensor], torch.Tensor]
 
 _NO_COPY: _Linear | None = None
-_VERSION = operator.attrgetter("_version")
 
-_packed: weakref.WeakKeyDictionary[nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
+_packed: Slot[PackedWeights] = Slot("packed weights")
+_for_calls: Slot[bool] = Slot("prepack was called")
 
 
 def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
@@ -59,47 +59,36 @@ def _linears(model: nn.Module) -> list[nn.Linear]:
 
 
 def _copies(model: Any, layers: list[nn.Linear]) -> PackedWeights:
+    weights = state_of(model).weights
+    weights.look(contents=True)
     known = _packed.get(model)
     if known is None or not known.is_of(layers):
-        merging = [module for module in model.modules() if hasattr(module, "merged_adapters")]
-        known = _packed[model] = PackedWeights(layers, merging)
+        known = PackedWeights(layers, weights)
+        _packed.put(model, known)
     return known
-
-
-_for_calls: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def prepack(model: Any) -> None:
     """Let paged `generate` calls on a model, too, compute with packed copies of its linear weights (CPU, bf16 or fp32).
 
     They take as much memory as the weights, until `release_memory(model)`. At a few rows a call is two to three times
-    faster; sums may come in another order, as with `Engine(prepack=True)`. Weights that are replaced or changed in
-    place are packed anew, but not if that is done behind autograd's back (`weight.data += ...`, other than by PEFT's
-    merging): then release the copies. Raises ValueError where it cannot be done.
+    faster; sums may come in another order, as with `Engine(prepack=True)`. Weights that have changed are packed again
+    when the next call begins; see `weights_changed` for the changes that must be told. Raises ValueError where it
+    cannot be done.
     """
     model = unwrapped(model)
     packed_weights(model, True)
-    _for_calls.add(model)
+    _for_calls.put(model, True)
 
 
 def weights_for_calls(model: Any) -> PackedWeights | None:
     """What `prepack` has asked for. Raises ValueError if the model is such now that it cannot be done."""
-    if model not in _for_calls:
+    if not _for_calls.get(model):
         return None
     layers = _linears(model)
     if (obstacle := _obstacle(layers)) is not None:
         raise ValueError(f"prepack was called for this model, but {obstacle}; call release_memory(model)")
     return _copies(model, layers)
-
-
-def forget_weights(model: nn.Module | None = None) -> None:
-    """Free the packed copies that no engine uses (of one model, or of all)."""
-    if model is None:
-        _packed.clear()
-        _for_calls.clear()
-    else:
-        _packed.pop(model, None)
-        _for_calls.discard(model)
 
 
 def _obstacle(layers: list[nn.Linear]) -> str | None:
@@ -137,21 +126,18 @@ def _pays(layers: list[nn.Linear]) -> bool:
 class PackedWeights:
     """Packed copies of the weights of some linear layers.
 
-    A copy is renewed when its weight has been replaced or changed in place (as an optimizer step does it), all of them
-    when adapters have been merged into the weights of `merging` layers, or taken out: PEFT does that unseen.
+    A copy is renewed when its weight has changed since, as far as `weights` knows.
     """
 
-    def __init__(self, layers: list[nn.Linear], merging: list[nn.Module]) -> None:
+    def __init__(self, layers: list[nn.Linear], weights: Weights) -> None:
         parts: dict[int, torch.Tensor] = {}
         if fused_ops.is_available():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
             arena = fused_ops.WeightArena([(layer.weight.shape[0], layer.weight.shape[1]) for layer in native])
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
         self._layers = [PackedLayer(layer, parts.get(id(layer))) for layer in layers]
-        self._parameters = [layer._parameters for layer in layers]
-        self._stamps: tuple[list[Any], ...] | None = None
-        self._merging = [weakref.ref(module) for module in merging]
-        self._merged: list[Any] = []
+        self._weights = weights
+        self._seen: tuple[int, int, list[Any]] | None = None  # when the copies were last renewed
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
         self._classes = ClassForwards([nn.Linear])
         self._overrides = Overrides(Patch(packed.attributes, "forward", packed.forward) for packed in self._layers)
@@ -169,21 +155,11 @@ class PackedWeights:
         if self._classes.changed():
             self._overrides.withdraw()
             return
-        in_force = self._overrides.apply(user)
-        stamps = (*self._current_stamps(), in_force)
-        if stamps != self._stamps:
-            merged = stamps[-2]
+        seen = (self._weights.epoch, self._weights.layout, self._overrides.apply(user))
+        if seen != self._seen:
             for packed in self._layers:
-                packed.renew(anyway=merged != self._merged)
-            self._stamps, self._merged = stamps, merged
-
-    def _current_stamps(self) -> tuple[list[Any], ...]:
-        """What tells changed parameters; of all layers at once, as it is asked for in every step."""
-        weights = [parameters["weight"] for parameters in self._parameters]
-        biases = [bias for parameters in self._parameters if (bias := parameters["bias"]) is not None]
-        addresses = list(map(torch.Tensor.data_ptr, weights)), list(map(torch.Tensor.data_ptr, biases))
-        merged = [tuple(m.merged_adapters) for ref in self._merging if (m := ref()) is not None]  # type: ignore[arg-type]
-        return *addresses, list(map(_VERSION, weights)), merged
+                packed.renew(self._weights)
+            self._seen = seen
 
     def undo(self, user: object) -> None:
         """Undo `apply`, or the part of it that was done; may be called again."""
@@ -222,14 +198,14 @@ class PackedLayer:
 
         self.forward: _Linear = mark(forward)
 
-    def renew(self, *, anyway: bool = False) -> None:
-        """Pack the weight if that, or the bias, has changed."""
+    def renew(self, weights: Weights) -> None:
+        """Pack the weight if that has changed, or if the bias lies elsewhere."""
         if self.attributes.get("forward") is not self.forward:
             self._compute[0] = self._stamp = self.native = None
             return
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        stamp = (weight.data_ptr(), weight._version, 0 if bias is None else bias.data_ptr())
-        if stamp == self._stamp and not anyway:
+        stamp = (weights.moved_at(weight), id(weight), id(bias), 0 if bias is None else bias.data_ptr())
+        if stamp == self._stamp:
             return
         self._compute[0] = self._pack(weight, bias)
         self._stamp = stamp

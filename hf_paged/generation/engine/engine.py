@@ -9,9 +9,9 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -25,6 +25,7 @@ from hf_paged.errors import EngineError
 from hf_paged.generation.engine.admission import new_request, seeded_generator
 from hf_paged.generation.engine.delivery import Delivery, RequestStream, StepGuard
 from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.engine.pauses import Pauses
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason
@@ -47,6 +48,7 @@ from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import state_of
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -119,7 +121,9 @@ class Engine:
             is_async=bool(self.scheduler_config.async_scheduling),
         )
         self._guard = StepGuard()
-        self._weights_stamp: int | None = None  # of the weights that the cached prefixes were computed with
+        self._pauses = Pauses(self._guard.lock)
+        self._weights = state_of(self._model).weights
+        self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         self._ids = itertools.count()
         self._closed = False
         self._prompt_tokens = 0
@@ -190,7 +194,6 @@ class Engine:
             self._check_size(prepared)
             if request_id is None:
                 request_id = next(name for n in self._ids if (name := f"request-{n}") not in self._requests)
-            self._forget_prefixes_of_other_weights()
             request = new_request(
                 prepared,
                 request_id,
@@ -279,12 +282,16 @@ class Engine:
 
     def _step(self) -> dict[Request, None]:
         """Run a step and deliver what has changed; returns the requests that have."""
+        self._check_not_stepping()
+        self._pauses.wait()
         self._check_open()
         self._check_not_stepping()
         self._guard.settle()
         self._guard.is_stepping = True
         try:
             if self._scheduler.has_unfinished():
+                if self._scheduler.may_admit:
+                    self._follow_weights(contents=self._scheduler.is_idle)
                 with torch.no_grad():
                     self._stepper.step()
         finally:
@@ -424,7 +431,7 @@ class Engine:
         """Compute a prefix (a system prompt, say) and keep its full blocks until `release_prefix`.
 
         adapter, cache_salt: those of the requests that are to find it. Returns the number of tokens held: a multiple
-        of `block_size`.
+        of `block_size`. It is gone when the weights change.
         """
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
@@ -446,7 +453,8 @@ class Engine:
             if request.error is not None:
                 raise RuntimeError(f"the prefix was not computed: {request.error}") from request.exception
             root = request.group.cache_root
-            assert root is not None
+            if root is None:
+                raise RuntimeError("the prefix was not cached: the weights have changed meanwhile; try again")
             return cache.pin(ids[0].tolist(), root)
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
@@ -458,22 +466,66 @@ class Engine:
             return cache is not None and cache.unpin(ids[0].tolist(), root)
 
     def clear_prefix_cache(self) -> None:
-        """Forget every cached prefix.
+        """Forget every cached prefix, those of `cache_prefix` too. Running requests cache no further blocks."""
+        with self._lock:
+            self._scheduler.forget_prefixes()
 
-        New requests do it by themselves when weights were replaced or changed in place (by an optimizer, say); only
-        a change behind autograd's back (`weight.data.copy_(...)`) has to be told.
+    # -- weights that change ------------------------------------------------------------------------------------
+
+    def weights_changed(self) -> None:
+        """Say that the model's weights have changed where it may not be noticed (see `hf_paged.weights_changed`).
+
+        No later request uses a prefix or packed copy of the weights before. Requests in flight go on with the K/V that
+        they have, and cache no further blocks. Prefixes of `cache_prefix` are gone. In the middle of a step, from a
+        logits processor say, it takes effect after the step.
+        """
+        self._weights.changed()
+        self._guard.defer(self._follow_weights)
+        with self._lock:
+            self._guard.settle()
+
+    @contextmanager
+    def pause(self, *, recompute: bool = False) -> Iterator[None]:
+        """Run no step of this engine inside the `with` block: the place to change weights with requests in flight.
+
+        It begins when the step in progress is done, and its results are on the host. Steps that other threads ask for
+        wait for the end; requests may be added and aborted meanwhile, from any thread. The weights count as changed
+        when the block ends, however it ends: cached prefixes are forgotten, those of `cache_prefix` too, and packed
+        copies are made anew. recompute: requests in flight drop their K/V, and the new weights compute it again for the
+        tokens that they have; otherwise they keep it, and cache no further blocks.
+
+        Other engines on the model, and its own `generate`, are not paused. Raises RuntimeError inside a step of this
+        thread, and for a step that the pausing thread asks for.
         """
         with self._lock:
-            if self._scheduler.prefix_cache is not None:
-                self._scheduler.prefix_cache.clear()
+            self._check_open()
+            self._check_not_stepping()
+            self._guard.settle()
+            with torch.no_grad():
+                self._stepper.settle()
+            self._pauses.begin()
+        try:
+            yield
+        finally:
+            with self._lock:
+                try:
+                    if not self._closed:
+                        self._resume(recompute)
+                finally:
+                    self._pauses.end()
 
-    def _forget_prefixes_of_other_weights(self) -> None:
-        if self._scheduler.prefix_cache is None:
-            return
-        stamp = hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._model.parameters()))
-        if stamp != self._weights_stamp:
-            self._weights_stamp = stamp
-            self.clear_prefix_cache()
+    def _resume(self, recompute: bool) -> None:
+        if recompute:
+            self._scheduler.recompute_all()
+        self._weights.changed()
+        self._follow_weights()
+
+    def _follow_weights(self, *, contents: bool = False) -> None:
+        """Drop what other weights have computed."""
+        epoch = self._weights.look(contents=contents)
+        if epoch != self._weights_epoch:
+            self._scheduler.forget_prefixes()
+            self._weights_epoch = epoch
 
     def stats(self) -> EngineStats:
         """Figures at this moment."""
@@ -537,6 +589,7 @@ class Engine:
             if self._graphs is not None:
                 self._graphs.close()
             self._memory.release()
+            self._weights.rest()
 
     def _check_open(self) -> None:
         if self._closed:

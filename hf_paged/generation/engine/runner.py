@@ -136,6 +136,11 @@ class Runner:
                 current.wait_stream(self._stream)
             self._stream = current
 
+    def wait(self) -> None:
+        """Until the device has done all steps."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
         if not self._adapters.seen:

@@ -1,7 +1,7 @@
-"""Owns who runs in the next step: admission, preemption and the order of requests.
+"""Decides who runs in the next step: admission, preemption and the order of requests.
 
-Decides with counts and block ids only. Never sees a tensor, a model or a sampling parameter; what the device has to
-do is returned as data (SchedulerOutput). Standard library only.
+It sees counts and block ids, never a tensor, a model or a sampling parameter. What the device has to do is returned
+as data (SchedulerOutput). Standard library only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _by_order = attrgetter("order")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step as data. Do it in this order: `swap_out`, `swap_in`, `block_copies`, then the forward.
+    """One step as data, to be carried out in this order: `swap_out`, `swap_in`, `block_copies`, then the forward.
 
     The three lists of copies have one entry for each manager (layer group): `swap_out` from device to host blocks,
     `swap_in` from host to device blocks, `block_copies` from device to device blocks. A scheduled sequence samples
-    in this step if the step closes its gap: `num_new_tokens == seq.num_uncomputed_tokens` (before `update`).
+    in this step if the step computes the last of its tokens: before `update`, `num_new_tokens` is then
+    `seq.num_uncomputed_tokens`.
     """
 
     block_copies: Copies
@@ -59,8 +60,8 @@ class Scheduler:
 
     Invariants: every unfinished group is in exactly one of *waiting* (holds no block), *running* (on the device) and
     *swapped* (in host memory), each ordered by (priority, arrival): lower numbers first. Victims are taken from the
-    end of *running*, so a group never loses its blocks to a later one, and the first one always gets on: no livelock.
-    Between two steps the table of a running sequence covers exactly its computed tokens.
+    end of *running*, so a group never loses its blocks to a later one, and the first one always makes progress: no
+    livelock. Between two steps the table of a running sequence covers exactly its computed tokens.
 
     A step: `output = schedule()`, the forward, `update(output)`, then the next tokens: `fork` / `reorder` / `finish` or
     an append to `token_ids`, as the caller decides. Before `update`, no scheduled token is pending any more. `abort`,
@@ -128,6 +129,18 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._groups)
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next step might start a waiting group, and look for its prefix."""
+        if not self._waiting or self._swapped:
+            return False
+        return sum(group.width for group in self._running) + self._waiting[0].width <= self.config.max_num_seqs
+
+    @property
+    def is_idle(self) -> bool:
+        """No group has computed anything yet."""
+        return not self._running and not self._swapped
+
     # -- requests come and go -----------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
@@ -164,7 +177,7 @@ class Scheduler:
             return
         self._release(group, [seq], reason)
         if any(other.parent is seq for other in group.live):
-            # They were to be forked from this one: they find themselves another parent.
+            # Sequences that were to fork from this one need another parent.
             self._start_over(group)
 
     def _release(self, group: SequenceGroup, seqs: list[Sequence], reason: FinishReason) -> None:
@@ -173,7 +186,7 @@ class Scheduler:
             seq.finish_reason = reason
             seq.parent = None
         group.live = [seq for seq in group.live if seq.finish_reason is None]
-        # What is left may still fork into as many as it was to.
+        # The remaining sequences may still fork into as many as the request asks for.
         group.width = max(len(group.live), group.width - len(seqs))
         self._output.finished_seq_ids.extend(seq.seq_id for seq in seqs)
         if not group.live:
@@ -188,13 +201,13 @@ class Scheduler:
             self._tables.free_swapped(seqs, self._output.swap_out)
 
     def _start_over(self, group: SequenceGroup) -> None:
-        """Give up what is computed and wait."""
+        """Free the group's blocks and put it back into the waiting queue."""
         self._free(group, group.live)
         group.restart()
         self._set_status(group, SeqStatus.WAITING)
 
     def _set_status(self, group: SequenceGroup, status: SeqStatus) -> None:
-        """Take the group from one queue to another."""
+        """Move the group from one queue to another."""
         old = self._queues[group.status]
         del old[bisect_left(old, group.order, key=_by_order)]
         group.status = status
@@ -215,15 +228,14 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes and make room for it.
 
-        Running groups first, in order; then groups that were swapped out; then new ones, unless somebody had to
-        give way. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences.
+        Running groups come first, in order, then groups that were swapped out, then new ones, unless a group was
+        preempted. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences.
         """
         return self.schedule_in_peace() or self._schedule_one_by_one()
 
     def schedule_in_peace(self) -> SchedulerOutput | None:
-        """`schedule`, if all running groups get what they need; None, and nothing has changed, if one might have to be
-        preempted.
-        """
+        """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
+        group might have to be preempted."""
         plan, budget = self._plan_running(self.config.token_budget)
         if not self._tables.append(plan, self._output.block_copies):
             return None
@@ -231,7 +243,7 @@ class Scheduler:
         return self._schedule_others(budget)
 
     def _schedule_one_by_one(self) -> SchedulerOutput:
-        """As far as the blocks go; they are taken from the last to arrive."""
+        """Schedule running groups in order; when blocks run out, preempt the last one to arrive."""
         output, running = self._output, self._running
         num_preempted, budget, index = len(output.preempted), self.config.token_budget, 0
         while index < len(running) and budget > 0:
@@ -246,7 +258,7 @@ class Scheduler:
         return self._schedule_others(budget if len(output.preempted) == num_preempted else 0)
 
     def _schedule_others(self, budget: int) -> SchedulerOutput:
-        """Running groups have had their turn."""
+        """Resume swapped groups and admit new ones within what is left of the budget."""
         if budget > 0:
             budget = self._resume_swapped(budget)
             if not self._swapped:
@@ -255,7 +267,7 @@ class Scheduler:
         return output
 
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
-        """What all running groups compute next if blocks suffice, and what is left of the budget."""
+        """What all running groups compute next if there are enough blocks, and the rest of the budget."""
         plan: Plan = []
         for group in self._running:
             if budget <= 0:
@@ -276,7 +288,7 @@ class Scheduler:
             elif self._running:
                 break
             else:
-                # Alone it can do with less: in host memory it shares nothing with pinned prefixes.
+                # Recomputed, it needs fewer blocks: swapped in, it cannot share the blocks of pinned prefixes.
                 self._start_over(group)
         return budget
 
@@ -307,7 +319,7 @@ class Scheduler:
             return []
         leader = group.live[0]
         hits = self.prefix_cache.match(leader.token_ids, group.cache_root, leader.block_digests)
-        # The others fork from the leader: it must not start beyond the first branch.
+        # The other sequences fork from the leader, so it must not start beyond the first branch.
         branch = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
         return hits[: branch // self.prefix_cache.block_size]
 
@@ -339,7 +351,7 @@ class Scheduler:
         return sum([num_tokens for _, num_tokens in plan])
 
     def _smaller(self, plan: Plan) -> Plan:
-        """A part of a plan that lacks blocks: a chunk of the first sequence that is far behind, or nothing."""
+        """What there are blocks for: a chunk of the first sequence with several tokens to compute, or nothing."""
         for seq, num_tokens in plan:
             if num_tokens > 1:
                 num_tokens = min(num_tokens - 1, self._tables.room(seq))
@@ -370,7 +382,7 @@ class Scheduler:
         return "recompute" if one_step else "swap"
 
     def _preempt(self, group: SequenceGroup, mode: Literal["recompute", "swap"]) -> None:
-        """Take all blocks of a running group that is not scheduled in this step. A full swap space: recompute."""
+        """Take all blocks of a running group that is not in this step. Recompute if the swap space is full."""
         group.num_preemptions += 1
         self._output.preempted.append(group)
         if mode == "swap" and self._tables.swap_out(group, self._output.swap_out):
@@ -393,10 +405,28 @@ class Scheduler:
                 stacklevel=2,
             )
 
+    # -- other weights ------------------------------------------------------------------------------------------
+
+    def forget_prefixes(self) -> None:
+        """What is computed from now on is computed with other weights: no cached prefix is used any more, and groups
+        with K/V of the old weights cache no further blocks."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+            for group in (*self._running, *self._swapped):
+                group.cache_root = None
+
+    def recompute_all(self) -> None:
+        """Between two steps: all running and swapped groups give up their K/V and wait, as after a preemption."""
+        for group in (*self._running, *self._swapped):
+            group.num_preemptions += 1
+            self._output.preempted.append(group)
+            self.num_preemptions_recompute += 1
+            self._start_over(group)
+
     # -- after the forward --------------------------------------------------------------------------------------
 
     def update(self, output: SchedulerOutput) -> None:
-        """The step is computed. What has ended meanwhile is skipped."""
+        """Record that the step is computed. Sequences that have ended meanwhile are skipped."""
         block_size = self.managers[0].block_size
         cache, sliding = self.prefix_cache, self._sliding
         for seq, num_tokens in output.scheduled:
@@ -420,13 +450,13 @@ class Scheduler:
         seq.num_registered_blocks = num_blocks
 
     def rollback(self, output: SchedulerOutput) -> None:
-        """The forward of this step failed after its copies were done: take the tables back to what is computed."""
+        """Undo the appends of a step whose forward failed after its copies were done."""
         for seq, _ in output.scheduled:
             if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
                 self._tables.take_back(seq)
 
     def fork(self, parent: Sequence, tokens: list[int]) -> list[Sequence]:
-        """The computed `parent` goes on with every one of `tokens`: itself with the first, copies with the others.
+        """Continue the computed `parent` with each of `tokens`: itself with the first, copies with the others.
 
         Returns all of them in the order of `tokens`. The copies share the parent's blocks; no memory is taken.
         """

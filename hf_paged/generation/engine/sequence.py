@@ -1,4 +1,4 @@
-"""Owns what is known of a request: its token lists, how far each is computed, and its state.
+"""The records of a request: its token lists, how many tokens of each are computed, and its state.
 
 Knows no blocks, no tensors and no sampling parameters. Standard library only.
 """
@@ -14,7 +14,7 @@ _new_seq_id = itertools.count().__next__
 
 
 class SeqStatus(Enum):
-    """States of a group (the paper, section 4.5); all its unfinished sequences are in it together."""
+    """States of a group (section 4.5 of the paper), shared by all its unfinished sequences."""
 
     WAITING = "waiting"  # holds no block
     RUNNING = "running"  # its blocks are on the device
@@ -38,10 +38,9 @@ class Sequence:
 
     Invariant: `num_computed_tokens <= num_tokens`; K/V of the first `num_computed_tokens` tokens is in the cache
     unless the sequence is finished. A sequence whose `parent` is set has no block table yet: it forks from the parent
-    as soon as that has computed `branch_at` tokens, which both have in common.
+    when the parent has computed the `branch_at` tokens that both have in common.
 
-    `num_pending` is 1 while a token that is to be computed has been chosen, but is not on the host yet: it counts, and
-    comes behind `token_ids`.
+    `num_pending` is 1 while a sampled token is not on the host yet. The token counts as the one after `token_ids`.
     """
 
     __slots__ = (
@@ -68,7 +67,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.parent: Sequence | None = None
         self.branch_at = 0
-        # The digest chain of the leading full blocks, and how many of them the prefix cache was told of.
+        # The digest chain of the leading full blocks, and how many of them are registered in the prefix cache.
         self.block_digests: list[bytes] = []
         self.num_registered_blocks = 0
 
@@ -93,7 +92,7 @@ class Sequence:
         return SeqStatus.FINISHED if self.finish_reason is not None else self.group.status
 
     def copy(self) -> Sequence:
-        """A sequence with a new `seq_id` that knows and has computed the same tokens (its blocks: Scheduler)."""
+        """A sequence with a new `seq_id` and the same tokens; the scheduler forks its block table."""
         child = Sequence(self.group, self.token_ids, self.num_prompt_tokens)
         child.num_computed_tokens = self.num_computed_tokens
         child.block_digests = self.block_digests[:]
@@ -101,7 +100,7 @@ class Sequence:
         return child
 
     def restart(self, parent: Sequence | None, branch_at: int) -> None:
-        """Nothing of it is in the cache any more. It computes its tokens itself, or forks from `parent`."""
+        """Its K/V is gone: it computes its tokens again, or forks from `parent`."""
         self.num_computed_tokens = self.num_registered_blocks = 0
         self.parent, self.branch_at = parent, branch_at
 
@@ -112,14 +111,14 @@ class Sequence:
 class SequenceGroup:
     """All samples or beams of one request. Starts with one sequence, the prompt; Scheduler.fork makes the others.
 
-    Invariant: `live` are the unfinished ones of `sequences`, in the same order; `status` is FINISHED when none is
-    left. Between its steps every live sequence of a forked group has the same number of uncomputed tokens to go
+    Invariant: `live` are the unfinished ones of `sequences`, in the same order; `status` is FINISHED when there are
+    none. Between its steps every live sequence of a forked group has the same number of uncomputed tokens to go
     before it may sample: it is scheduled, preempted and resumed whole.
 
-    `width` is how many live sequences the group may have, now or once it has forked; the scheduler
-    keeps that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
-    of the prefix cache. `priority`: lower is more urgent. `adapters` is the choice that computes it, opaque here:
-    groups with different ones share no forward.
+    `width` is the number of live sequences that the group may have once it has forked; the scheduler
+    reserves that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
+    of the prefix cache. `priority`: lower is more urgent. `adapters` is the set of adapters that computes it, opaque
+    here: groups with different sets share no forward.
     """
 
     __slots__ = (
@@ -178,10 +177,10 @@ class SequenceGroup:
         return self.status is SeqStatus.FINISHED
 
     def plan(self, budget: int) -> Plan:
-        """How many tokens of each live sequence to compute next: all that are missing, or what the budget allows.
+        """How many tokens of each live sequence to compute next: all that are missing, as far as the budget allows.
 
-        Several sequences sample together or not at all: until everything fits, the last token of each is held back.
-        A sequence that others are to fork from stops at the branch until they have.
+        Several sequences sample together or not at all: the last token of each is held back until all of them fit.
+        A sequence that others will fork from stops at the branch until they have forked.
         """
         live = self.live
         if len(live) == 1:
@@ -202,16 +201,16 @@ class SequenceGroup:
         return plan
 
     def restart(self) -> None:
-        """No block is left: all tokens are computed again, a common prefix only once.
+        """The group has lost its blocks: compute all tokens again, a common prefix only once.
 
-        Every sequence but the first gets a parent, the earlier one with which it has most in common. The blocks are
-        then shared as far as they were before, so that the group needs no more of them than it had.
+        Every sequence but the first gets as parent the earlier one with which it shares the longest prefix. Blocks are
+        then shared as before, so the group needs no more of them than it had.
         """
         live = self.live
         for index, seq in enumerate(live):
             seq.restart(None, 0)
             for other in live[:index]:
-                # Both have at least their last token left to compute: it is what they sample from.
+                # At least the last token of both is left to compute, because they sample from its logits.
                 limit = min(seq.num_tokens, other.num_tokens) - 1
                 common = _common_prefix(seq.token_ids, other.token_ids, limit)
                 if seq.parent is None or common > seq.branch_at:
@@ -223,7 +222,7 @@ class SequenceGroup:
 
 
 Plan = list[tuple[Sequence, int]]
-"""Who computes how many of its next tokens."""
+"""Sequences, and how many of its next tokens each computes."""
 
 
 def _common_prefix(left: list[int], right: list[int], limit: int) -> int:

@@ -12,15 +12,16 @@ import torch
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.host_memory import host_memory
+from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
-from hf_paged.model.adapters import lock_of, unwrapped
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
+from hf_paged.model.state import state_of, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
@@ -64,7 +65,7 @@ def open_memory(
     Raises UnsupportedModelError, or ValueError if the memory holds no block.
     """
     model = _generating_model(model)
-    with lock_of(model):  # another engine on it may be in a step, with adapters of its requests switched on
+    with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
         opened = _open(model, cache_config, scheduler_config, prepack)
     return opened
 
@@ -89,7 +90,7 @@ def _open(
     host_blocks = _num_host_blocks(cache_config, scheduler_config, memory, num_blocks)
     _tell_size(model, cache_config, num_blocks, bytes_per_block)
     for group in memory.groups:
-        group.pool.resize(num_blocks)
+        _resize(group.pool, num_blocks, bytes_per_block)
         group.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
         if _is_default_size(cache_config) and device_of(model).type == "cpu":
             group.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
@@ -107,6 +108,18 @@ def _open(
     ]
     pools = [HostPool(group.pool, host_blocks) for group in memory.groups]
     return OpenedMemory(bound, memory, host_managers, pools, report.native_length, shares_prefixes)
+
+
+def _resize(pool: KVPool, num_blocks: int, bytes_per_block: int) -> None:
+    try:
+        pool.resize(num_blocks)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch's, from the host's allocator or for sizes beyond 64 bits
+        raise ValueError(
+            f"num_blocks={num_blocks}: a K/V pool of {_gib(num_blocks * bytes_per_block)} cannot be allocated; give "
+            "the cache a smaller num_blocks or memory"
+        ) from error
 
 
 def _generating_model(model: Any) -> Any:

@@ -110,6 +110,11 @@ class Stepper:
         self._stage = _Stage.MOVE_BLOCKS
         self._runner.prepare(output)
 
+    def settle(self) -> None:
+        """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""
+        self._accept()
+        self._runner.wait()
+
     def _forward(self, output: SchedulerOutput) -> StepResult:
         self._stage = _Stage.FORWARD
         return self._runner.run(output, self._sampled)

@@ -1,7 +1,7 @@
-"""Owns every change of a block table: the sequences' tables on all layer groups at once, on the device and the host.
+"""Makes every change to a block table, for all layer groups at once, on the device and in host memory.
 
-Decides nothing and knows no queue. What the device has to copy is added to the lists that the caller hands in, one
-for each layer group. Standard library only.
+Decides nothing and knows no queue. Copies that the device has to do are added to lists of the caller, one for each
+layer group. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Copies = list[list[BlockCopy]]
 
 
 class Tables:
-    """One block table for each sequence and layer group, in `managers` or, swapped out, in `hosts`.
+    """One block table for each sequence and layer group: in `managers`, or in `hosts` while it is swapped out.
 
     Invariant: a sequence without a parent has a table in every manager or in every host, or in none. A sequence that
-    still has a parent has no table; wherever sequences are given to be freed or moved, such ones are left out.
+    still has a parent has no table, and is skipped when its group is freed or moved.
     """
 
     def __init__(self, managers: list[BlockManager], hosts: list[BlockManager]) -> None:
@@ -28,7 +28,7 @@ class Tables:
     # -- is there room? -----------------------------------------------------------------------------------------
 
     def check_fits_alone(self, group: SequenceGroup) -> None:
-        """Raises ValueError if not even an empty cache can hold what the group knows."""
+        """Raises ValueError if the tokens of the group do not fit even an empty cache."""
         for manager in self.managers:
             needed, total = _blocks_needed(group, manager), manager.allocator.num_blocks
             if needed > total:
@@ -38,16 +38,16 @@ class Tables:
                 )
 
     def fits(self, group: SequenceGroup, hits: list[int], watermark: float) -> bool:
-        """Whether a group that holds nothing, but would adopt the blocks `hits`, leaves a share `watermark` free."""
+        """Whether a group without blocks can start with the cached blocks `hits` and leave a share `watermark` free."""
         for manager in self.managers:
-            # Blocks that nobody uses count as available, and these would not be any longer.
+            # Unreferenced blocks count as available until they are adopted.
             idle_hits = sum([manager.allocator.ref_count(block_id) == 0 for block_id in hits])
             if not _leaves_free(manager, _blocks_needed(group, manager) - len(hits) + idle_hits, watermark):
                 return False
         return True
 
     def fits_swapped(self, group: SequenceGroup, watermark: float) -> bool:
-        """Whether a swapped group, and one more token for each of its sequences, leaves a share `watermark` free."""
+        """Whether a swapped group, with one more token for each sequence, fits and leaves a share `watermark` free."""
         seq_ids = _with_table(group.live)
         for manager, host in zip(self.managers, self.hosts):
             needed = host.num_blocks_of(seq_ids) + host.num_blocks_to_append_all((seq_id, 1) for seq_id in seq_ids)
@@ -56,11 +56,11 @@ class Tables:
         return True
 
     def has_room(self, plan: Plan) -> bool:
-        """Whether the plan could be appended, copies of shared blocks included."""
+        """Whether there are blocks for the plan, copies of shared blocks included."""
         num_tokens = sum([count for _, count in plan])
         for manager in self.managers:
             available = manager.allocator.num_available
-            # Counting is not needed where even a new and a copied block for everybody would not be too many.
+            # No need to count exactly if there are enough blocks for the worst case: a new and a copied one each.
             if num_tokens // manager.block_size + 2 * len(plan) > available:
                 needed = manager.num_blocks_to_append_all((seq.seq_id, count) for seq, count in plan)
                 if needed > available:
@@ -68,7 +68,7 @@ class Tables:
         return True
 
     def room(self, seq: Sequence) -> int:
-        """At most so many tokens could be appended to `seq`, a copy of its last block not counted."""
+        """Upper bound on the tokens that can be appended to `seq`; a copy of its last block is not counted."""
         return min(
             -manager.num_tokens(seq.seq_id) % manager.block_size + manager.allocator.num_available * manager.block_size
             for manager in self.managers
@@ -77,12 +77,12 @@ class Tables:
     # -- changes ------------------------------------------------------------------------------------------------
 
     def start(self, seq: Sequence, hits: list[int]) -> None:
-        """A table that begins with the blocks `hits` of the prefix cache."""
+        """Make a table that begins with the blocks `hits` of the prefix cache."""
         for manager in self.managers:
             manager.adopt(seq.seq_id, hits)
 
     def append(self, plan: Plan, copies: Copies) -> bool:
-        """Make room for the plan, all or nothing; False if there is none."""
+        """Append slots for the whole plan, or return False and change nothing."""
         if not self.has_room(plan):
             return False
         for manager, manager_copies in zip(self.managers, copies):
@@ -91,7 +91,7 @@ class Tables:
         return True
 
     def take_back(self, seq: Sequence) -> None:
-        """Undo appends of tokens that were not computed."""
+        """Undo the appends of tokens that were not computed."""
         for manager in self.managers:
             manager.crop(seq.seq_id, seq.num_computed_tokens)
 
@@ -106,16 +106,16 @@ class Tables:
                 manager.free(seq_id)
 
     def free_swapped(self, seqs: Iterable[Sequence], swap_out: Copies) -> None:
-        """Free host blocks. `swap_out` are the copies still to be done: none into these blocks is left."""
+        """Free host blocks, and drop the pending copies into them from `swap_out`."""
         seq_ids = _with_table(seqs)
         for host, copies in zip(self.hosts, swap_out):
             for seq_id in seq_ids:
                 host.free(seq_id)
-            # The blocks may be handed out again before the step in which they would have been filled.
+            # The blocks may be allocated again before the step that would have filled them.
             copies[:] = [copy for copy in copies if host.allocator.ref_count(copy.dst)]
 
     def swap_out(self, group: SequenceGroup, copies: Copies) -> bool:
-        """Move the group to host memory, all or nothing; False if there is no room."""
+        """Move the whole group to host memory, or return False and change nothing."""
         seq_ids = _with_table(group.live)
         pairs = list(zip(self.managers, self.hosts))
         if not pairs or any(m.num_blocks_of(seq_ids) > host.allocator.num_available for m, host in pairs):
@@ -129,9 +129,9 @@ class Tables:
         for manager, host, manager_copies in zip(self.managers, self.hosts, copies):
             manager_copies += host.move_to(manager, seq_ids)
         for seq in group.live:
-            seq.num_registered_blocks = 0  # these are other blocks
+            seq.num_registered_blocks = 0  # they have moved to other blocks
 
-    # -- for people ---------------------------------------------------------------------------------------------
+    # -- diagnostics ---------------------------------------------------------------------------------------------
 
     def usage(self) -> str:
         return ", ".join(f"{m.allocator.num_used} of {m.allocator.num_blocks} blocks in use" for m in self.managers)
@@ -157,11 +157,11 @@ def _leaves_free(manager: BlockManager, needed: int, watermark: float) -> bool:
 
 
 def _blocks_needed(group: SequenceGroup, manager: BlockManager) -> int:
-    """Blocks for all known tokens of a group that holds none, prefixes shared up to the branches."""
+    """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches."""
     size, window = manager.block_size, manager.sliding_window
     needed = 0
     for seq in group.live:
         own = -(-seq.num_tokens // size) - seq.branch_at // size
-        # Inside a window, smaller chunks do with fewer blocks.
+        # With a sliding window, a prefill in small chunks needs no more blocks than the window covers.
         needed += own if window is None else min(own, -(-window // size) + 1)
     return needed

@@ -1,7 +1,7 @@
-"""Owns the bookkeeping of one beam search: which candidates go on, which are finished, when it ends.
+"""The bookkeeping of one beam search: which candidates continue, which are finished, when the search ends.
 
 Knows scores, tokens and row numbers; never a tensor, a block or a model. Standard library only. Scores are rounded to
-fp32 where transformers' own beam search rounds, so that both order candidates alike.
+fp32 where transformers' beam search rounds, so that both rank candidates in the same order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Hypothesis(NamedTuple):
 class BeamSearch:
     """State of one search between steps: scores of the running beams, the best finished ones.
 
-    Lengths count generated tokens only. `max_new_tokens` is the limit that early_stopping="never" reckons with.
+    Lengths count generated tokens only. `max_new_tokens` is the limit that early_stopping="never" assumes.
     """
 
     num_beams: int
@@ -69,7 +69,7 @@ class BeamSearch:
     ) -> list[Candidate] | None:
         """Take the candidates of one step, best first, and whether each met a stopping criterion.
 
-        `payloads` has an entry for every index that `finishing` named. Returns the beams that go on (with their
+        `payloads` has an entry for every index that `finishing` named. Returns the beams that continue (with their
         parents), best first; None when the search is over and `finished` holds the result, best first.
         """
         length = self.num_generated + 1

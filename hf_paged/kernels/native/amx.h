@@ -1,4 +1,4 @@
-/* The matrix unit: leave to use it, its configuration, a product of matrices. */
+/* The matrix unit: permission to use it, its configuration, a product of matrices. */
 #ifndef HFP_AMX_H
 #define HFP_AMX_H
 #include "common.h"

@@ -119,7 +119,7 @@ typedef struct {
     int64_t *low, *high; /* [count]: the keys each query sees */
 } TYPED(Buffers);
 
-/* An item while it is computed; all of it in registers or on the stack. */
+/* An item while it is computed. Passed by value, which lets the compiler keep its fields in registers. */
 typedef struct {
     const Call *call;
     const Token *tokens;                 /* [count] */
@@ -130,24 +130,24 @@ typedef struct {
 } TYPED(Work);
 
 /* Clears the partial results of the item's queries, and lays out the queries by KV head. */
-INLINE void TYPED(begin_item)(const TYPED(Work) *w, const int64_t dim, const int64_t v_dim) {
-    const Call *call = w->call;
-    const int64_t slot_size = slot_bytes(w->heads, v_dim) / 4;
-    for (int64_t t = 0; t < w->count; t++) {
-        const Token token = w->tokens[t];
-        w->b.low[t] = first_key(token.pos, call->window, call->chunk_size);
-        w->b.high[t] = token.pos + 1;
-        float *slot = token.slot < 0 ? w->b.own + t * slot_size : (float *)call->workspace + token.slot * slot_size;
-        w->b.slots[t] = slot;
-        for (int64_t h = 0; h < w->heads; h++) slot[h] = -INFINITY;
-        memset(slot + w->header, 0, sizeof(float) * (size_t)(w->heads * w->v_pad));
+INLINE void TYPED(begin_item)(const TYPED(Work) w, const int64_t dim, const int64_t v_dim) {
+    const Call *call = w.call;
+    const int64_t slot_size = slot_bytes(w.heads, v_dim) / 4;
+    for (int64_t t = 0; t < w.count; t++) {
+        const Token token = w.tokens[t];
+        w.b.low[t] = first_key(token.pos, call->window, call->chunk_size);
+        w.b.high[t] = token.pos + 1;
+        float *slot = token.slot < 0 ? w.b.own + t * slot_size : (float *)call->workspace + token.slot * slot_size;
+        w.b.slots[t] = slot;
+        for (int64_t h = 0; h < w.heads; h++) slot[h] = -INFINITY;
+        memset(slot + w.header, 0, sizeof(float) * (size_t)(w.heads * w.v_pad));
         const ELEMENT *query = (const ELEMENT *)call->query + token.row * call->q_token;
-        for (int64_t h = 0; h < w->heads; h++) {
-            Q_ELEMENT *to = w->b.q + ((h / w->group) * w->rows + t * w->group + h % w->group) * w->q_pad;
+        for (int64_t h = 0; h < w.heads; h++) {
+            Q_ELEMENT *to = w.b.q + ((h / w.group) * w.rows + t * w.group + h % w.group) * w.q_pad;
             const ELEMENT *from = query + h * call->q_head;
 #if DOT_BF16
             memcpy(to, from, (size_t)dim * 2);
-            memset(to + dim, 0, (size_t)(w->q_pad - dim) * 2);
+            memset(to + dim, 0, (size_t)(w.q_pad - dim) * 2);
 #else
             int64_t d = 0;
             for (; d + W <= dim; d += W) store_f32(to + d, LOAD(from + d));
@@ -155,36 +155,36 @@ INLINE void TYPED(begin_item)(const TYPED(Work) *w, const int64_t dim, const int
 #endif
         }
     }
-    memset(w->b.sums, 0, sizeof(float) * (size_t)(w->heads * w->count * W));
+    memset(w.b.sums, 0, sizeof(float) * (size_t)(w.heads * w.count * W));
 }
 
 /* Scores of a tile's keys with the rows of KV head h: [rows, TILE], `vectors` of each row. */
-INLINE void TYPED(score_tile)(const TYPED(Work) *w, int64_t h, const int64_t *at, const int64_t *ahead, int vectors,
+INLINE void TYPED(score_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, const int64_t *ahead, int vectors,
                               const int64_t dim, const int fixed) {
-    const ELEMENT *k = (const ELEMENT *)w->call->key + h * w->call->k_head;
-    const Q_ELEMENT *q = w->b.q + h * w->rows * w->q_pad;
+    const ELEMENT *k = (const ELEMENT *)w.call->key + h * w.call->k_head;
+    const Q_ELEMENT *q = w.b.q + h * w.rows * w.q_pad;
     for (int x = 0; x < vectors; x++) {
-        store_f32(w->b.scores + x * W, TYPED(scores)(q, k, at + x * W, ahead + x * W, dim, fixed) * w->scale);
-        for (int64_t r = 1; r < w->rows; r++) {
-            vf s = TYPED(scores)(q + r * w->q_pad, k, at + x * W, NULL, dim, fixed);
-            store_f32(w->b.scores + r * TILE + x * W, s * w->scale);
+        store_f32(w.b.scores + x * W, TYPED(scores)(q, k, at + x * W, ahead + x * W, dim, fixed) * w.scale);
+        for (int64_t r = 1; r < w.rows; r++) {
+            vf s = TYPED(scores)(q + r * w.q_pad, k, at + x * W, NULL, dim, fixed);
+            store_f32(w.b.scores + r * TILE + x * W, s * w.scale);
         }
     }
 }
 
 /* Caps and masks one row of scores in its place: query t, with the keys from position `tile` on. Returns the maxima, lane
  * by lane. */
-INLINE vf TYPED(mask_row)(const TYPED(Work) *w, float *s, int64_t head, int64_t t, int64_t tile, int vectors) {
-    const Call *call = w->call;
-    const int64_t lo = w->b.low[t] - tile, hi = w->b.high[t] - tile;
+INLINE vf TYPED(mask_row)(const TYPED(Work) w, float *s, int64_t head, int64_t t, int64_t tile, int vectors) {
+    const Call *call = w.call;
+    const int64_t lo = w.b.low[t] - tile, hi = w.b.high[t] - tile;
     vi lanes = {0};
     for (int i = 0; i < W; i++) lanes[i] = i;
     vf top = splat(-INFINITY);
     for (int x = 0; x < vectors; x++) {
         vf y = load_f32(s + x * W);
-        if (w->softcap > 0) y = w->softcap * tanh_v(y / w->softcap);
+        if (w.softcap > 0) y = w.softcap * tanh_v(y / w.softcap);
         if (call->slopes) {
-            vi distance = lanes + (int32_t)(tile + x * W - w->tokens[t].pos);
+            vi distance = lanes + (int32_t)(tile + x * W - w.tokens[t].pos);
             y += call->slopes[head] * __builtin_convertvector(distance, vf);
         }
         if (lo > x * W || hi < (x + 1) * W) {
@@ -201,16 +201,16 @@ INLINE vf TYPED(mask_row)(const TYPED(Work) *w, float *s, int64_t head, int64_t 
 
 /* One row of scores to weights; updates the row's maximum and sums. Leaves in factors[r] what the output so far is to be
  * multiplied by. r: query t, head g of the group of KV head h. */
-INLINE void TYPED(softmax_row)(const TYPED(Work) *w, int64_t h, int64_t t, int64_t g, int64_t tile, int vectors) {
-    const int64_t r = t * w->group + g, head = h * w->group + g;
-    float *s = w->b.scores + r * TILE, *slot = w->b.slots[t], *sums = w->b.sums + (h * w->rows + r) * W;
-    w->b.acc[r] = slot + w->header + head * w->v_pad;
+INLINE void TYPED(softmax_row)(const TYPED(Work) w, int64_t h, int64_t t, int64_t g, int64_t tile, int vectors) {
+    const int64_t r = t * w.group + g, head = h * w.group + g;
+    float *s = w.b.scores + r * TILE, *slot = w.b.slots[t], *sums = w.b.sums + (h * w.rows + r) * W;
+    w.b.acc[r] = slot + w.header + head * w.v_pad;
     const vf top = TYPED(mask_row)(w, s, head, t, tile, vectors);
     float before = slot[head], after = max_lanes(top);
     if (!(after > before)) after = before;
     if (after == -INFINITY) { /* sees nothing of the chunk so far */
         for (int x = 0; x < vectors; x++) store_f32(s + x * W, (vf){0});
-        w->b.factors[r] = 1;
+        w.b.factors[r] = 1;
         return;
     }
     float factor = before == after ? 1.0f : exp_negative(splat(before - after))[0];
@@ -222,20 +222,20 @@ INLINE void TYPED(softmax_row)(const TYPED(Work) *w, int64_t h, int64_t t, int64
     }
     store_f32(sums, sum);
     slot[head] = after;
-    w->b.factors[r] = factor;
+    w.b.factors[r] = factor;
 }
 
 /* Adds keys [first, last) of a tile, weighed, to the outputs of KV head h: four rows at a time. */
-INLINE void TYPED(add_tile)(const TYPED(Work) *w, int64_t h, const int64_t *at, const int64_t *ahead, int first, int last,
+INLINE void TYPED(add_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, const int64_t *ahead, int first, int last,
                             const int64_t v_dim) {
-    const ELEMENT *v = (const ELEMENT *)w->call->value + h * w->call->v_head;
-    for (int64_t r = 0; r < w->rows; r += 4, ahead = NULL) {
-        float **acc = w->b.acc + r, *factors = w->b.factors + r, *p = w->b.scores + r * TILE;
-        if (w->rows - r >= 4)
+    const ELEMENT *v = (const ELEMENT *)w.call->value + h * w.call->v_head;
+    for (int64_t r = 0; r < w.rows; r += 4, ahead = NULL) {
+        float **acc = w.b.acc + r, *factors = w.b.factors + r, *p = w.b.scores + r * TILE;
+        if (w.rows - r >= 4)
             TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 4);
-        else if (w->rows - r == 3)
+        else if (w.rows - r == 3)
             TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 3);
-        else if (w->rows - r == 2)
+        else if (w.rows - r == 2)
             TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 2);
         else
             TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 1);
@@ -243,13 +243,13 @@ INLINE void TYPED(add_tile)(const TYPED(Work) *w, int64_t h, const int64_t *at, 
 }
 
 /* Sums of the lanes; outputs of the queries that have no other chunk. */
-INLINE void TYPED(end_item)(const TYPED(Work) *w) {
-    for (int64_t t = 0; t < w->count; t++) {
-        for (int64_t h = 0; h < w->heads; h++) {
-            int64_t r = (h / w->group) * w->rows + t * w->group + h % w->group;
-            w->b.slots[t][w->heads + h] = sum_lanes(load_f32(w->b.sums + r * W));
+INLINE void TYPED(end_item)(const TYPED(Work) w) {
+    for (int64_t t = 0; t < w.count; t++) {
+        for (int64_t h = 0; h < w.heads; h++) {
+            int64_t r = (h / w.group) * w.rows + t * w.group + h % w.group;
+            w.b.slots[t][w.heads + h] = sum_lanes(load_f32(w.b.sums + r * W));
         }
-        if (w->tokens[t].slot < 0) TYPED(finish)(w->call, w->tokens[t].row, w->b.slots[t], 0, 1, 0, w->heads);
+        if (w.tokens[t].slot < 0) TYPED(finish)(w.call, w.tokens[t].row, w.b.slots[t], 0, 1, 0, w.heads);
     }
 }
 
@@ -263,7 +263,7 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
     int64_t low, high, next_low = 0, next_high = 0;
     keys_of_item(call, item, &low, &high);
     if (next) keys_of_item(call, next, &next_low, &next_high);
-    TYPED(begin_item)(&w, dim, v_dim);
+    TYPED(begin_item)(w, dim, v_dim);
 
     int64_t k_offsets[2][TILE], v_offsets[2][TILE]; /* of this tile and of the next one */
     const int64_t start = low / TILE * TILE;
@@ -282,13 +282,13 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
         const int first = tile < low ? (int)(low - tile) : 0, last = high - tile < TILE ? (int)(high - tile) : TILE;
         const int vectors = (last + W - 1) / W;
         for (int64_t h = 0; h < kv_heads; h++) {
-            TYPED(score_tile)(&w, h, k_at, k_next, vectors, dim, fixed);
+            TYPED(score_tile)(w, h, k_at, k_next, vectors, dim, fixed);
             for (int64_t t = 0; t < w.count; t++)
-                for (int64_t g = 0; g < group; g++) TYPED(softmax_row)(&w, h, t, g, tile, vectors);
-            TYPED(add_tile)(&w, h, v_at, v_next, first, last, v_dim);
+                for (int64_t g = 0; g < group; g++) TYPED(softmax_row)(w, h, t, g, tile, vectors);
+            TYPED(add_tile)(w, h, v_at, v_next, first, last, v_dim);
         }
     }
-    TYPED(end_item)(&w);
+    TYPED(end_item)(w);
 }
 
 static TYPED(Buffers) TYPED(buffers)(char *at, const Call *call) {

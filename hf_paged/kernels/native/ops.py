@@ -1,7 +1,7 @@
-"""The native CPU implementation: C kernels that read the blocks where they lie. Needs a C compiler, once a machine.
+"""The native CPU implementation: C kernels that read the blocks where they lie.
 
-Two kernels, for few new tokens of a sequence and for many; which of them computes a sequence depends on its own lengths
-only. Knows tensors; `native_build` knows compilers.
+One kernel is for sequences with few new tokens, another for those with many. Which of them computes a sequence depends
+only on the lengths of that sequence. This module knows tensors; `native.build` knows compilers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import torch
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import Call, Step
-from hf_paged.kernels.validation import check_step_slots
 
 WRITES_NEW_KV = True  # whether paged_attention takes the step's K/V too, and writes it
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# A sequence with at least so many new query rows a KV head is multiplied as matrices (prefill.inc.c); with fewer, it is
-# an item among others. About where the two cross, in fp32 and in bf16, after long prefixes and short ones.
+# A sequence with at least this many new query rows a KV head goes to the matrix products of prefill.inc.c, others to
+# attention.inc.c. About where their speeds cross, in fp32 and in bf16, after long prefixes and short ones.
 _PROMPT_ROWS = 64
 # What prefill.inc.c has buffers for: elements of a head, query heads a KV head.
 _PROMPT_MAX_DIM, _PROMPT_MAX_GROUP = 512, 64
@@ -218,7 +217,6 @@ def attention_call(
     new_kv: tuple[Any, ...] = _NO_NEW_KV
     slots = None
     if key is not None and value is not None:
-        check_step_slots(metadata, key_cache)
         key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), metadata.slot_mapping.contiguous()
         strides = _write_strides(key, value, key_cache, value_cache)
         new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, strides)
@@ -281,7 +279,8 @@ def write_kv(
 
 def _as_in(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x in the dtype of the cache, its last dimension contiguous."""
-    x = x.to(cache.dtype)
+    if x.dtype != cache.dtype:
+        x = x.to(cache.dtype)
     return x if x.stride(2) == 1 else x.contiguous()
 
 
@@ -366,7 +365,7 @@ def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Te
 
 @functools.cache
 def draws_like_torch() -> bool:
-    """Whether `draw` gives torch's tokens and leaves its generators as it does: both are torch's own affair."""
+    """Whether `draw` gives torch's tokens and leaves its generators as it does: both are torch internals."""
     probs = torch.softmax(torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)), dim=-1)
     mine, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
     for generator in (mine, theirs):

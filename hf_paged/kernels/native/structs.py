@@ -8,7 +8,7 @@ _INTEGER, _POINTER, _REAL, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_doub
 
 
 class Step(ctypes.Structure):
-    """struct Step of plan.h: a step as `hfp_plan` is told of it."""
+    """struct Step of plan.h: the arguments of `hfp_plan` and `hfp_check`."""
 
     _fields_ = [
         (name, _INTEGER)

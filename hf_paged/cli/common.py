@@ -1,0 +1,95 @@
+"""What the commands share: arguments, errors, progress, and a checkpoint loaded. Imports torch only when it loads."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_REFUSED = 1
+
+Job = Callable[[], int]
+"""What a command does, once its arguments are parsed. Returns the exit status."""
+
+
+class UsageError(Exception):
+    """What the user typed cannot be done. One line: the value and the remedy."""
+
+
+class DType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="folder of a checkpoint, or its name on the hub")]
+DTypeOption = Annotated[DType, typer.Option(help="of the weights; auto: as they are stored")]
+Device = Annotated[str | None, typer.Option(help="such as cpu or cuda:0 (default: a GPU if there is one)")]
+
+
+def show(message: str) -> None:
+    """A line of progress that the next one overwrites; only on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
+
+
+def find_checkpoint(name: str) -> None:
+    """Raises UsageError unless it is a checkpoint's folder or may be a name on the hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"{name} is no checkpoint: it holds no config.json; give a folder made by save_pretrained")
+    elif folder.exists():
+        raise UsageError(f"{name} is a file; give the folder of a checkpoint, made by save_pretrained")
+    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" in name and Path(name).parent.is_dir()):
+        raise UsageError(f"there is no folder {name}; give the folder of a checkpoint, or its name on the hub")
+
+
+def from_pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
+    """`loader.from_pretrained(name)`; raises UsageError with the first line of what went wrong."""
+    from safetensors import SafetensorError
+
+    try:
+        return loader.from_pretrained(name, **kwargs)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"cannot load the {what} of {name}: {reason}") from error
+
+
+def load_model(checkpoint: str, dtype: DType, device: str | None, *, random_weights: bool = False) -> Any:
+    """The model in eval mode; raises UsageError where transformers knows no language model of that kind."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = from_pretrained(AutoConfig, checkpoint, "configuration")
+    loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    target = _device(device)
+    if random_weights:
+        chosen = config.dtype or torch.float32 if dtype is DType.auto else getattr(torch, dtype.value)
+        model = loader.from_config(config, dtype=chosen)
+    else:
+        model = from_pretrained(loader, checkpoint, "model", config=config, dtype=dtype.value)
+    return model.to(target).eval()
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {name} cannot be used here ({reason}); 'cpu' always can") from None
+    return device

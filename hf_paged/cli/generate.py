@@ -1,0 +1,396 @@
+"""`hf-paged generate`: prompts in, texts out, and what they cost.
+
+Loads a checkpoint, calls transformers' `generate` with a paged cache, and prints. transformers checks its own options
+(`GenerationConfig.validate`). Knows the public names and nothing of blocks or kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import hf_paged
+from hf_paged.cli.common import (
+    Checkpoint,
+    Device,
+    DType,
+    DTypeOption,
+    Job,
+    UsageError,
+    find_checkpoint,
+    from_pretrained,
+    load_model,
+    show,
+)
+from hf_paged.cli.figures import figures_of, render
+
+DEFAULT_NEW_TOKENS = 128
+
+
+def _count(text: str, *, least: int = 0) -> Any:
+    return typer.Option(help=text, min=least)
+
+
+def _share(text: str) -> Any:
+    return typer.Option(help=text, min=0.0, max=1.0)
+
+
+def _option(text: str) -> Any:
+    return typer.Option(help=text)
+
+
+# Ranges stand here where transformers takes a value outside of them for "off", or says nothing.
+def generate(
+    context: typer.Context,
+    checkpoint: Checkpoint,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="default: standard input, one prompt a line")
+    ] = None,
+    file: Annotated[str | None, typer.Option(help="read prompts from this file, one a line; - is stdin")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="put each prompt into the chat template as the user's message (default: if the tokenizer has one)",
+        ),
+    ] = None,
+    dtype: DTypeOption = DType.auto,
+    device: Device = None,
+    max_new_tokens: Annotated[
+        int | None, _count(f"tokens to generate (default: {DEFAULT_NEW_TOKENS})", least=1)
+    ] = None,
+    min_new_tokens: Annotated[int | None, _count("tokens to generate at least")] = None,
+    num_beams: Annotated[int | None, _count("beams of beam search", least=1)] = None,
+    num_return_sequences: Annotated[int | None, _count("texts for each prompt", least=1)] = None,
+    length_penalty: Annotated[float | None, _option("exponent of the length that divides a beam's score")] = None,
+    early_stopping: Annotated[bool | None, _option("beam search: stop as soon as enough beams have ended")] = None,
+    do_sample: Annotated[bool | None, _option("sample instead of greedy search")] = None,
+    temperature: Annotated[float | None, _option("sampling: divides the logits")] = None,
+    top_k: Annotated[int | None, _count("sampling: keep the k likeliest tokens (0: all)")] = None,
+    top_p: Annotated[float | None, _share("sampling: keep the likeliest tokens of this total probability")] = None,
+    min_p: Annotated[float | None, _share("sampling: keep tokens this likely, relative to the likeliest")] = None,
+    typical_p: Annotated[float | None, _share("sampling: keep locally typical tokens of this probability")] = None,
+    repetition_penalty: Annotated[float | None, _option("above 1: tokens that have occurred are less likely")] = None,
+    no_repeat_ngram_size: Annotated[int | None, _count("no run of this many tokens occurs twice")] = None,
+    stop_strings: Annotated[list[str] | None, _option("stop a text after this; may be given several times")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the random numbers (torch.manual_seed)")] = None,
+    block_size: Annotated[int | None, typer.Option(help="tokens in a block of the cache (default: 16)")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="blocks of the cache at most (default: no limit)")] = None,
+    batch_size: Annotated[int, typer.Option(help="prompts generated together", min=1)] = 32,
+    stream: Annotated[bool, typer.Option("--stream", help="print each text as it is generated, one by one")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object a prompt, then one of figures")] = False,
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="print figures of speed and memory")] = True,
+) -> Job:
+    """Generate text with any transformers checkpoint, from a paged KV cache.
+
+    Texts first, then one block of figures: tokens per second, blocks, and KV memory. The options that transformers'
+    GenerationConfig has too mean the same here.
+    """
+    given = {name: context.params[name] for name in _GENERATION_OPTIONS if context.params[name] not in (None, [], ())}
+
+    def job() -> int:
+        call = _Call(
+            prompts=_read_prompts(list(prompts or ()), file),
+            options=given,
+            cache_config=hf_paged.CacheConfig(**_without_none(block_size=block_size, num_blocks=num_blocks)),
+            batch_size=1 if stream else batch_size,
+            stream=stream,
+            as_json=as_json,
+        )
+        return _run(call, _load(call, checkpoint, dtype, device, chat), seed, stats)
+
+    return job
+
+
+_GENERATION_OPTIONS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "num_beams",
+    "num_return_sequences",
+    "length_penalty",
+    "early_stopping",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "stop_strings",
+)
+
+
+def _without_none(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What was asked for. `options` are those of GenerationConfig that were given."""
+
+    prompts: list[str]
+    options: dict[str, Any]
+    cache_config: hf_paged.CacheConfig
+    batch_size: int
+    stream: bool
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A checkpoint and the encoded prompts. `options` are complete."""
+
+    model: Any
+    tokenizer: Any
+    ids: list[list[int]]
+    options: dict[str, Any]
+    pad_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One generated text."""
+
+    text: str
+    num_tokens: int
+    finish_reason: str
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+
+def _read_prompts(prompts: list[str], source: str | None) -> list[str]:
+    places = [f"prompt {number}" for number in range(1, len(prompts) + 1)]
+    if source is None and not prompts and not sys.stdin.isatty():
+        source = "-"
+    if source is not None:
+        where = "standard input" if source == "-" else source
+        try:
+            text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UsageError(f"{where} is not UTF-8 text; convert it first") from None
+        except OSError as error:
+            raise UsageError(f"cannot read prompts from {where}: {error.strerror}") from None
+        lines = text.split("\n")
+        if lines[-1] == "":
+            lines.pop()
+        prompts = prompts + lines
+        places += [f"line {number} of {where}" for number in range(1, len(lines) + 1)]
+    if not prompts:
+        raise UsageError("no prompt given; type one after the checkpoint, or use --file or standard input")
+    for prompt, place in zip(prompts, places):
+        if not prompt.strip():
+            raise UsageError(f"{place} is empty ({prompt!r}); give it some text, or leave it out")
+    return prompts
+
+
+def _check_options(call: _Call, defaults: Any) -> None:
+    """Raises ValueError or UsageError for options that contradict each other.
+
+    `defaults`: the checkpoint's GenerationConfig, which holds where nothing is given.
+    """
+    from transformers import GenerationConfig
+
+    options = {"do_sample": bool(defaults.do_sample), "num_beams": defaults.num_beams or 1, **call.options}
+    GenerationConfig(**options).validate(strict=True)
+    least, most = options.get("min_new_tokens", 0), options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
+    if least > most:
+        raise UsageError(f"--min-new-tokens {least} is more than --max-new-tokens {most}; raise the latter")
+    for name in ("num_beams", "num_return_sequences"):
+        if call.stream and options.get(name, 1) > 1:
+            option = f"--{name.replace('_', '-')} {options[name]}"
+            raise UsageError(f"--stream shows one text a prompt while it grows, {option} has several; drop one of them")
+    if call.stream and call.as_json:
+        raise UsageError("--stream and --json contradict each other; drop one of them")
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+
+
+def _load(call: _Call, checkpoint: str, dtype: DType, device: str | None, chat: bool | None) -> _Loaded:
+    find_checkpoint(checkpoint)
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    # The small files first: most mistakes show before the weights are read.
+    from_pretrained(AutoConfig, checkpoint, "configuration")
+    defaults = GenerationConfig()
+    with contextlib.suppress(OSError):
+        # A checkpoint without this file has no defaults of its own.
+        defaults = GenerationConfig.from_pretrained(checkpoint)
+    _check_options(call, defaults)
+    tokenizer = from_pretrained(AutoTokenizer, checkpoint, "tokenizer")
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    if chat and not tokenizer.chat_template:
+        raise UsageError(f"--chat: the tokenizer of {checkpoint} has no chat template; drop --chat")
+    show("loading the model ...")
+    model = load_model(checkpoint, dtype, device)
+    _refuse_unsupported(model)
+    ids = [_encode(tokenizer, prompt, chat=chat) for prompt in call.prompts]
+    options = _with_length(model, ids, call.options)
+    candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return _Loaded(model, tokenizer, ids, options, next(token for token in candidates if token is not None))
+
+
+def _refuse_unsupported(model: Any) -> None:
+    report = hf_paged.check(model)
+    if not report.supported:
+        raise UsageError(f"{report.model} cannot use a paged cache: {report.reason}")
+
+
+def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    # verbose=False: a prompt that is too long gets our error, not the tokenizer's warning.
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(prompt, verbose=False)["input_ids"])
+
+
+def _with_length(model: Any, ids: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
+    """The options with `max_new_tokens`, where nothing sets a length; raises for what the model has no room for."""
+    import torch
+
+    from hf_paged.generation.validation import check_prompts, position_limit
+
+    for number, prompt in enumerate(ids, 1):
+        check_prompts(model, torch.tensor([prompt], dtype=torch.long), f"prompt {number}")
+    limit, longest = position_limit(model), max(map(len, ids))
+    given = options.get("max_new_tokens")
+    if given is not None:
+        if limit is not None and longest + given - 1 > limit:  # the last token is never read
+            raise UsageError(
+                f"--max-new-tokens {given} after a prompt of {longest} tokens passes the model's limit of {limit}; "
+                f"use {limit - longest} or less, or a shorter prompt"
+            )
+        return options
+    defaults = model.generation_config
+    if defaults.max_new_tokens is not None or defaults.max_length is not None:
+        return options
+    room = DEFAULT_NEW_TOKENS if limit is None else max(1, limit - longest)
+    return {**options, "max_new_tokens": min(DEFAULT_NEW_TOKENS, room)}
+
+
+# -- generating ----------------------------------------------------------------------------------------------------
+
+
+def _run(call: _Call, loaded: _Loaded, seed: int | None, stats: bool) -> int:
+    import torch
+
+    if seed is not None:
+        torch.manual_seed(seed)
+    generated, seconds = 0, 0.0
+    with hf_paged.record_calls() as records:
+        for start in range(0, len(loaded.ids), call.batch_size):
+            batch = loaded.ids[start : start + call.batch_size]
+            if call.stream:
+                _print_header(call, start)
+            began = time.perf_counter()
+            answers = _generate_batch(call, loaded, batch)
+            seconds += time.perf_counter() - began
+            generated += sum(answer.num_tokens for row in answers for answer in row)
+            for index, row in enumerate(answers, start):
+                if not call.stream:
+                    _print_answers(call, index, row)
+    if stats:
+        figures = figures_of(records, generated, sum(map(len, loaded.ids)), seconds)
+        print(json.dumps({"stats": figures}) if call.as_json else render(figures))
+    return 0
+
+
+def _generate_batch(call: _Call, loaded: _Loaded, batch: list[list[int]]) -> list[list[_Answer]]:
+    """The answers of every prompt of a batch (token ids), `num_return_sequences` each."""
+    import torch
+    from transformers import TextStreamer
+
+    model, tokenizer = loaded.model, loaded.tokenizer
+    width = max(map(len, batch))
+    rows = torch.tensor([[loaded.pad_token_id] * (width - len(ids)) + ids for ids in batch], device=model.device)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=model.device)
+    kwargs: dict[str, Any] = {**loaded.options, "pad_token_id": loaded.pad_token_id, "cache_config": call.cache_config}
+    if "stop_strings" in kwargs:
+        kwargs["tokenizer"] = tokenizer
+    if call.stream:
+        kwargs["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    try:
+        with _progress(model, enabled=not call.stream):
+            output = model.generate(rows, attention_mask=mask, cache_implementation="paged", **kwargs)
+    except hf_paged.OutOfBlocks as error:
+        raise UsageError(
+            f"--num-blocks {call.cache_config.num_blocks} is too few for {len(batch)} prompts at once ({error.needed} "
+            f"more needed at {error.available} free); give more, or a smaller --batch-size"
+        ) from error
+    answers = [_answer(loaded, tokens) for tokens in output[:, width:].tolist()]
+    each = len(answers) // len(batch)
+    return [answers[i : i + each] for i in range(0, len(answers), each)]
+
+
+def _answer(loaded: _Loaded, tokens: list[int]) -> _Answer:
+    """Text and length of a row of new tokens, without the padding after its end."""
+    eos = loaded.model.generation_config.eos_token_id
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    length, reason = len(tokens), "length"
+    for position, token in enumerate(tokens):
+        if token in ends:
+            length, reason = position + 1, "eos"
+            break
+    else:
+        while length and tokens[length - 1] == loaded.pad_token_id:
+            length, reason = length - 1, "stop"
+    text = loaded.tokenizer.decode(tokens[:length], skip_special_tokens=True)
+    if reason == "length" and any(text.endswith(stop) for stop in loaded.options.get("stop_strings", ())):
+        reason = "stop"
+    return _Answer(text, length, reason)
+
+
+# -- output --------------------------------------------------------------------------------------------------------
+
+
+def _print_header(call: _Call, index: int) -> None:
+    print(f"[{index + 1}/{len(call.prompts)}] {call.prompts[index]}", flush=True)
+
+
+def _print_answers(call: _Call, index: int, answers: list[_Answer]) -> None:
+    if call.as_json:
+        outputs = [
+            {"text": answer.text, "num_tokens": answer.num_tokens, "finish_reason": answer.finish_reason}
+            for answer in answers
+        ]
+        print(json.dumps({"prompt": call.prompts[index], "outputs": outputs}, ensure_ascii=False), flush=True)
+        return
+    _print_header(call, index)
+    for number, answer in enumerate(answers, 1):
+        print(f"({number}) {answer.text}" if len(answers) > 1 else answer.text)
+    print(flush=True)
+
+
+@contextlib.contextmanager
+def _progress(model: Any, *, enabled: bool) -> Iterator[None]:
+    """Count the model's forwards on a terminal: a hook of the model sees them in every decoding mode."""
+    show("")
+    if not (enabled and sys.stderr.isatty()):
+        yield
+        return
+    steps, shown = 0, 0.0
+
+    def count(*_: Any) -> None:
+        nonlocal steps, shown
+        steps += 1
+        if time.perf_counter() - shown > 0.1:
+            shown = time.perf_counter()
+            show(f"generating: step {steps}")
+
+    hook = model.register_forward_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+        show("")

@@ -1,0 +1,89 @@
+"""The command line `hf-paged`: its commands, exit codes and one-line errors.
+
+A command is a module beside this one. Its function takes what typer has parsed and returns a Job, which runs outside of
+typer: typer treats Ctrl-C and closed pipes in its own way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+
+import hf_paged
+from hf_paged.cli import build, check, generate
+from hf_paged.cli.common import Job, UsageError
+
+EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
+
+# typer imports click, or brings a copy of its own, by its version: the base of what it exports is the same in both.
+_TyperError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.command("check")(check.check)
+app.command("build")(build.build)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf-paged {hf_paged.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """PagedAttention for transformers models: the same texts from a fraction of the KV memory."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 refused (check) or not built (build), 2 wrong usage or input, 130 interrupted,
+    141 the reader of the output is gone.
+    """
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        try:
+            job: Job | int | None = app(arguments, prog_name="hf-paged", standalone_mode=False)
+        except _TyperError as error:
+            return _refused(_explained(error, arguments))
+        status = job() if callable(job) else int(job or 0)
+        sys.stdout.flush()
+        return status
+    except (UsageError, ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # Python flushes standard output once more on exit; let that go nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_BROKEN_PIPE
+        return _refused(str(error))
+    except KeyboardInterrupt:
+        print("\nhf-paged: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _explained(error: Any, arguments: list[str]) -> str:
+    """typer's message, with the value that was typed, which it leaves out."""
+    typed = ""
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for word, following in pairwise([*arguments, ""]):
+            if word == option or word.startswith(f"{option}="):
+                typed = f"{option} {following}: " if word == option else f"{word}: "
+    command = "hf-paged" if error.ctx is None else error.ctx.command_path
+    return f"{typed}{error.format_message()} (see '{command} --help')"
+
+
+def _refused(message: str) -> int:
+    print("hf-paged: error:", " ".join(message.split()), file=sys.stderr)
+    return EXIT_USAGE

@@ -1,0 +1,27 @@
+"""Pauses: who has asked that an engine runs no step. Knows threads, never what a step does."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Pauses:
+    """Pauses of one engine. `lock` is the engine's: every method needs it, `wait` gives it up meanwhile."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._ended = threading.Condition(lock)
+        self._owners: list[int] = []  # ids of threads, one entry for each pause
+
+    def begin(self) -> None:
+        self._owners.append(threading.get_ident())
+
+    def end(self) -> None:
+        self._owners.remove(threading.get_ident())
+        self._ended.notify_all()
+
+    def wait(self) -> None:
+        """Return when there is no pause. Raises RuntimeError in a thread that has one: it would wait for itself."""
+        while self._owners:
+            if threading.get_ident() in self._owners:
+                raise RuntimeError("this thread has paused the engine: leave `with engine.pause()` first")
+            self._ended.wait()

@@ -1,0 +1,331 @@
+"""Weights: whether a model still computes with the weights that something was derived from.
+
+Cached prefixes, packed copies, CUDA graphs and the support report are all derived from a model's weights. Each of them
+remembers one of the counters below and is made anew when the counter has moved on. Knows modules and tensors, never
+what is derived from them.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from hf_paged.model.overrides import is_override
+from hf_paged.model.samples import ContentSample
+
+MAX_COMPARED_BUFFER = 65_536
+"""Elements of the largest buffer that is compared by value: some models replace `inv_freq` by an equal one."""
+
+_CONTENTS = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_version_of = attrgetter("_version")
+_address_of = torch.Tensor.data_ptr
+
+
+class Weights:
+    """The weights of one model. `look` finds out what has changed and moves the counters on:
+
+    - `epoch`: the model may compute something else: a tensor was replaced or changed, or one of the reasons below;
+    - `layout`: a tensor lies elsewhere, or one of the reasons below;
+    - `structure`: a module or a `forward` was added, replaced or removed.
+
+    Noticed are: parameters, buffers and submodules that were replaced; addresses and versions of tensors, of the inner
+    tensors too where a tensor wraps others; `forward` attributes and forward hooks; merged PEFT adapters and their
+    scalings; steps of torch's optimizers. With `contents`, some elements of each tensor are compared as well: that
+    tells of most writes through `.data`, which leave no other trace. Everything else must be told (`changed`).
+
+    Holds the model weakly; any method may be called from any thread.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._lock = threading.RLock()
+        self._picture: _Picture | None = None
+        self._sample: ContentSample | None = None
+        self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
+        self._all_moved = 0  # epoch in which all of them did
+        self.epoch = self.layout = self.structure = 0
+
+    def look(self, *, contents: bool = False) -> int:
+        """Find out whether the weights have changed since the last look, and return the epoch.
+
+        contents: compare samples of all tensors with those of the last look with `contents` (on a CPU; elsewhere a
+        rotating part of them, so that a change of few tensors is noticed some looks later).
+        """
+        with self._lock:
+            model = self._model()
+            if model is None:
+                return self.epoch
+            if self._picture is None:
+                self._picture = _Picture(model)
+            elif not self._picture.is_whole(model):
+                self._replace(_Picture(model))
+            elif (settings := self._picture.settings()) != self._picture.known_settings:
+                self._move_all()
+                self.layout += 1
+                self._picture.known_settings = settings
+            elif (versions := self._picture.versions()) != self._picture.known_versions:
+                known = self._picture.known_versions
+                self._move(t for t, old, new in zip(self._picture.versioned, known, versions) if old != new)
+                self._picture.known_versions = versions
+            if contents:
+                self._look_inside(self._picture)
+            return self.epoch
+
+    def changed(self) -> None:
+        """The caller knows that the weights have changed."""
+        with self._lock:
+            self._move_all()
+
+    def changed_by(self, parameters: Iterable[torch.Tensor]) -> None:
+        """An optimizer has changed these tensors; those of other models do not matter."""
+        with self._lock:
+            if self._picture is not None:
+                ids = self._picture.ids
+                self._move(parameter for parameter in parameters if id(parameter) in ids)
+
+    def moved_at(self, tensor: torch.Tensor) -> int:
+        """The epoch in which this tensor of the model last changed, as far as the last look knows."""
+        return max(self._all_moved, self._moved.get(id(tensor), 0))
+
+    def rest(self) -> None:
+        """Hold no tensor that the model has given up, until the next look with `contents`."""
+        with self._lock:
+            if self._sample is not None:
+                self._sample.drop_views()
+
+    # The counters move first: an interrupt in between then costs a renewal too many, not one too few.
+
+    def _move(self, tensors: Iterable[torch.Tensor]) -> None:
+        ids = [id(tensor) for tensor in tensors]
+        if ids:
+            self.epoch += 1
+            self._moved.update(dict.fromkeys(ids, self.epoch))
+
+    def _move_all(self) -> None:
+        self.epoch += 1
+        self._all_moved = self.epoch
+
+    def _look_inside(self, picture: _Picture) -> None:
+        if self._sample is None or self._sample.tensors is not picture.tensors:
+            self._sample = ContentSample(picture.tensors)
+        self._move(self._sample.look())
+
+    def _replace(self, new: _Picture) -> None:
+        """Tensors were replaced, or what there is of them: find out which, and whether it matters."""
+        old = self._picture
+        assert old is not None
+        known = {id(tensor): address for tensor, address in zip(old.tensors, old.addresses)}
+        others = [t for t, address in zip(new.tensors, new.addresses) if known.get(id(t)) != address]
+        versions = {id(tensor): version for tensor, version in zip(old.versioned, old.known_versions)}
+        others += [t for t, v in zip(new.versioned, new.known_versions) if versions.get(id(t), v) != v]
+        same_structure = new.has_structure_of(old)
+        same_code = same_structure and new.has_hooks_of(old)
+        if not same_code:
+            self.epoch += 1
+        if not same_structure:
+            self.structure += 1
+        if not same_code or others or len(known) != len(new.tensors):
+            self.layout += 1
+        equal = new.equal_buffers(old) if same_structure else set()
+        self._move(tensor for tensor in others if id(tensor) not in equal)
+        if new.known_settings != old.known_settings:
+            self._move_all()
+            self.layout += 1
+        if self._sample is not None and self._sample.tensors is old.tensors:
+            # Tensors that are where they were may have been written to meanwhile.
+            self._move(self._sample.look_at({id(t) for t in new.tensors if known.get(id(t)) == _address(t)}))
+            self._sample = None
+        self._moved = {id(t): self._moved[id(t)] for t in new.tensors if id(t) in self._moved}
+        self._picture = new
+
+
+class _Picture:
+    """What a model was made of when this was made. Holds its parts, but not the model.
+
+    tensors: all parameters and buffers; in place of one that wraps others, those. addresses: of these. versioned:
+    those that count their changes in place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._dicts = [d for m in modules for name in _CONTENTS if (d := vars(m)[name])]
+        self._contents = [dict(d) for d in self._dicts]
+        self._objects = [value for contents in self._contents for value in contents.values()]
+        # Tensors of one element, unlike others, would be compared by value.
+        single = [
+            (d, key) for d in self._dicts for key, x in d.items() if isinstance(x, torch.Tensor) and x.numel() < 2
+        ]
+        self._single_dicts, self._single_keys = [d for d, _ in single], [key for _, key in single]
+        self._singles = [d[key] for d, key in single]
+        # The root's attributes are looked up each time: they often refer to the model itself.
+        self._attributes = [vars(module) for module in modules[1:]]
+        self._forward_names = ["forward"] * len(self._attributes)
+        self._forwards = [_not_ours(attributes.get("forward")) for attributes in self._attributes]
+        self._has_forwards = any(self._forwards)
+        self._root_forward = _token(_not_ours(vars(model).get("forward")))
+        hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
+        self._unhooked, self._hooked = [h for h in hooks if not h], [h for h in hooks if h]
+        self._known_hooks = [list(h) for h in self._hooked]
+        self._all_hooks = [list(h) for h in hooks]
+        self._root_hooks = [list(vars(model)[name]) for name in _HOOKS]
+        self._find_tensors()
+        self._adapters = [attributes for attributes in self._attributes if "merged_adapters" in attributes]  # PEFT's
+        self.known_settings = self.settings()
+        self._buffers = {
+            (index, key): (buffer, buffer.detach().clone())
+            for index, module in enumerate(modules)
+            for key, buffer in module._buffers.items()
+            if buffer is not None and not _inner_names(buffer) and buffer.numel() <= MAX_COMPARED_BUFFER
+        }
+
+    def _find_tensors(self) -> None:
+        found: dict[int, torch.Tensor] = {}
+        wrapped: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        for value in self._objects:
+            if isinstance(value, torch.Tensor):
+                found[id(value)] = value
+        queue = list(found.values())
+        for tensor in queue:
+            for name in _inner_names(tensor):
+                inner = getattr(tensor, name)
+                wrapped.append((tensor, name, inner))
+                if id(inner) not in found:
+                    found[id(inner)] = inner
+                    queue.append(inner)
+        self.ids = frozenset(found)
+        self._wrappers, self._names = [outer for outer, _, _ in wrapped], [name for _, name, _ in wrapped]
+        self._inner = [inner for _, _, inner in wrapped]
+        self.tensors = [tensor for tensor in queue if not _inner_names(tensor)]
+        self.addresses = [_address(tensor) for tensor in self.tensors]
+        self._addressed = [t for t, address in zip(self.tensors, self.addresses) if address is not None]
+        self._addresses = [address for address in self.addresses if address is not None]
+        self.versioned = [tensor for tensor in queue if not tensor.is_inference()]
+        self.known_versions = self.versions()
+
+    def is_whole(self, model: nn.Module) -> bool:
+        """Whether every part is still the object that it was, and where it was. For 272 weights in 30 layers, some
+        tens of microseconds: it is asked for in every step."""
+        if self._has_forwards:
+            forwards = all(map(is_, map(dict.get, self._attributes, self._forward_names), self._forwards))
+        else:
+            forwards = not any(map(dict.get, self._attributes, self._forward_names))
+        return (
+            forwards
+            and self._has_contents()
+            and list(map(_address_of, self._addressed)) == self._addresses
+            and not any(self._unhooked)
+            and (not self._hooked or list(map(list, self._hooked)) == self._known_hooks)
+            and (not self._inner or all(map(is_, map(getattr, self._wrappers, self._names), self._inner)))
+            and _token(vars(model).get("forward")) == self._root_forward
+            and [list(vars(model)[name]) for name in _HOOKS] == self._root_hooks
+        )
+
+    def _has_contents(self) -> bool:
+        """A comparison of dictionaries takes a third of the time of one by identity, item by item. What is the same
+        object is equal; modules equal no other, and two tensors cannot be compared."""
+        try:
+            return self._dicts == self._contents and all(
+                map(is_, map(dict.get, self._single_dicts, self._single_keys), self._singles)
+            )
+        except Exception:  # what a tensor, of whatever class, raises when it is asked for a truth value
+            return False
+
+    def versions(self) -> list[int]:
+        return list(map(_version_of, self.versioned))
+
+    def settings(self) -> list[tuple[list[str], Any]]:
+        """Of the adapters in each layer: which are merged into the weights, and the scaling of each."""
+        return [([*a["merged_adapters"]], copy.copy(a.get("scaling"))) for a in self._adapters]
+
+    def has_structure_of(self, other: _Picture) -> bool:
+        """Whether modules, the names in them and their `forward`s are the same."""
+        ours, theirs = self._skeleton(), other._skeleton()
+        return (
+            list(map(list, self._contents)) == list(map(list, other._contents))
+            and len(ours) == len(theirs)
+            and all(map(is_, ours, theirs))
+            and self._root_forward == other._root_forward
+        )
+
+    def has_hooks_of(self, other: _Picture) -> bool:
+        return self._root_hooks == other._root_hooks and self._all_hooks == other._all_hooks
+
+    def _skeleton(self) -> list[Any]:
+        modules = [None if isinstance(x, torch.Tensor) else x for x in self._objects]
+        return [*modules, *self._forwards]
+
+    def equal_buffers(self, other: _Picture) -> set[int]:
+        """Ids of buffers that hold what those in their places held when `other` was made."""
+        equal = set()
+        for place, (buffer, content) in self._buffers.items():
+            old = other._buffers.get(place)
+            if old is not None and _are_equal(content, old[1]):
+                equal.add(id(buffer))
+        return equal
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same_kind = a.dtype == b.dtype and a.device == b.device and a.device.type != "meta"
+    return same_kind and torch.equal(a, b)
+
+
+def _inner_names(tensor: torch.Tensor) -> Sequence[str]:
+    """Attributes of a tensor that wraps others (torchao, DTensor) which hold those; none of an ordinary one."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return ()
+    names: Sequence[str] = tensor.__tensor_flatten__()[0]
+    return names
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it has no memory of its own: its identity has to do
+        return None
+
+
+def _not_ours(forward: Any) -> Any:
+    """None for an override of hf_paged's own, in a step of another thread."""
+    return None if is_override(forward) else forward
+
+
+def _token(forward: Any) -> tuple[int, Any] | None:
+    """Tells a `forward` from others without holding it."""
+    if forward is None:
+        return None
+    try:
+        return id(forward), weakref.ref(forward)
+    except TypeError:  # an object without weak references
+        return id(forward), None
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+_watched: weakref.WeakSet[Weights] = weakref.WeakSet()
+_watched_lock = threading.Lock()
+_hook: Any = None
+
+
+def watch_optimizers(weights: Weights) -> None:
+    """Tell `weights` from now on of the steps of all torch optimizers: fused ones change tensors without a trace."""
+    global _hook
+    with _watched_lock:
+        _watched.add(weights)
+        if _hook is None:
+            _hook = register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with _watched_lock:
+        watched = list(_watched)
+    for weights in watched:
+        weights.changed_by(parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,35 @@
+"""A pytest plugin: the native kernels of a library with sanitizers, $HF_PAGED_SANITIZED, and workspaces of exact size.
+
+Needs the sanitizers' runtime in LD_PRELOAD; `test_sanitizers.py` builds the library and runs pytest with this plugin.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native import ops as native_ops
+
+FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+LIBRARY = "HF_PAGED_SANITIZED"
+
+_kept: list[torch.Tensor] = []
+
+
+def exact_workspace(num_bytes: int) -> int:
+    """As `native_ops.workspace`, but fresh memory with nothing behind it."""
+    _kept[:] = [torch.empty(num_bytes, dtype=torch.uint8)]
+    return _kept[0].data_ptr()
+
+
+def pytest_configure(config: Any) -> None:
+    path = Path(os.environ[LIBRARY])
+    library = native_build.load(path)
+    native_build.library = lambda: library
+    native_build.build = lambda: path
+    native_ops.workspace = fused_ops.workspace = exact_workspace

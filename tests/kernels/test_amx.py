@@ -1,0 +1,43 @@
+"""The code for matrix units on machines without one: its tests, run in processes of their own with an emulation of the
+tile instructions; and the emulation against the definition of the instruction.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native.toolchain import EMULATE_AMX
+
+ROOT = Path(__file__).parent.parent.parent
+CPUINFO = Path("/proc/cpuinfo")
+
+pytestmark = [
+    pytest.mark.timeout(1500),  # a build and two suites, on a machine that may be busy
+    pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine"),
+    pytest.mark.skipif(
+        not CPUINFO.exists() or "avx512_bf16" not in CPUINFO.read_text(), reason="the emulation needs AVX-512 with BF16"
+    ),
+]
+
+
+def run_emulated(*arguments: str) -> None:
+    environment = {**os.environ, EMULATE_AMX: "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-1000:]
+
+
+def test_attention_and_linear_layers() -> None:
+    run_emulated("tests/kernels/test_native.py", "tests/fused/test_layers.py", "-k", "test_layers or tiles or sharing")
+
+
+def test_layers_of_models() -> None:
+    run_emulated("tests/fused/test_native_layers.py", "tests/fused/test_prepack.py")

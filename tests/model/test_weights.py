@@ -1,0 +1,629 @@
+"""Weights that change in any way, around whatever is derived from them: against the changed model's own `generate`."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.model.state import state_of
+from tests import models
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
+
+PROMPT = models.prompts(26)[0]
+GREEDY = GenerationConfig(
+    max_new_tokens=8,
+    do_sample=False,
+    eos_token_id=None,
+    pad_token_id=0,
+    output_scores=True,
+    return_dict_in_generate=True,
+)
+
+
+def plain(model: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> tuple[list[int], torch.Tensor]:
+    """New tokens, and the log-probabilities of each, of transformers' own generate or (by options) of ours."""
+    ids = prompt[None]
+    result = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY, **options)
+    tokens = result.sequences[0, len(prompt) :].tolist()
+    logprobs = [scores[0].float().log_softmax(-1)[token] for scores, token in zip(result.scores, tokens)]
+    return tokens, torch.stack(logprobs)
+
+
+def served(engine: Engine, prompt: torch.Tensor = PROMPT) -> tuple[list[int], torch.Tensor]:
+    output = engine.generate([prompt], GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None))[0]
+    assert output.error is None
+    return output.outputs[0].token_ids, torch.tensor(output.outputs[0].logprobs)
+
+
+def is_close(actual: tuple[list[int], torch.Tensor], expected: tuple[list[int], torch.Tensor]) -> bool:
+    return actual[0] == expected[0] and torch.allclose(actual[1], expected[1], atol=2e-3)
+
+
+def engine_on(model: Any, **options: Any) -> Engine:
+    return Engine(model, CacheConfig(num_blocks=96, block_size=4), **options)
+
+
+# -- ways to change a model ------------------------------------------------------------------------------------------
+
+Change = Callable[[Any], object]
+
+
+def random_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(tensor.numel())) * 0.5
+
+
+def step(model: Any, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    for parameter in model.parameters():
+        parameter.grad = random_like(parameter).to(parameter.dtype)
+    optimizer = make(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def add_in_place(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(random_like(parameter))
+
+
+def write_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.add_(random_like(parameter))
+
+
+def replace_data_twice(model: Any) -> None:
+    """Of small weights the second takes the address that the first has left, unless somebody holds that."""
+    weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    for _ in range(2):
+        weight.data = random_like(weight)
+
+
+def from_vector(model: Any) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector + random_like(vector), model.parameters())
+
+
+def load_in_place(model: Any) -> None:
+    other = models.build("llama", seed=7)
+    for parameter, new in zip(model.parameters(), other.parameters()):
+        parameter.data.copy_(new.data)
+
+
+def replace_twice(model: Any) -> None:
+    layer = model.model.layers[0].self_attn.q_proj
+    for _ in range(2):
+        layer.weight = nn.Parameter(random_like(layer.weight))
+
+
+def write_into_dictionary(model: Any) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer._parameters["weight"] = nn.Parameter(random_like(layer.weight))
+
+
+def replace_buffer(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq * 3
+
+
+def replace_layer(model: Any) -> None:
+    model.model.layers[0].mlp = models.build("llama", seed=7).model.layers[0].mlp
+
+
+def swap_layers(model: Any) -> None:
+    layers = model.model.layers
+    attention = [layer.self_attn for layer in layers[:2]]
+    for layer, other in zip(layers, reversed(attention)):
+        layer.self_attn = other
+        other.layer_idx = layers.index(layer) if isinstance(layers, list) else list(layers).index(layer)
+
+
+def set_forward(model: Any) -> None:
+    norm = model.model.layers[0].input_layernorm
+    forward = norm.forward
+    norm.forward = lambda rows: forward(rows).flip(-1)
+
+
+CHANGES: dict[str, Change] = {
+    "adamw": lambda model: step(model, lambda p: torch.optim.AdamW(p, lr=0.3, foreach=True)),
+    "fused adamw": lambda model: step(model, lambda p: torch.optim.AdamW(p, lr=0.3, fused=True)),
+    "in place": add_in_place,
+    "data": write_data,
+    "data of one": lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(-3),
+    "data replaced twice": replace_data_twice,
+    "vector": from_vector,
+    "load_state_dict": lambda model: model.load_state_dict(models.build("llama", seed=7).state_dict()),
+    "loaded in place": load_in_place,
+    "replaced twice": replace_twice,
+    "dictionary": write_into_dictionary,
+    "buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(3),
+    "buffer data": lambda model: model.model.rotary_emb.inv_freq.data.mul_(3),
+    "buffer replaced": replace_buffer,
+    "submodule": replace_layer,
+    "submodules swapped": swap_layers,
+    "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
+    "forward": set_forward,
+    "hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, result: result * -2),
+}
+NEED_A_SAMPLE = {"data", "data of one", "vector", "loaded in place", "buffer data"}
+
+
+@pytest.fixture(params=CHANGES)
+def change(request: pytest.FixtureRequest) -> Change:
+    return CHANGES[request.param]
+
+
+# -- the matrix ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+def test_requests_after_a_change(change: Change, prepack: bool) -> None:
+    """The same prompt again: its prefix is cached, its weights may be packed."""
+    model = models.build("llama")
+    with engine_on(model, prepack=prepack) as engine:
+        before = served(engine)
+        assert is_close(before, plain(model))
+        assert is_close(served(engine), before) and engine.stats().prefix_cache_hit_tokens
+        change(model)
+        expected = plain(model)
+        assert not is_close(before, expected)
+        assert is_close(served(engine), expected)
+        assert is_close(served(engine), expected)
+        engine.check_integrity()
+
+
+def test_calls_after_prepack(change: Change) -> None:
+    model = models.build("llama")
+    hf_paged.prepack(model)
+    before = plain(model)
+    assert is_close(plain(model, cache_implementation="paged"), before)
+    change(model)
+    expected = plain(model)
+    assert not is_close(before, expected)
+    assert is_close(plain(model, cache_implementation="paged"), expected)
+
+
+@pytest.mark.skipif(not fused_ops.is_available(), reason="needs the native layers")
+@pytest.mark.parametrize("name", ["fused adamw", "data", "replaced twice", "submodule", "buffer"])
+def test_native_layers(name: str) -> None:
+    model = models.build("llama").bfloat16()
+    with engine_on(model, prepack=True) as engine:
+        served(engine)
+        CHANGES[name](model)
+        with engine_on(model, prepack=False) as fresh:
+            expected = served(fresh)
+        tokens, logprobs = served(engine)
+        assert tokens == expected[0] and torch.allclose(logprobs, expected[1], atol=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name not in NEED_A_SAMPLE])
+def test_a_change_between_arrival_and_first_step(name: str) -> None:
+    model = models.build("llama")
+    with engine_on(model) as engine:
+        served(engine)
+        engine.add_request(PROMPT, GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None))
+        CHANGES[name](model)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert outputs[0].outputs[0].token_ids == plain(model)[0]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_with_a_request_in_flight(name: str) -> None:
+    """Its K/V is of both: no other request may use it. What leaves no trace but in the contents is told."""
+    model = models.build("llama")
+    with engine_on(model) as engine:
+        served(engine)
+        request_id = engine.add_request(PROMPT, GenerationConfig(max_new_tokens=30, do_sample=False, eos_token_id=None))
+        for _ in range(6):
+            engine.step()
+        CHANGES[name](model)
+        if name in NEED_A_SAMPLE:
+            engine.weights_changed()
+        assert is_close(served(engine), plain(model))
+        while engine.has_unfinished_requests():
+            ended = [output for output in engine.step() if output.request_id == request_id and output.finished]
+        both = torch.tensor([*ended[0].prompt_token_ids, *ended[0].outputs[0].token_ids])
+        for length in (26, 36, 48, len(both)):
+            assert is_close(served(engine, both[:length]), plain(model, both[:length]))
+        engine.check_integrity()
+
+
+def test_a_change_between_two_requests_without_a_look_in_between() -> None:
+    """The request in flight when weights change caches more blocks before anybody looks."""
+    model = models.build("llama")
+    with engine_on(model) as engine:
+        engine.add_request(PROMPT, GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None))
+        engine.step()
+        add_in_place(model)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        both = torch.tensor([*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids])
+        assert is_close(served(engine, both), plain(model, both))
+
+
+def test_every_engine_on_the_model_learns_of_a_change() -> None:
+    model = models.build("llama")
+    with engine_on(model) as one, engine_on(model, prepack=True) as two:
+        served(one), served(two)
+        write_data(model)
+        expected = plain(model)
+        assert is_close(served(one), expected) and is_close(served(two), expected)
+        with torch.no_grad():
+            model.lm_head.weight[:, 3] = 0.5
+        model.model.embed_tokens.weight.data[PROMPT[0]] += 1  # a few elements: not noticed
+        hf_paged.weights_changed(model)
+        expected = plain(model)
+        assert is_close(served(one), expected) and is_close(served(two), expected)
+
+
+def test_a_change_that_must_be_told() -> None:
+    """The sample does not see a single row."""
+    model = models.build("llama")
+    hf_paged.prepack(model)
+    with engine_on(model, prepack=True) as engine:
+        before = served(engine)
+        model.model.layers[0].mlp.down_proj.weight.data[5] += 3
+        engine.weights_changed()
+        expected = plain(model)
+        assert not is_close(before, expected)
+        assert is_close(served(engine), expected)
+        assert is_close(plain(model, cache_implementation="paged"), expected)
+
+
+def test_what_is_equal_is_no_change() -> None:
+    """Some models replace their frequencies by equal ones in a forward. Optimizers of other weights do not count."""
+    model, other = models.build("llama"), models.build("llama", seed=1)
+    weights = state_of(model).weights
+    with engine_on(model) as engine:
+        served(engine)
+        epoch = weights.look(contents=True)
+        model.model.rotary_emb.register_buffer("inv_freq", model.model.rotary_emb.inv_freq.clone(), persistent=False)
+        step(other, lambda parameters: torch.optim.AdamW(parameters, fused=True))
+        served(engine)
+        assert weights.look(contents=True) == epoch
+        assert engine.stats().prefix_cache_hit_tokens >= 24
+
+
+def test_only_changed_weights_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged.fused.cpu.weights import PackedLayer
+
+    packs: list[PackedLayer] = []
+    pack = PackedLayer._pack
+    monkeypatch.setattr(PackedLayer, "_pack", lambda self, *args: packs.append(self) or pack(self, *args))
+    model = models.build("llama")
+    with engine_on(model, prepack=True) as engine:
+        served(engine)
+        packs.clear()
+        served(engine)
+        assert not packs
+        for change in (
+            lambda weight: weight.data.mul_(2),
+            lambda weight: nn.init.normal_(weight),
+            lambda weight: setattr(weight, "data", weight.data.clone()),
+        ):
+            change(model.model.layers[1].mlp.gate_proj.weight)
+            served(engine)
+            assert len(packs) == 1
+            packs.clear()
+
+
+# -- wrapped tensors -------------------------------------------------------------------------------------------------
+
+
+class Wrapped(torch.Tensor):
+    """A weight as torchao and DTensor keep it: without memory of its own, over another tensor."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        unwrap = lambda x: x.inner if isinstance(x, Wrapped) else x  # noqa: E731
+        return func(*torch.utils._pytree.tree_map(unwrap, args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["inner data", "inner in place", "inner replaced", "replaced twice"])
+def test_wrapped_weights(way: str) -> None:
+    model = models.build("llama")
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = nn.Parameter(Wrapped(layer.weight.detach().clone()), requires_grad=False)
+    with engine_on(model) as engine:
+        before = served(engine)
+        assert is_close(before, plain(model))
+        inner = layer.weight.inner
+        if way == "inner data":
+            inner.data.mul_(-3)
+        elif way == "inner in place":
+            inner.mul_(-3)
+        elif way == "inner replaced":
+            layer.weight.inner = inner * -3
+        else:
+            for factor in (2, -3):
+                layer.weight = nn.Parameter(Wrapped(inner * factor), requires_grad=False)
+        expected = plain(model)
+        assert not is_close(before, expected)
+        assert is_close(served(engine), expected)
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+
+def with_adapter(**options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **options)
+    torch.manual_seed(3)
+    return peft.get_peft_model(models.build("llama"), config).eval()
+
+
+def layers_of(model: Any) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(module, "scaling") and hasattr(module, "lora_A"))
+
+
+def set_scale(model: Any) -> None:
+    for layer in layers_of(model):
+        layer.set_scale("default", 5.0)
+
+
+def scale_layer(model: Any) -> None:
+    for layer in layers_of(model):
+        layer.scale_layer(5.0)
+
+
+def train_adapter(model: Any) -> None:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        parameter.grad = random_like(parameter)
+    torch.optim.AdamW(parameters, lr=0.5, fused=True).step()
+
+
+def write_adapter(model: Any) -> None:
+    for layer in layers_of(model):
+        layer.lora_B["default"].weight.data.mul_(-4)
+
+
+ADAPTER_CHANGES: dict[str, Change] = {
+    "set_scale": set_scale,
+    "scale_layer": scale_layer,
+    "trained": train_adapter,
+    "data": write_adapter,
+    "merged": lambda model: model.merge_adapter(),
+}
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("name", ADAPTER_CHANGES)
+def test_adapters_that_change(name: str, prepack: bool) -> None:
+    model = with_adapter(lora_alpha=32)
+    if prepack:
+        hf_paged.prepack(model)
+    with engine_on(model, prepack=prepack) as engine:
+        before = served(engine)
+        assert is_close(before, plain(model))
+        assert is_close(plain(model, cache_implementation="paged"), before)
+        ADAPTER_CHANGES[name](model)
+        expected = plain(model)
+        assert is_close(before, expected) == (name == "merged")
+        assert is_close(served(engine), expected)
+        assert is_close(plain(model, cache_implementation="paged"), expected)
+
+
+def test_a_rescaled_adapter() -> None:
+    helpers = pytest.importorskip("peft.helpers")
+    model = with_adapter(lora_alpha=64)
+    with engine_on(model) as engine:
+        before = served(engine)
+        with helpers.rescale_adapter_scale(model, multiplier=0.1):
+            expected = plain(model)
+            assert not is_close(before, expected)
+            assert is_close(served(engine), expected)
+        assert is_close(served(engine), before)
+
+
+# -- pauses ----------------------------------------------------------------------------------------------------------
+
+LONG = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pause(recompute: bool, is_async: bool) -> None:
+    model = models.build("llama")
+    with engine_on(model, scheduler_config=SchedulerConfig(async_scheduling=is_async)) as engine:
+        request_ids = [engine.add_request(prompt, LONG) for prompt in (PROMPT, *models.prompts(7, 15, seed=4))]
+        for _ in range(6):
+            engine.step()
+        with engine.pause(recompute=recompute):
+            known = {r: engine._requests[r].group.sequences[0].token_ids[:] for r in request_ids}
+            write_data(model)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step()}
+        for request_id, tokens in known.items():
+            output = outputs[request_id]
+            result = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            assert output.error is None and len(output.outputs[0].token_ids) == 24
+            assert result[: len(tokens)] == tokens
+            if recompute:
+                rest = model.generate(
+                    torch.tensor([tokens]), max_length=len(result), do_sample=False, eos_token_id=None
+                )
+                assert result == rest[0].tolist()
+        both = torch.tensor(result)
+        assert is_close(served(engine, both), plain(model, both))
+        assert is_close(served(engine), plain(model))
+        engine.check_integrity()
+
+
+def test_beams_and_samples_over_a_pause() -> None:
+    model = models.build("llama")
+    with engine_on(model) as engine:
+        for options in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}):
+            config = GenerationConfig(max_new_tokens=16, eos_token_id=None, **options)
+            engine.add_request(PROMPT, config)
+        for _ in range(5):
+            engine.step()
+        with engine.pause(recompute=True):
+            add_in_place(model)
+            engine.check_integrity()
+        while engine.has_unfinished_requests():
+            assert all(output.error is None for output in engine.step())
+            engine.check_integrity()
+        assert is_close(served(engine), plain(model))
+
+
+def test_other_threads_in_a_pause() -> None:
+    """Steps wait; requests come and go."""
+    model = models.build("llama")
+    with engine_on(model) as engine:
+        results: list[Any] = []
+        reader = threading.Thread(target=lambda: results.extend(engine.generate([PROMPT], LONG)))
+        with engine.pause():
+            reader.start()
+            other = threading.Thread(target=lambda: results.append(engine.abort(engine.add_request(PROMPT, LONG))))
+            other.start()
+            other.join(60)
+            assert results == [True]
+            while not engine._requests:
+                pass
+            steps = engine.stats().steps
+            write_data(model)
+            assert engine.stats().steps == steps
+        reader.join(60)
+        assert results[1].outputs[0].token_ids[:8] == plain(model)[0]
+
+
+def test_closing_an_engine_that_is_paused_elsewhere() -> None:
+    model = models.build("llama")
+    engine, errors = engine_on(model), []
+
+    def read() -> None:
+        try:
+            engine.generate([PROMPT], LONG)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    reader = threading.Thread(target=read)
+    with engine.pause():
+        reader.start()
+        while not engine._requests:
+            pass
+        engine.close()
+    reader.join(60)
+    assert len(errors) == 1 and "closed" in errors[0]
+
+
+def test_a_step_in_ones_own_pause_and_a_pause_in_a_step() -> None:
+    model = models.build("llama")
+    with engine_on(model) as engine:
+        with pytest.raises(RuntimeError, match="this thread has paused the engine"), engine.pause():
+            served(engine)
+        assert is_close(served(engine), plain(model))
+        with engine.pause(), engine.pause():
+            pass
+
+        def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            with engine.pause():
+                raise AssertionError
+            return scores
+
+        engine.add_request(PROMPT, LONG, logits_processor=[processor])
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert "may add and abort requests, nothing else" in outputs[-1].error
+        assert is_close(served(engine), plain(model))
+
+
+def test_a_pause_that_ends_with_an_error() -> None:
+    model = models.build("llama")
+    with engine_on(model) as engine:
+        served(engine)
+        with pytest.raises(KeyError), engine.pause():
+            model.model.layers[0].mlp.down_proj.weight.data[5] += 3
+            raise KeyError
+        assert is_close(served(engine), plain(model))
+
+
+def test_a_prefix_that_is_held_goes_with_its_weights() -> None:
+    model = models.build("llama")
+    with engine_on(model) as engine:
+        assert engine.cache_prefix(PROMPT) == 24
+        add_in_place(model)
+        assert is_close(served(engine), plain(model))
+        assert not engine.release_prefix(PROMPT)
+        assert engine.cache_prefix(PROMPT) == 24
+        assert is_close(served(engine), plain(model))
+
+
+# -- the state of a model --------------------------------------------------------------------------------------------
+
+
+def test_the_report_follows_the_structure() -> None:
+    model = models.build("llama")
+    assert hf_paged.check(model).native
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+
+    def own_way(hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return forward(hidden_states, **kwargs)
+
+    attention.forward = own_way
+    assert not hf_paged.check(model).native
+    del attention.forward
+    assert hf_paged.check(model).native
+
+
+def test_a_model_that_is_given_up_is_freed() -> None:
+    model = models.build("llama")
+    # As accelerate does it: an attribute of the model refers to it.
+    model.forward = functools.update_wrapper(functools.partial(type(model).forward, model), model.forward)
+    hf_paged.check(model)
+    hf_paged.prepack(model)
+    plain(model, cache_implementation="paged")
+    with engine_on(model, prepack=True) as engine:
+        served(engine)
+    state = weakref.ref(state_of(model))
+    reference = weakref.ref(model)
+    del model, engine
+    gc.collect()
+    assert reference() is None and state() is None
+
+
+def test_released_weights_are_not_held() -> None:
+    """What a model has given up, for an offload say, is not kept alive once engines are closed."""
+    model = models.build("llama")
+    storage = weakref.ref(model.lm_head.weight.untyped_storage())
+    with engine_on(model) as engine:
+        served(engine)
+    before = [weight.untyped_storage()._weak_ref() for weight in model.parameters()]
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    gc.collect()
+    assert all(torch.UntypedStorage._expired(reference) for reference in before)
+    for reference in before:
+        torch.UntypedStorage._free_weak_ref(reference)
+    assert storage() is None
