@@ -155,8 +155,8 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
                 return pattern
     if _looks_ahead(mask_function, device):
         raise UnsupportedModelError(
-            "its attention mask lets tokens attend to later ones, as in the blocks of images, which packed rows "
-            "cannot; this model needs the dense view"
+            "its attention mask lets tokens attend to later ones, as within an image or over an encoder's states, "
+            "which packed rows cannot; this model needs the dense view"
         )
     raise UnsupportedModelError(
         "its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"
@@ -238,8 +238,8 @@ def _refuse_both_ways(module: torch.nn.Module, is_causal: bool | None) -> None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal and _own_implementation(getattr(module, "config", None)) != "eager":
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends to later tokens too where it is given no mask (is_causal=False), which "
-            "packed rows cannot; this model needs the dense view"
+            f"{type(module).__name__} attends to later tokens too where it is given no mask (is_causal=False), "
+            "which packed rows cannot; this model needs the dense view"
         )
 
 

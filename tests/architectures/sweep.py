@@ -45,6 +45,8 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
             return _examine_refused(model)
         ids, mask = prompts()
         plain = {"greedy": _generate(model, ids, mask)}
+        if plain["greedy"].ndim != 2:
+            return {"result": "unrunnable", "reason": "a position has tokens of several codebooks"}
     except Exception as error:  # the model, not hf_paged, fails here
         return {"result": "unrunnable", "reason": _line(error)}
     eos = int(plain["greedy"][1, -NEW_TOKENS // 2])
@@ -103,17 +105,24 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
 
 
 def _examine_refused(model: Any) -> dict[str, Any]:
-    """Both doors refuse the model, whatever it is given."""
+    """Both doors refuse the model, whatever it is given; a `generate` of its own may ask for more than that first."""
+    from transformers import GenerationMixin
+
     report = hf_paged.check(model)
     result = {"class": type(model).__name__, "mode": "refused", "reason": report.reason}
-    try:
-        model.generate(torch.tensor([[7, 8, 9]]), cache_implementation="paged")
-        hf_paged.Engine(model)
-    except hf_paged.UnsupportedModelError:
-        return {**result, "result": "refused"}
-    except Exception as error:  # whatever comes before the refusal
-        return {**result, "result": "crashed", "reason": _line(error), "trace": traceback.format_exc()}
-    return {**result, "result": "crashed", "reason": "not refused"}
+    ids = torch.tensor([[7, 8, 9]])
+    doors = [lambda: hf_paged.Engine(model)]
+    if type(model).generate is GenerationMixin.generate:
+        doors.append(lambda: model.generate(ids, cache_implementation="paged"))
+    for door in doors:
+        try:
+            door()
+        except hf_paged.UnsupportedModelError:
+            continue
+        except Exception as error:  # whatever comes before the refusal
+            return {**result, "result": "crashed", "reason": _line(error), "trace": traceback.format_exc()}
+        return {**result, "result": "crashed", "reason": "not refused"}
+    return {**result, "result": "refused"}
 
 
 def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:

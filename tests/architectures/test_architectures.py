@@ -61,6 +61,7 @@ CI_TYPES = {
     "Kosmos2_5ForConditionalGeneration": "dense view",  # counts its positions itself, from another number
     "PaliGemmaForConditionalGeneration": "dense view",  # attends in both directions where there is no mask
     "Qwen3_5ForConditionalGeneration": "dense view",  # recurrent layers beside attention
+    "MistralLarge4ForConditionalGeneration": "dense view",  # values of size 0
     "UnlimitedOcrForConditionalGeneration": "refused",  # keeps the prompt and a window
     "T5ForConditionalGeneration": "refused",  # an encoder-decoder model
 }

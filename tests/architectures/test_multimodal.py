@@ -177,7 +177,7 @@ def test_a_mask_of_both_directions_is_refused_by_its_mechanism() -> None:
     from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
     mask = or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])))
-    with pytest.raises(hf_paged.UnsupportedModelError, match="attend to later ones, as in the blocks of images"):
+    with pytest.raises(hf_paged.UnsupportedModelError, match="attend to later ones, as within an image"):
         _pattern(mask_function=mask)
 
 
