@@ -1,4 +1,8 @@
-"""Write docs/models.md from the results of tests/architectures/sweep.py: `make_models_doc.py results.json`."""
+"""Write docs/models.md from the results of tests/architectures/sweep.py: `make_models_doc.py results.json`.
+
+With `--others results.json`, also the second part, from the results of `sweep.py --others`. A part without new results
+is kept.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +42,37 @@ requests to these models run natively in the engine.
 """
 
 
+HEADING = "## Models that are no causal language models"
+
+OTHERS = """\
+{heading}
+
+Every other class of transformers {version} that generates tokens, by its auto classes (image and text to text, sequence
+to sequence, speech, audio), in the same way and with text alone: what they take beside text goes through
+transformers' own loop over the dense view, and never into the engine.
+
+{summary}
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, help="the file that sweep.py --out wrote")
+    parser.add_argument("results", type=Path, nargs="?", help="the file that sweep.py --out wrote")
+    parser.add_argument("--others", type=Path, help="the file that sweep.py --others --out wrote")
     parser.add_argument("--version", required=True, help="the version of transformers that gave the results")
     args = parser.parse_args()
-    results = json.loads(args.results.read_text())
-    DOC.write_text(document(results, args.version))
+    first, _, second = DOC.read_text().partition(HEADING)
+    if args.results:
+        first = document(json.loads(args.results.read_text()), INTRODUCTION, args.version)
+    second = HEADING + second
+    if args.others:
+        second = document(json.loads(args.others.read_text()), OTHERS, args.version)
+    DOC.write_text(first.rstrip() + "\n\n" + second)
 
 
-def document(results: list[dict[str, Any]], version: str) -> str:
+def document(results: list[dict[str, Any]], introduction: str, version: str) -> str:
     runnable = [r for r in results if r["result"] != "unrunnable"]
-    lines = [INTRODUCTION.format(version=version, summary=_summary(results, runnable))]
+    lines = [introduction.format(heading=HEADING, version=version, summary=_summary(results, runnable))]
     engine = any("engine" in r for r in runnable)
     lines += [
         f"| type | class | result | how |{' engine |' if engine else ''} why |",

@@ -159,8 +159,8 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
                 return pattern
     if _looks_ahead(mask_function, device):
         raise UnsupportedModelError(
-            "its attention mask lets tokens attend to later ones, as in the blocks of images, which packed rows "
-            "cannot; this model needs the dense view"
+            "its attention mask lets tokens attend to later ones, as within an image or over an encoder's states, "
+            "which packed rows cannot; this model needs the dense view"
         )
     raise UnsupportedModelError(
         "its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"

@@ -1,4 +1,4 @@
-"""Norms, rotations and whole decoder layers by native kernels: for whom, the same bits, and no trace left."""
+"""Norms, rotations and whole decoder layers in native kernels: when they apply, equal bits, and complete removal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def build(config: Any) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:  # ones and zeros would hide what is done with them
+        if "norm" in name or "bias" in name:  # ones and zeros would hide errors
             parameter.data += torch.randn_like(parameter) * 0.2
     return model
 
@@ -253,7 +253,7 @@ def test_replaced_parts_and_changed_weights() -> None:
     assert len({tuple(result) for result in results}) == 7
 
 
-# -- layers ahead of their turn: in decode steps one native call computes all that follow each other -------------------
+# -- consecutive layers: in decode steps one native call computes all of them ------------------------------------------
 
 
 def deep(layers: int = 5, **options: Any) -> Any:
