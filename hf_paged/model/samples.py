@@ -5,6 +5,7 @@ Writes through `.data` bump no version. Most of them change a tensor everywhere,
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -101,17 +102,29 @@ def _view(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class _HostPart:
-    """Tensors on the CPU: numpy reads them ten times as fast as torch would."""
+    """Tensors on the CPU, all of one element size. All elements are read in one gather: an array over the addresses of
+    all of them, indexed by address, costs a quarter of a concatenation of the views."""
 
     def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._tensors = [tensor for tensor, _ in pairs]
-        self._views = [view.numpy() for _, view in pairs]
-        self._owners = np.repeat(np.arange(len(pairs)), [len(view) for view in self._views])
+        views = [view.numpy() for _, view in pairs]
+        self._owners = np.repeat(np.arange(len(pairs)), [len(view) for view in views])
+        self._views = views  # they keep the memory
+        size = views[0].itemsize
+        addresses = np.concatenate(
+            [view.ctypes.data + np.arange(len(view), dtype=np.int64) * view.strides[0] for view in views]
+        )
+        base = int(addresses.min())
+        self._is_aligned = not ((addresses - base) % size).any()
+        self._places = (addresses - base) // size
+        span = int(self._places.max()) + 1
+        memory = (ctypes.c_char * (span * size)).from_address(base)
+        self._memory = np.ndarray(span, views[0].dtype, memory)  # only the elements at `_places` are known to be ours
 
     def read(self, ids: Container[int] | None = None, default: Any = None) -> Any:
         """The elements. With `ids`, those of other tensors are taken from `default`."""
         if ids is None:
-            return np.concatenate(self._views)
+            return self._memory.take(self._places) if self._is_aligned else np.concatenate(self._views)
         result = default.copy()
         for index, (tensor, view) in enumerate(zip(self._tensors, self._views)):
             if id(tensor) in ids:
