@@ -317,7 +317,7 @@ class GraphedSteps:
             if not captured.watch.changed():
                 captured.replays[size] = replay
                 return True
-            reason = f"{name} replaces its own tensors at every step"
+            reason = f"{name} replaces tensors at every step"
         self._captured, self._is_off = {}, True
         self._decline(reason)
         return False
