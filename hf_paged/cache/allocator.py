@@ -37,13 +37,13 @@ class BlockAllocator:
         self._free: list[int] = []
         self._num_touched = 0  # blocks with this id or above are fresh: free, but not in `_free`
         self.touch_limit = touch_limit
-        self._ref_counts = [0] * num_blocks
+        self.ref_counts = [0] * num_blocks  # by block id; read-only for callers
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.on_evict = on_evict  # called with each block whose content is about to be overwritten
 
     @property
     def num_blocks(self) -> int:
-        return len(self._ref_counts)
+        return len(self.ref_counts)
 
     @property
     def num_touched(self) -> int:
@@ -68,8 +68,8 @@ class BlockAllocator:
         return self.num_free + len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
-        if 0 <= block_id < len(self._ref_counts):
-            return self._ref_counts[block_id]
+        if 0 <= block_id < len(self.ref_counts):
+            return self.ref_counts[block_id]
         raise ValueError(f"block {block_id} does not exist: there are {self.num_blocks}")
 
     def is_cached(self, block_id: int) -> bool:
@@ -95,7 +95,7 @@ class BlockAllocator:
             self.forget(block_id)
         else:
             raise OutOfBlocks(1, 0, "free sequences or give the cache more blocks")
-        self._ref_counts[block_id] = 1
+        self.ref_counts[block_id] = 1
         return block_id
 
     def share(self, block_id: int) -> None:
@@ -104,7 +104,7 @@ class BlockAllocator:
             if block_id not in self._cached:
                 raise ValueError(f"block {block_id} is free and cannot be shared")
             del self._cached[block_id]
-        self._ref_counts[block_id] += 1
+        self.ref_counts[block_id] += 1
 
     def free(self, block_id: int, *, keep: bool = False) -> int:
         """Drop one reference to `block_id` and return the new `ref_count`.
@@ -114,7 +114,7 @@ class BlockAllocator:
         count = self.ref_count(block_id) - 1
         if count < 0:
             raise ValueError(f"block {block_id} is not in use (freed twice?)")
-        self._ref_counts[block_id] = count
+        self.ref_counts[block_id] = count
         if count == 0:
             if keep:
                 self._cached[block_id] = None
@@ -139,13 +139,13 @@ class BlockAllocator:
         old = self.num_blocks
         if num_blocks < old:
             raise ValueError(f"num_blocks={num_blocks}: cannot shrink from {old}")
-        self._ref_counts.extend([0] * (num_blocks - old))
+        self.ref_counts.extend([0] * (num_blocks - old))
 
     def restart(self, num_blocks: int) -> None:
         """Start over with `num_blocks` fresh blocks, however many there were. Raises ValueError unless all are free."""
         if self.num_used or self._cached:
             raise ValueError(f"{self.num_used} block(s) are used and {self.num_cached} cached; free them first")
-        self._free, self._num_touched, self._ref_counts = [], 0, [0] * num_blocks
+        self._free, self._num_touched, self.ref_counts = [], 0, [0] * num_blocks
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the invariant of the class does not hold."""
@@ -154,7 +154,7 @@ class BlockAllocator:
         assert len(free) == len(self._free) and free.isdisjoint(fresh), "a block is twice in the free list"
         free.update(fresh)
         assert not free & cached, "a block is both free and cached"
-        for block_id, count in enumerate(self._ref_counts):
+        for block_id, count in enumerate(self.ref_counts):
             idle = block_id in free or block_id in cached
             assert count >= 0, f"block {block_id} has a negative ref_count"
             assert idle == (count == 0), f"block {block_id}: ref_count {count}, but {'idle' if idle else 'not idle'}"

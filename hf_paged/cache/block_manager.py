@@ -141,7 +141,7 @@ class BlockManager:
 
         Of the sequences that share a partly filled block, all but the last to append copy it; the last one keeps it.
         """
-        needed, size, ref_count = 0, self.block_size, self.allocator.ref_count
+        needed, size, ref_counts = 0, self.block_size, self.allocator.ref_counts
         sharers: dict[int, int] = {}
         for seq_id, num_tokens in appends:
             table = self._tables.get(seq_id)
@@ -152,7 +152,7 @@ class BlockManager:
             if num_tokens > 0 and table.num_tokens % size:
                 last = table.blocks[-1]
                 sharers[last] = sharers.get(last, 0) + 1
-        return needed + sum(min(count, ref_count(block_id) - 1) for block_id, count in sharers.items())
+        return needed + sum(min(count, ref_counts[block_id] - 1) for block_id, count in sharers.items())
 
     # -- the verbs ----------------------------------------------------------------------------------------------
 
@@ -169,9 +169,9 @@ class BlockManager:
         table = self._tables.get(seq_id) or _Table()
         blocks, length = table.blocks, table.num_tokens + num_tokens
         last = blocks[-1] if num_tokens and table.num_tokens % size else NULL_BLOCK  # about to be written
-        is_shared = last != NULL_BLOCK and allocator.ref_count(last) > 1
+        is_shared = last != NULL_BLOCK and allocator.ref_counts[last] > 1
         num_new = -(-length // size) - len(blocks)
-        if num_new + is_shared > allocator.num_available:
+        if (num_new or is_shared) and num_new + is_shared > allocator.num_available:
             raise OutOfBlocks(num_new + is_shared, allocator.num_available)
         copies: list[BlockCopy] = []
         if is_shared:

@@ -13,12 +13,7 @@ import numpy as np
 import torch
 
 from hf_paged.kernels import ops
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on `device`, copied through pinned memory: CUDA copies from other memory synchronously."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+from hf_paged.kernels.metadata import to_device
 
 
 @torch.inference_mode(False)  # a tensor made in inference mode could not be written by a later call outside it
@@ -43,13 +38,13 @@ class KVPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._layers: dict[int, LayerKV] = {}
+        self.layers: dict[int, LayerKV] = {}  # those that have been written; read-only for callers
 
     def __contains__(self, layer_idx: int) -> bool:
-        return layer_idx in self._layers
+        return layer_idx in self.layers
 
     def __getitem__(self, layer_idx: int) -> LayerKV:
-        return self._layers[layer_idx]
+        return self.layers[layer_idx]
 
     def layer_for(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
         """The tensors of a layer, allocated on its first write.
@@ -57,9 +52,9 @@ class KVPool:
         Sizes, dtype and device are taken from key [..., num_kv_heads, head_dim] and
         value [..., num_kv_heads, v_head_dim].
         """
-        layer = self._layers.get(layer_idx)
+        layer = self.layers.get(layer_idx)
         if layer is None:
-            layer = self._layers[layer_idx] = LayerKV(
+            layer = self.layers[layer_idx] = LayerKV(
                 *(_empty((self.num_blocks, self.block_size, *t.shape[-2:]), t) for t in (key, value))
             )
         return layer
@@ -69,39 +64,39 @@ class KVPool:
         """Bytes of one block over all layers that have written so far."""
         if self.num_blocks == 0:
             return 0
-        return sum(t.nbytes for layer in self._layers.values() for t in layer) // self.num_blocks
+        return sum(t.nbytes for layer in self.layers.values() for t in layer) // self.num_blocks
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for layer in self._layers.values() for t in layer)
+        return sum(t.nbytes for layer in self.layers.values() for t in layer)
 
     @property
     def layout(self) -> tuple[object, ...]:
         """Address, shape and dtype of every layer's tensors."""
         return tuple(
-            (index, t.data_ptr(), tuple(t.shape), t.dtype) for index, layer in self._layers.items() for t in layer
+            (index, t.data_ptr(), tuple(t.shape), t.dtype) for index, layer in self.layers.items() for t in layer
         )
 
     def resize(self, num_blocks: int) -> None:
         """Reallocate every layer to `num_blocks` blocks, keeping the contents of those that remain."""
         keep = min(num_blocks, self.num_blocks)
-        for layer_idx, layer in self._layers.items():
+        for layer_idx, layer in self.layers.items():
             grown = []
             for old in layer:
                 new = _empty((num_blocks, *old.shape[1:]), old)
                 new[:keep] = old[:keep]
                 grown.append(new)
-            self._layers[layer_idx] = LayerKV(*grown)
+            self.layers[layer_idx] = LayerKV(*grown)
         self.num_blocks = num_blocks
 
     def release(self) -> None:
         """Drop all tensors; the next write allocates new ones."""
-        self._layers.clear()
+        self.layers.clear()
 
     def by_device(self) -> dict[torch.device, list[torch.Tensor]]:
         """Every layer's tensors, K before V, in the order of the layers' first writes."""
         tensors: dict[torch.device, list[torch.Tensor]] = {}
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             for tensor in layer:
                 tensors.setdefault(tensor.device, []).append(tensor)
         return tensors

@@ -15,9 +15,9 @@ import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
-from hf_paged.cache.kv_pool import KVPool, to_device
+from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import OutOfBlocks
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import AttentionMetadata, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class PagedMemory:
             copies: list[BlockCopy] = []
             for seq_id, num_tokens in appends:
                 copies += group.manager.append(seq_id, num_tokens)
-            group.pool.copy_blocks(copies)
+            if copies:
+                group.pool.copy_blocks(copies)
 
     def _reserve(self, group: KVGroup, needed: int) -> None:
         allocator = group.manager.allocator

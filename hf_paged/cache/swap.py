@@ -16,8 +16,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from hf_paged.cache.kv_pool import KVPool, to_device
+from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import to_device
 
 ALIGNMENT = 64
 """Alignment in bytes of each layer's K and V within a host block."""

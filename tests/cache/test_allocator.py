@@ -150,10 +150,10 @@ def test_check_integrity_sees_damage() -> None:
     allocator = BlockAllocator(3)
     allocator.allocate()
     allocator.check_integrity()
-    allocator._ref_counts[0] = 0
+    allocator.ref_counts[0] = 0
     with pytest.raises(AssertionError, match="block 0"):
         allocator.check_integrity()
-    allocator._ref_counts[0] = 1
+    allocator.ref_counts[0] = 1
     allocator._free.append(1)
     with pytest.raises(AssertionError, match="twice"):
         allocator.check_integrity()

@@ -50,7 +50,7 @@ def opened(model: Any, num_blocks: int = 200, scheduler: SchedulerConfig | None 
 
 
 def tensors_of(engine: Engine) -> list[torch.Tensor]:
-    return [tensor for group in engine._memory.groups for layer in group.pool._layers.values() for tensor in layer]
+    return [tensor for group in engine._memory.groups for layer in group.pool.layers.values() for tensor in layer]
 
 
 def captured_of(engine: Engine) -> Any:
@@ -490,7 +490,7 @@ def test_a_later_engine_takes_over_graphs_whose_memory_is_where_it_was(monkeypat
     def settle(engine: Engine) -> None:
         """Free the memory that the second engine used for its K/V."""
         for group, other in zip(engine._memory.groups, second._memory.groups):
-            group.pool._layers = other.pool._layers
+            group.pool.layers = other.pool.layers
 
     with opened(model) as third:
         settle(third)

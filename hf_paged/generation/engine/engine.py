@@ -283,7 +283,8 @@ class Engine:
     def _step(self) -> dict[Request, None]:
         """Run a step and deliver what has changed; returns the requests that have."""
         self._check_not_stepping()
-        self._pauses.wait()
+        if self._pauses.owners:
+            self._pauses.wait()
         self._check_open()
         self._check_not_stepping()
         self._guard.settle()

@@ -10,18 +10,18 @@ class Pauses:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._ended = threading.Condition(lock)
-        self._owners: list[int] = []  # ids of threads, one entry for each pause
+        self.owners: list[int] = []  # ids of threads, one entry for each pause
 
     def begin(self) -> None:
-        self._owners.append(threading.get_ident())
+        self.owners.append(threading.get_ident())
 
     def end(self) -> None:
-        self._owners.remove(threading.get_ident())
+        self.owners.remove(threading.get_ident())
         self._ended.notify_all()
 
     def wait(self) -> None:
         """Return when there is no pause. Raises RuntimeError in a thread that has one: it would wait for itself."""
-        while self._owners:
-            if threading.get_ident() in self._owners:
+        while self.owners:
+            if threading.get_ident() in self.owners:
                 raise RuntimeError("this thread has paused the engine: leave `with engine.pause()` first")
             self._ended.wait()

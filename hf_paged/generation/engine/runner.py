@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged.cache.kv_pool import to_device
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.engine.sequence import Sequence
 from hf_paged.generation.sampling.batch import SampledTokens
+from hf_paged.kernels.metadata import to_device
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
@@ -76,12 +76,12 @@ class Runner:
         # (`inference_mode(False)` would turn gradients on.)
         self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
         self._device = device_of(model.model)
-        self._made_for = model.model.dtype, self._device
+        self._made_for = _dtype_and_device(model.model)
         self._stream: torch.cuda.Stream | None = None  # of the last step
 
     def check_model(self) -> None:
         """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory."""
-        now = self._model.model.dtype, device_of(self._model.model)
+        now = _dtype_and_device(self._model.model)
         if now != self._made_for:
             (dtype, device), (new_dtype, new_device) = self._made_for, now
             raise UnsupportedModelError(
@@ -99,20 +99,20 @@ class Runner:
 
         If this raises, the blocks that were to be moved may hold anything.
         """
-        with self._grad_mode():
-            self._prepare(output)
+        self._follow_last_step()
+        if isinstance(self._model, RowModel) or output.moves_blocks:
+            with self._grad_mode():
+                self._prepare(output)
 
     def _prepare(self, output: SchedulerOutput) -> None:
-        self._follow_last_step()
         if isinstance(self._model, RowModel):
             self._follow(self._model, output)
-        if not output.moves_blocks:
-            return
         for index, group in enumerate(self._memory.groups):
             if self._host_pools:
                 self._host_pools[index].swap_out(output.swap_out[index])
                 self._host_pools[index].swap_in(output.swap_in[index])
-            group.pool.copy_blocks(output.block_copies[index])
+            if output.block_copies[index]:
+                group.pool.copy_blocks(output.block_copies[index])
 
     def run(self, output: SchedulerOutput, sampled: SampledTokens | None = None) -> StepResult:
         """The forward of all scheduled tokens; `sampled` has those that the host does not know yet (never with a
@@ -209,6 +209,21 @@ class Runner:
                 seqs.append(seq)
                 rows.append(logits)
         return StepResult(seqs, torch.stack(rows) if rows else None)
+
+
+def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
+    """`model.dtype`, and the device on which the model computes. In every step, so that it must cost little: the
+    first floating-point parameter, as a rule that of the embedding, has both."""
+    module: torch.nn.Module | None = model
+    while module is not None:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                dtype, device = parameter.dtype, parameter.device
+                if dtype.is_floating_point and device.type != "meta":
+                    return dtype, device
+                return model.dtype, device_of(model)
+        module = next(iter(module._modules.values()), None)
+    return model.dtype, device_of(model)
 
 
 def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:

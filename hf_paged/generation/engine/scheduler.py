@@ -99,6 +99,7 @@ class Scheduler:
             SeqStatus.SWAPPED: self._swapped,
         }
         self._arrivals = itertools.count()
+        self._token_budget = config.token_budget
         self._output = SchedulerOutput.for_managers(len(managers))  # of the next step, as far as it is known
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
@@ -148,7 +149,7 @@ class Scheduler:
         config = self.config
         if group.request_id in self._groups:
             raise ValueError(f"request_id {group.request_id!r} is in use; choose another one")
-        for name, limit in (("max_num_seqs", config.max_num_seqs), ("max_num_batched_tokens", config.token_budget)):
+        for name, limit in (("max_num_seqs", config.max_num_seqs), ("max_num_batched_tokens", self._token_budget)):
             if group.width > limit:
                 raise ValueError(f"{group.width} sequences in one request, but {name}={limit}; raise it")
         self._tables.check_fits_alone(group)
@@ -236,7 +237,7 @@ class Scheduler:
     def schedule_in_peace(self) -> SchedulerOutput | None:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
-        plan, budget = self._plan_running(self.config.token_budget)
+        plan, budget = self._plan_running(self._token_budget)
         if not self._tables.append(plan, self._output.block_copies):
             return None
         self._output.scheduled.extend(plan)
@@ -245,7 +246,7 @@ class Scheduler:
     def _schedule_one_by_one(self) -> SchedulerOutput:
         """Schedule running groups in order; when blocks run out, preempt the last one to arrive."""
         output, running = self._output, self._running
-        num_preempted, budget, index = len(output.preempted), self.config.token_budget, 0
+        num_preempted, budget, index = len(output.preempted), self._token_budget, 0
         while index < len(running) and budget > 0:
             used = self._schedule_group(running[index], budget)
             if used is not None:
@@ -272,6 +273,13 @@ class Scheduler:
         for group in self._running:
             if budget <= 0:
                 break
+            if len(group.live) == 1 and not group.has_branches:  # most groups: `group.plan` without the call
+                seq = group.live[0]
+                num_tokens = min(seq.num_uncomputed_tokens, budget)
+                if num_tokens:
+                    budget -= num_tokens
+                    plan.append((seq, num_tokens))
+                continue
             if group.has_branches:
                 self._fork_branches(group)
             own = group.plan(budget)
@@ -378,7 +386,7 @@ class Scheduler:
         """
         if self.config.preemption != "auto":
             return self.config.preemption
-        one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self.config.token_budget
+        one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self._token_budget
         return "recompute" if one_step else "swap"
 
     def _preempt(self, group: SequenceGroup, mode: Literal["recompute", "swap"]) -> None:

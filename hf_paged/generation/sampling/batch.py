@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.cache.kv_pool import to_device
+from hf_paged.kernels.metadata import to_device
 from hf_paged.generation.engine.sequence import Sequence
 from hf_paged.generation.sampling.ops import ToHost, greedy, logprobs_of, row_max, sample_tokens
 from hf_paged.generation.sampling.single import SingleRequest

@@ -73,7 +73,7 @@ def library() -> ctypes.CDLL | None:
 
     Raises ValueError if HF_PAGED_NATIVE has a value that means neither on nor off.
     """
-    return _decided().library
+    return (_decision or _decided()).library
 
 
 def status() -> str:
