@@ -35,10 +35,14 @@ class DueRow(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A due row and the edits of its scores, as many lists as its chain of processors has runs of editors."""
+    """A due row and the edits of its scores, as many lists as its chain of processors has runs of editors.
+
+    is_plain_greedy: in this step the likeliest token is taken as the model has it.
+    """
 
     due: DueRow
     edits: list[list[Edit]]
+    is_plain_greedy: bool
 
 
 class SampledToken(NamedTuple):
@@ -93,7 +97,7 @@ def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tu
         count = len(rows) if key is _PLAIN_GREEDY else max_rows
         for part in (rows[start : start + count] for start in range(0, len(rows), count)):
             try:
-                parts.append(_sample_alike(part, logits, to_fp32, failed, is_plain=key is _PLAIN_GREEDY))
+                parts.append(_sample_alike(part, logits, to_fp32, failed))
             except Exception as error:  # a custom processor may raise anything, or return unusable scores
                 if len(part) > 1:
                     raise
@@ -130,23 +134,22 @@ def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, 
         request = each.request
         try:
             chain = request.chain(width)
-            planned = _Planned(each, chain.edits(each.seq.token_ids))
+            edits = chain.edits(each.seq.token_ids)
+            unprocessed = not (request.do_sample or request.keeps_processed or chain.own or chain.warpers)
+            planned = _Planned(each, edits, unprocessed and not any(edits))
         except Exception as error:  # an option of a type or size that transformers does not check
             failed.append((request, error))
             continue
-        is_plain = not (request.do_sample or request.keeps_processed or chain.own or chain.warpers)
-        key = _PLAIN_GREEDY if is_plain and not any(planned.edits) else chain.sampling_key
+        key = _PLAIN_GREEDY if planned.is_plain_greedy else chain.sampling_key
         alike.setdefault(key, []).append(planned)
     return alike
 
 
-def _sample_alike(
-    rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures, *, is_plain: bool
-) -> _Columns:
+def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
     """Sample for requests of one sampling key. Requests that fail get an arbitrary token."""
     if len(rows) < len(logits):
         logits = logits[to_device(np.array([each.due.row for each in rows]), logits.device)]
-    if is_plain:
+    if rows[0].is_plain_greedy:
         tokens, logprobs = greedy(logits, to_fp32)
         zeros = torch.zeros_like(logprobs)
         return _Columns(tokens, logprobs, zeros, zeros)
