@@ -1,10 +1,10 @@
-"""Paged against plain `generate` on this machine: the same calls, alternating in one process, medians of the ratio.
+"""Compare paged with plain `generate` on this machine: the same calls alternate in one process; medians of the ratio.
 
     python benchmarks/generate.py                     # the shipped checkpoint
     python benchmarks/generate.py CHECKPOINT --rounds 9 --threads 2 --json out.json
     python benchmarks/generate.py --random 135m --prepack     # random weights, bf16, packed for the CPU
 
-Also measures what the very first paged call costs more than the first plain call, each in a fresh process.
+Also measures how much longer the first paged call takes than the first plain call, each in a fresh process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "pydoc-lm-qa"
 
-# name -> (tokens of each prompt, options of generate). Lengths of "ragged" grow evenly in the logarithm.
+# name -> (tokens of each prompt, options of generate). The lengths of "ragged" are evenly spaced in the logarithm.
 RAGGED = [round(8 * (400 / 8) ** (i / 15)) for i in range(16)]
 CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "ragged 16": (RAGGED, {}),
@@ -96,7 +96,7 @@ def compare(args: argparse.Namespace, tokenizer: Any, model: Any, name: str) -> 
         _, actual = timed(model, inputs, paged_options)
     ratios, plain_times, paged_times = [], [], []
     for number in range(args.rounds):
-        # The order changes, so that neither always follows the other.
+        # Alternate the order, so that neither always runs second.
         order = [options, paged_options] if number % 2 else [paged_options, options]
         times = {id(chosen): timed(model, inputs, chosen)[0] for chosen in order}
         plain_times.append(times[id(options)])
@@ -119,9 +119,9 @@ def compare(args: argparse.Namespace, tokenizer: Any, model: Any, name: str) -> 
 
 
 def first_call(args: argparse.Namespace) -> dict[str, Any]:
-    """The first generate call of a process, imports of this package included: medians of three each.
+    """Time of the first generate call of a process, including the import of this package: medians of three each.
 
-    Seconds on the clock, and of processor time, which neighbours on the machine do not stretch.
+    In seconds of wall-clock time and of CPU time; other processes on the machine affect the latter less.
     """
     seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "paged": []}
     for kind in ("plain", "paged") * 3:

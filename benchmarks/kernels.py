@@ -1,13 +1,13 @@
-"""Paged kernels against the memory and against other kernels: one run, one table, every figure from the same minutes.
+"""Compare paged kernels with memory bandwidth and with other kernels, all measured in one run.
 
     python benchmarks/kernels.py                                   # the GPU if there is one, else the CPU
     python benchmarks/kernels.py --device cpu --threads 1 2 --json benchmarks/results/kernels-cpu.json
 
-The ceiling is measured in the same run: a sum over the bytes that a decode step has to read. On a GPU calls are
-replayed from a CUDA graph with a cold L2; on a CPU all contenders of a case take turns, so that a busy neighbour slows
-all of them. Medians of at least 50. Peers (FlashInfer, flash-attn, vLLM's Triton kernel) are measured where they can be
-imported. On a CPU that others use as well, `--clock cpu` counts the CPU time of the process instead of the clock on the
-wall: with one thread that is what the call costs, with more it is the sum over the threads.
+The bandwidth limit is measured in the same run, as a sum over the bytes that a decode step has to read. On a GPU, calls
+are replayed from a CUDA graph with a cold L2. On a CPU, the contenders of a case take turns, so that other load slows
+all of them. Figures are medians of at least 50 calls. Other libraries (FlashInfer, flash-attn, vLLM's Triton kernel)
+are measured if they can be imported. On a shared CPU, `--clock cpu` measures the CPU time of the process instead of
+wall-clock time; with several threads that is the sum over the threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """lens: (query_len, seq_len) of each sequence; `shared`: leading tokens that all of them have in common."""
+    """lens: (query_len, seq_len) of each sequence. shared: number of leading tokens that all sequences share."""
 
     name: str
     lens: tuple[tuple[int, int], ...]
@@ -52,13 +52,13 @@ class Shape:
 
     @property
     def kv_elements(self) -> int:
-        """Elements of K and V that the step must read at least once (shared blocks counted once)."""
+        """Elements of K and V that the step has to read; shared blocks are counted once."""
         tokens = self.shared + sum(seq_len - self.shared for _, seq_len in self.lens)
         return 2 * tokens * self.heads[1] * self.head_dim
 
     @property
     def flops(self) -> int:
-        """Of causal attention: a product and a sum, for the scores and for the values."""
+        """Floating-point operations of causal attention: a product and a sum each for scores and values."""
         pairs = sum(q * (s - q) + q * (q + 1) // 2 for q, s in self.lens)
         return 4 * pairs * self.heads[0] * self.head_dim
 
@@ -96,7 +96,7 @@ GPU_SHAPES = [
 
 @dataclass
 class Batch:
-    """One shape's tensors: a pool with permuted blocks, and the same K/V dense and padded, [batch, heads, S, dim]."""
+    """The tensors of one shape: a pool with permuted blocks, and the same K/V dense, padded [batch, heads, S, dim]."""
 
     shape: Shape
     query: torch.Tensor
@@ -160,7 +160,7 @@ def make_batch(shape: Shape, dtype: torch.dtype, device: str) -> Batch:
 
 
 def contenders(batch: Batch, device: str) -> dict[str, Call]:
-    """Everything that can compute this step here, by name."""
+    """Everything that can compute this step on this machine, by name."""
     calls: dict[str, Call] = {}
     impls = ["triton"] if device == "cuda" else (["native"] if native_ops.is_available() else []) + ["torch"]
     for impl in impls:
@@ -204,7 +204,7 @@ def contenders(batch: Batch, device: str) -> dict[str, Call]:
 
 
 def _sdpa(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, num_heads, head_dim], as a model wants it."""
+    """SDPA with its result in a model's layout: [num_tokens, num_heads, head_dim]."""
     attend = torch.nn.functional.scaled_dot_product_attention
     group = q.shape[1] // k.shape[1]
     if batch.shape.is_decode:  # the group's query heads as rows of one problem: SDPA's fastest form of GQA decode
@@ -216,7 +216,7 @@ def _sdpa(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
 
 
 def _masked_sdpa(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same, called as a model would: all query heads, a mask."""
+    """SDPA as a model calls it: with all query heads and a mask."""
     mask = q.new_zeros(len(q), 1, 1, k.shape[2]) if batch.mask is None else batch.mask
     attend = torch.nn.functional.scaled_dot_product_attention
     out = attend(q, k, v, attn_mask=mask, scale=batch.scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -259,7 +259,7 @@ def _flashinfer(batch: Batch) -> Call:
 
 
 def _flash_attn(batch: Batch) -> Call:
-    """On contiguous, packed K/V: its paged path demands blocks of 256 tokens."""
+    """flash-attn on contiguous, packed K/V, because its paged path requires blocks of 256 tokens."""
     from flash_attn import flash_attn_varlen_func
 
     m = batch.metadata
@@ -298,8 +298,7 @@ clock = time.perf_counter
 
 
 def time_cpu(calls: dict[str, Call], repeats: int) -> dict[str, float]:
-    """Median seconds of each; the contenders take turns, forwards and backwards: what one leaves in the caches, another
-    finds."""
+    """Median seconds of each call. The calls take turns in both orders, so that each finds the caches of each other."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(3):
         for call in calls.values():
@@ -313,7 +312,7 @@ def time_cpu(calls: dict[str, Call], repeats: int) -> dict[str, float]:
 
 
 def time_gpu(calls: dict[str, Call], repeats: int) -> dict[str, float]:
-    """Median seconds of a CUDA graph's replay; the L2 is overwritten before each."""
+    """Median seconds of a CUDA graph's replay; the L2 cache is overwritten before each."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     flush = torch.empty(4 * l2, dtype=torch.uint8, device="cuda")
     medians = {}
@@ -343,7 +342,7 @@ def attention_rows(shape: Shape, dtype: torch.dtype, device: str, repeats: int) 
     batch = make_batch(shape, dtype, device)
     calls = contenders(batch, device)
     num_bytes = shape.kv_elements * batch.query.element_size()
-    # The same number of bytes, read in one go: what a decode step cannot beat.
+    # A sequential read of the same number of bytes: the lower bound of a decode step.
     calls["read K/V once (sum)"] = lambda: (batch.key_cache.sum(), batch.value_cache.sum())
     expected = ops.paged_attention(
         batch.query, batch.key_cache, batch.value_cache, batch.metadata, scale=batch.scale,
@@ -379,7 +378,7 @@ def attention_rows(shape: Shape, dtype: torch.dtype, device: str, repeats: int) 
 
 
 def memory_rows(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str, Any]]:
-    """write_kv and copy_blocks, against a plain copy of as many bytes."""
+    """write_kv and copy_blocks, compared with a plain copy of as many bytes."""
     impls = ["triton"] if device == "cuda" else (["native"] if native_ops.is_available() else []) + ["torch"]
     layers, blocks, heads, dim = 8, 512, 8, 128
     rows = []
@@ -412,7 +411,7 @@ def memory_rows(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str,
 
 
 def swap_rows(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str, Any]]:
-    """Blocks swapped out and in again, against plain copies of as many bytes to the host and back; by the clock."""
+    """Blocks swapped out and in, compared with plain copies of as many bytes to the host and back; wall-clock time."""
     layers, blocks, heads, dim, moved = 16, 512, 8, 128, 256
     pool = KVPool(blocks, BLOCK_SIZE)
     like = torch.empty(1, heads, dim, dtype=dtype, device=device)

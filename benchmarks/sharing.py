@@ -1,11 +1,12 @@
-"""What sharing blocks saves: memory and time of parallel samples and of beam search (SOSP'23 sections 4.4, 6.3).
+"""Memory and time that sharing blocks saves in parallel sampling and beam search (SOSP'23 sections 4.4 and 6.3).
 
     python benchmarks/sharing.py memory                  # blocks saved, the shipped checkpoint and a random model
     python benchmarks/sharing.py speed --threads 1       # beams and samples against plain `generate`, 135M shape
     python benchmarks/sharing.py first-token --threads 1 # 64 samples of one prompt of 1,024 tokens
 
-Memory saved is the paper's Figure 15: blocks saved by sharing / blocks that the same sequences take without it, summed
-over the steps of a whole run. `--json` keeps the numbers, `--plot` draws the memory figures (needs matplotlib).
+Memory saved is defined as in the paper's Figure 15: blocks saved by sharing / blocks that the same sequences take
+without sharing, each summed over all steps of a run. `--json` writes the numbers to a file; `--plot` draws the memory
+figures (needs matplotlib).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BEAMS = (2, 4, 6, 8, 16)
 
 
 def options(new_tokens: int, *, beams: int = 1, samples: int = 1) -> Any:
-    """Requests run to their given length: what ends a text early is not the subject here."""
+    """Options under which every request runs to exactly `new_tokens` tokens."""
     return transformers.GenerationConfig(
         max_new_tokens=new_tokens,
         num_beams=beams,
@@ -57,7 +58,7 @@ def random_model() -> Any:
 
 
 def text_prompts(requests: list[workloads.TraceRequest]) -> list[list[int]]:
-    """Pieces of the text that the shipped checkpoint was trained on, of the wanted lengths."""
+    """Prompts of the requested lengths, cut from the training text of the shipped checkpoint."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
     stream = tokenizer("\n\n".join(topics.topics[name] for name in sorted(topics.topics)), verbose=False).input_ids
     step = len(stream) // len(requests)
@@ -65,7 +66,7 @@ def text_prompts(requests: list[workloads.TraceRequest]) -> list[list[int]]:
 
 
 def saved(model: Any, prompts: list[list[int]], configs: list[Any], block_size: int) -> dict[str, float]:
-    """Run all requests at once; shares of blocks saved over all steps."""
+    """Run all requests concurrently; returns the share of blocks saved over all steps."""
     cache = hf_paged.CacheConfig(block_size=block_size, memory="1GiB")
     scheduler = hf_paged.SchedulerConfig(max_num_seqs=1024, prefix_caching=False)
     used = without = copies = 0
@@ -146,7 +147,7 @@ def timed(call: Any) -> tuple[float, Any]:
 
 
 def measure_speed(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`generate` paged and plain, alternating, the same call: 8 prompts of 256 tokens, 64 new ones."""
+    """Paged and plain `generate`, alternating: 8 prompts of 256 tokens, 64 new tokens."""
     model = throughput.build_model(args)
     ids = torch.randint(3, model.config.vocab_size, (args.prompts, args.prompt_tokens), device=args.device)
     rows = []
@@ -163,7 +164,7 @@ def measure_speed(args: argparse.Namespace) -> list[dict[str, Any]]:
                     paged, _ = timed(
                         lambda c=config: model.generate(ids, generation_config=c, cache_implementation="paged")
                     )
-                # Plain holds the K/V of all rows at the final length.
+                # Plain `generate` stores the K/V of all rows at the final length.
                 kv = records[0].kv_bytes_used / records[0].kv_bytes_contiguous
                 ratios.append(plain / paged)
                 plain_s.append(plain)
@@ -191,7 +192,7 @@ def measure_speed(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_first_token(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Many samples of one long prompt: time to the first token, and K/V memory then and at the end."""
+    """Many samples of one long prompt: time to the first token, and K/V memory at that time and at the end."""
     model = throughput.build_model(args)
     prompt = torch.randint(3, model.config.vocab_size, (1, 1024), device=args.device)
     width, new = 64, 128

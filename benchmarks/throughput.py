@@ -1,14 +1,14 @@
-"""Throughput and latency of whole servers of one model, same weights, same requests, one run.
+"""Throughput and latency of serving systems with the same weights and the same requests, measured in one run.
 
-Systems: ours (hf_paged.Engine), plain (padded `generate` in arrival order), hf-cb (transformers' continuous batching),
-vllm (in an environment of its own: give its Python). Two modes: offline (all requests are there at the start) and
-replay (`--rate`, `--trace`: they arrive over time).
+Systems: ours (hf_paged.Engine), plain (padded `generate` in arrival order), hf-cb (transformers' continuous batching)
+and vllm (in its own environment, whose Python is given by `--vllm-python`). Two modes: offline (all requests arrive at
+the start) and replay (`--rate`, `--trace`: they arrive over time).
 
     python benchmarks/throughput.py --model 135m --workload sharegpt --scale 0.25 --requests 64 --threads 1
     python benchmarks/throughput.py --systems ours,vllm --vllm-python /path/to/venv/bin/python
     python benchmarks/throughput.py --model 8b --dtype bfloat16 --device cuda --rate 8
 
-Useful tokens are those that the requests asked for: what a padded batch computes beyond them counts as time only.
+Useful tokens are those that the requests asked for; further tokens of a padded batch only cost time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass
 class Measured:
-    """Times of one request in seconds after the start of the run, and the tokens it got."""
+    """Times of one request in seconds after the start of the run, and the number of its tokens."""
 
     arrival: float
     first: float
@@ -69,7 +69,7 @@ class Result:
     requests: list[Measured]
     start_up: float = 0.0
     figures: dict[str, Any] = dataclasses.field(default_factory=dict)
-    has_times: bool = True  # of single requests; else only the whole run was timed
+    has_times: bool = True  # False: only the whole run was timed, not single requests
 
     def summary(self) -> dict[str, Any]:
         tokens = sum(r.tokens for r in self.requests)
@@ -163,7 +163,7 @@ def run_plain(model: Any, requests: list[Any], prompts: list[list[int]], args: a
     held, filled = 0, 0
     for start in range(0, len(requests), args.plain_batch):
         group = range(start, min(start + args.plain_batch, len(requests)))
-        # A static batch leaves when its last member has arrived.
+        # A static batch starts when its last request has arrived.
         wait = requests[group[-1]].arrival - (time.perf_counter() - begin)
         if wait > 0:
             time.sleep(wait)
@@ -178,7 +178,7 @@ def run_plain(model: Any, requests: list[Any], prompts: list[list[int]], args: a
             ids.to(model.device), attention_mask=mask.to(model.device), generation_config=generation_config(new)
         )
         now = time.perf_counter() - begin
-        # Nobody sees a token before the batch ends.
+        # No token is available before the batch ends.
         done += [Measured(requests[i].arrival, now, now, requests[i].output_length) for i in group]
         held += len(group) * (longest + new)
         filled += sum(len(prompts[i]) + requests[i].output_length for i in group)
@@ -286,13 +286,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=1, help="the median run of each system is shown")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--memory", help="size of ours' K/V pool (default: the engine's)")
+    parser.add_argument("--memory", help="size of our engine's K/V pool (default: the engine's own)")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
+    parser.add_argument("--eager", action="store_true", help="run our engine without CUDA graphs")
     parser.add_argument("--plain-batch", type=int, default=32)
     parser.add_argument("--vllm-python")
-    parser.add_argument("--vllm-options", default="{}", help="JSON of further arguments of vllm.LLM")
-    parser.add_argument("--json", type=Path, help="write the results there too")
+    parser.add_argument("--vllm-options", default="{}", help="further arguments of vllm.LLM as JSON")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -1,7 +1,8 @@
-"""Request lengths and arrivals like those of published traces: synthesised from their published statistics.
+"""Request lengths and arrivals, synthesised from the statistics of published traces.
 
-Of ShareGPT and Alpaca (as the paper uses them) the means are published: truncated log-normals rescaled to the exact
-means, with an assumed spread. Of the Azure traces of 2023 (Azure/AzurePublicDataset) the log-normals were fitted.
+For ShareGPT and Alpaca as the paper uses them, only the means are published: the lengths are truncated log-normals with
+an assumed spread, rescaled to the exact means. For the Azure traces of 2023 (Azure/AzurePublicDataset), log-normals
+were fitted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """A log-normal: `mean` rescales the samples to it; else `mu` is that of the fit. `sigma` of the logarithm."""
+    """A log-normal distribution of lengths in tokens. If `mean` is given, samples are rescaled to it.
+
+    `mu` and `sigma` are the mean and standard deviation of the logarithm.
+    """
 
     sigma: float
     mean: float | None = None
@@ -25,7 +29,7 @@ class Lengths:
         values = [rng.lognormvariate(self.mu or 0.0, self.sigma) for _ in range(count)]
         if self.mean is None:
             return [min(max(1, round(value)), longest) for value in values]
-        # Truncation and rounding shift the mean: rescale until it is right.
+        # Truncation and rounding shift the mean, so rescale repeatedly.
         scale = self.mean * count / sum(values)
         for _ in range(50):
             lengths = [min(max(1, round(value * scale)), longest) for value in values]
@@ -55,7 +59,7 @@ class TraceRequest:
 
 
 def synthesise(name: str, count: int, *, scale: float = 1.0, rate: float | None = None, seed: int = 0):
-    """`count` requests of a workload, lengths times `scale`; Poisson arrivals at `rate` a second (None = all at 0)."""
+    """`count` requests with lengths times `scale`; Poisson arrivals at `rate` per second (None: all at time 0)."""
     rng = random.Random(seed)
     inputs, outputs = WORKLOADS[name]
     longest = max(2, int(LONGEST * scale))
@@ -82,6 +86,6 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def prompts_for(requests: list[TraceRequest], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Random token ids of the wanted lengths."""
+    """Random token ids of the requested lengths."""
     rng = random.Random(seed)
     return [[rng.randrange(3, vocab_size) for _ in range(r.input_length)] for r in requests]

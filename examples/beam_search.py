@@ -1,4 +1,4 @@
-"""Beam search: the beams share the blocks of their common past; what is shared and what is copied on write.
+"""Beam search: the beams share the blocks of their common prefix. Prints how many blocks are shared and copied.
 
 python examples/beam_search.py
 """

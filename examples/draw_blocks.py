@@ -1,10 +1,10 @@
-"""Draw the block tables of a beam search (or of parallel samples) step by step, from the engine's real state.
+"""Draw the block tables of a beam search (or of parallel samples) after every step, read from the engine's state.
 
     python examples/draw_blocks.py                         # text, the shipped checkpoint
     python examples/draw_blocks.py --svg beams.svg --num-beams 4 --steps 8 "The for statement"
     python examples/draw_blocks.py --samples 2             # the paper's Figure 8 instead of its Figure 9
 
-Every beam is a row of blocks; a block that several beams share has one number and one colour in all of their rows.
+Every beam is a row of blocks. A block that several beams share has the same number and colour in all of their rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tables = list[tuple[list[int], list[int]]]
 
 
 def record(args: argparse.Namespace, tokenizer: Any) -> list[tuple[Tables, int]]:
-    """The block tables after every step, and how many block copies had been done by then."""
+    """The block tables after every step, each with the number of block copies so far."""
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint).float().eval()
     config = GenerationConfig(
         max_new_tokens=args.steps,
@@ -47,7 +47,7 @@ def record(args: argparse.Namespace, tokenizer: Any) -> list[tuple[Tables, int]]
 
 
 def pieces(tokens: list[int], table: list[int], block_size: int, tokenizer: Any) -> list[tuple[int, str]]:
-    """(block id, the text in it) along one row."""
+    """(block id, text of its tokens) for every block of a row."""
     chunks = [tokens[i : i + block_size] for i in range(0, len(tokens), block_size)]
     return [(block, "|".join(tokenizer.decode([t]) for t in chunk)) for block, chunk in zip(table, chunks)]
 
@@ -79,7 +79,7 @@ def as_svg(frames: list[tuple[Tables, int]], block_size: int, tokenizer: Any) ->
         for tokens, table in tables:
             for column, (block, text) in enumerate(pieces(tokens, table, block_size, tokenizer)):
                 x = 8 + column * width
-                # One hue a block; shared ones are strong, a row's own are pale.
+                # One hue per block; shared blocks are saturated, private ones pale.
                 colour = f"hsl({block * 47 % 360} 65% {70 if counts[block] > 1 else 93}%)"
                 label = escape(text.replace("\n", "\\n"))[:24]
                 body.append(f'<rect x="{x}" y="{y}" width="{width - 6}" height="{height - 6}" fill="{colour}"/>')
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, help="parallel samples instead of beams")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--block-size", type=int, default=4)
-    parser.add_argument("--svg", type=Path, help="write a picture there too")
+    parser.add_argument("--svg", type=Path, help="also write a picture to this file")
     args = parser.parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     frames = record(args, tokenizer)

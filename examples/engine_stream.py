@@ -1,4 +1,4 @@
-"""Continuous batching: requests with options of their own, streamed while others come and go.
+"""Continuous batching: requests with different options share steps, and their outputs are streamed.
 
 python examples/engine_stream.py
 """
@@ -24,7 +24,7 @@ def main() -> None:
         )["input_ids"]
         for question in questions
     ]
-    # Three requests, three ways to decode, one batch.
+    # Three requests with three decoding modes in one batch.
     configs = [
         GenerationConfig(max_new_tokens=48),
         GenerationConfig(max_new_tokens=48, num_beams=3),

@@ -1,4 +1,4 @@
-"""A ragged batch through plain and through paged generate: the same tokens, less memory; how much faster?
+"""A ragged batch through plain and paged `generate`: checks that the tokens are equal, prints time and memory of both.
 
 python examples/generate_batch.py
 """
@@ -21,7 +21,7 @@ SUBJECTS = ["str.capitalize", "str.format", "list", "dict", "object.__init__", "
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
-    # 16 chats: the later ones quote more and more of the documentation before they ask.
+    # 16 chats of growing length: each quotes more of the documentation before its question.
     quote = "A string is an immutable sequence of characters. " * 12
     chats = [
         [{"role": "user", "content": quote[: 30 * number] + f"What does {SUBJECTS[number % 8]}() do?"}]

@@ -1,4 +1,4 @@
-"""An existing text-generation pipeline on a paged cache: one import and one argument.
+"""A text-generation pipeline with a paged cache: one import and one argument are new.
 
 python examples/pipeline_chat.py "What does str.join() do?"
 """

@@ -1,16 +1,17 @@
-"""Train the two small Llama checkpoints of this folder, on a CPU, with no download.
+"""Train the two small Llama checkpoints of this folder on a CPU, without any download.
 
     python examples/train_pydoc_lm.py                 # examples/pydoc-lm-base and examples/pydoc-lm-qa
     python examples/train_pydoc_lm.py --out /some/dir --base-steps 20 --qa-steps 10
 
-The text is Python's own documentation as it ships in the standard library (`pydoc_data.topics`). A byte-level BPE
-tokenizer and a base model are trained on it; the base model is then fine-tuned on questions and answers cut out of the
-same text. What the models say is what that text says: they have learnt it by heart and know nothing else.
+The text is Python's own documentation, which is part of the standard library (`pydoc_data.topics`). The script trains a
+byte-level BPE tokenizer and a base model on it, then fine-tunes the base model on questions and answers extracted from
+the same text. The models memorise that text and know nothing else.
 
-Everything is seeded: the same Python version, library versions and thread count give the same checkpoints.
+All random numbers are seeded: the same Python version, library versions and thread count give the same checkpoints.
 
-The shipped ones: `--threads 1` on a shared x86-64 machine, Python 3.11.7, torch 2.13.0, transformers 5.23.0;
-848 seconds in all; mean loss of the last tenth of the steps 0.224 (base) and 0.008 (answers only, after fine-tuning).
+The shipped checkpoints were trained with `--threads 1` on a shared x86-64 machine with Python 3.11.7, torch 2.13.0 and
+transformers 5.23.0 in 848 seconds. The mean loss of the last tenth of the steps was 0.224 (base) and 0.008 (fine-tuned,
+answers only).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ CHAT_TEMPLATE = (
 
 
 def blocks_of(text: str) -> Iterator[tuple[int, str]]:
-    """(indentation, text) of every paragraph, heading, signature and listing; wrapped prose joined into one line."""
+    """(indentation, text) of every paragraph, heading, signature and listing; wrapped prose is joined into one line."""
     for block in re.split(r"\n[ \t]*\n", text.replace("’", "'")):
         lines = [line.rstrip() for line in block.split("\n") if line.strip()]
         if not lines:
@@ -61,14 +62,14 @@ def blocks_of(text: str) -> Iterator[tuple[int, str]]:
         indent = len(lines[0]) - len(lines[0].lstrip())
         if _is_wrapped(lines):
             prose = re.sub(r"\s+", " ", " ".join(line.strip() for line in lines))
-            # Emphasis marks of the markup; stars of signatures and listings stay.
+            # Remove the emphasis marks of the markup, but not the stars in signatures and listings.
             yield indent, re.sub(r"(?<![\w*])\*(\w[\w ]*?)\*(?![\w*])", r"\1", prose)
         else:
             yield indent, "\n".join(line[indent:] if not line[:indent].strip() else line for line in lines)
 
 
 def _is_wrapped(lines: list[str]) -> bool:
-    """Whether a paragraph was broken only because its lines were full."""
+    """Whether the lines of a paragraph end only because they are full."""
     if any(re.search(r">>>|::=|\|--|  +\S.*  +\S", line.strip()) for line in lines) or lines[0].lstrip().startswith(
         "|"
     ):
@@ -77,7 +78,7 @@ def _is_wrapped(lines: list[str]) -> bool:
 
 
 def documents() -> list[str]:
-    """One text per topic, longest first, without the topics that others repeat."""
+    """One text per topic, longest first, without topics that another one contains."""
     seen: set[str] = set()
     texts = []
     for text in sorted(topics.topics.values(), key=lambda text: (-len(text), text)):
@@ -90,7 +91,7 @@ def documents() -> list[str]:
 
 
 def questions_and_answers() -> list[tuple[list[str], str]]:
-    """(questions that mean the same, answer) pairs, found in the text by its shape."""
+    """(equivalent questions, answer) pairs, extracted from the text by its layout."""
     found: dict[str, tuple[list[str], str]] = {}
 
     def add(subject: str, questions: list[str], answer: str) -> None:
@@ -203,9 +204,9 @@ def new_model() -> LlamaForCausalLM:
 def windows(
     stream: torch.Tensor, paragraphs: torch.Tensor, generator: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random windows of the text, (input_ids, labels) [batch, length]; every fourth step as long as the context.
+    """Random windows of the text, (input_ids, labels) [batch, length]; every fourth step uses the full context length.
 
-    Half of them are BOS and then the text from the start of a paragraph, since that is how people prompt.
+    Half of them consist of BOS and the text from the start of a paragraph, because that is how people prompt.
     """
     step = 0
     while True:
@@ -225,7 +226,7 @@ def windows(
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """All texts, each ended by EOS, as one stream int64 [num_tokens]; where the paragraphs start in it."""
+    """All texts, each followed by EOS, as one stream int64 [num_tokens], and the offsets of its paragraphs."""
     stream: list[int] = []
     paragraphs: list[int] = []
     for text in texts:
@@ -239,7 +240,7 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> tuple[torc
 def chats(
     pairs: list[tuple[list[str], str]], tokenizer: PreTrainedTokenizerFast, rng: random.Random
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Chats of one or two turns, padded on the right; labels only on the answers."""
+    """Chats of one or two turns, padded on the right; only the answers have labels."""
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -275,7 +276,7 @@ def train(
     learning_rate: float,
     name: str,
 ) -> float:
-    """AdamW with warm-up and a cosine to zero; returns the mean loss of the last tenth of the steps."""
+    """Train with AdamW, warm-up and cosine decay to zero; returns the mean loss of the last tenth of the steps."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -305,7 +306,7 @@ def train(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Half precision on disk, to be small; `dtype` in the configuration makes it load, and compute, in float32."""
+    """Save in half precision to keep the file small; `dtype` in the config makes it load and compute in float32."""
     model.generation_config = GenerationConfig(
         bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False, max_length=None
     )

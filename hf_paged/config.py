@@ -15,7 +15,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def parse_bytes(value: int | str) -> int:
-    """`4 * 2**30`, `"4GiB"`, `"512 MB"` -> bytes. Raises ValueError that names the value."""
+    """`4 * 2**30`, `"4GiB"` or `"512 MB"` -> bytes. Raises ValueError that names the value."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(f"memory size {value!r} is neither bytes nor a string such as '4GiB'")
     if isinstance(value, int):
@@ -44,17 +44,19 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How much K/V memory there is and how it is cut.
+    """The size of the K/V pool and of its blocks.
 
-    At most one of `num_blocks`, `memory` (bytes, or a string such as "4GiB") and `memory_fraction` (of the memory
-    that is free when the engine starts, 0 < f <= 1) sizes the pool. With none of them an engine takes 0.9 of a GPU's
-    free memory, or 0.3 of the host memory that the system and the process's cgroups leave. Host memory is taken block
-    by block: in a pool of that default size cached prefixes are evicted, rather than more of it taken, once an eighth
-    is in use; in a pool of a given size, once all of it is. `EngineStats.kv_bytes_touched` tells how much is in use.
-    `swap_memory` bounds the host pool that preempted sequences may be swapped to (bytes or a string; 0 = no swap;
-    None = as large as the pool, the paper's bound, but at most 0.3 of the host memory that is free). For a GPU it is
-    pinned, part by part as it is first used. A call of `generate` never preempts, so that it stays within every
-    `swap_memory`.
+    `block_size` is in tokens. At most one of `num_blocks`, `memory` (bytes, or a string such as "4GiB") and
+    `memory_fraction` (0 < f <= 1, of the memory that is free when the engine starts) sizes the pool. By default an
+    engine takes 0.9 of a GPU's free memory, or 0.3 of the host memory that the system and the process's cgroups leave.
+
+    On a CPU the operating system commits the pool's memory block by block. In a pool of the default size, cached
+    prefixes are evicted before more than an eighth of it is committed for them. In a pool of a given size, cached
+    prefixes may fill all of it. `EngineStats.kv_bytes_touched` reports the committed memory.
+
+    `swap_memory` bounds the host pool for swapped sequences (bytes or a string; 0 = no swap; None = as large as the K/V
+    pool, which is the paper's bound, but at most 0.3 of the free host memory). For a GPU it is pinned in parts, each
+    when it is first used. `generate` never preempts and therefore accepts every `swap_memory`.
     """
 
     block_size: int = 16
@@ -95,19 +97,21 @@ _TOKEN_BUDGET, _CPU_TOKEN_BUDGET = 8192, 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What one step may hold and what happens when memory runs out.
+    """Limits of one step, and what happens when memory runs out.
 
-    `preemption`: what becomes of the K/V of a request that loses its blocks. "recompute": it is dropped, and computed
-    again when the request resumes. "swap": it is copied to host memory (`CacheConfig.swap_memory`) and back. "auto":
-    a single sequence that one step can compute again is recomputed, everything else is swapped. A request that does
-    not fit the swap memory is recomputed in every mode; the first one is reported by a warning.
+    `preemption` decides what happens to the K/V of a preempted request (SOSP'23 section 4.5). "recompute": it is
+    dropped and computed again when the request resumes. "swap": it is copied to host memory
+    (`CacheConfig.swap_memory`) and back. "auto": a single sequence that one step can recompute is recomputed, and any
+    other request is swapped. A request that does not fit into the swap memory is recomputed in every mode; the first
+    such request causes a warning.
 
-    `watermark` is the share of blocks kept free when new requests are admitted, so that running ones can grow
-    without being preempted at once. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
-    blocks of common prefixes; models with sliding windows or recurrent states do without, for their blocks alone do not
-    hold a prefix. `max_num_batched_tokens`: None = 512 on a CPU, whose caches then hold the activations of a step, else
-    8192. `async_scheduling`: prepare a step while the device computes the one before, whose tokens the host then learns
-    a step later; the same tokens (None = on a CUDA device; elsewhere it gains nothing).
+    `watermark` is the share of blocks kept free when new requests are admitted, so that running requests can grow
+    without an immediate preemption. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
+    blocks of common prefixes. It has no effect on models with sliding windows or recurrent states, whose blocks do not
+    hold a whole prefix. `max_num_seqs` bounds the sequences of a step and `max_num_batched_tokens` its tokens (None =
+    512 on a CPU, so that the activations of a step fit into its caches, else 8192). `async_scheduling` prepares a step
+    while the device computes the previous one, so that the host learns each token a step later; the tokens are the same
+    (None = only on a CUDA device, because other devices gain nothing).
     """
 
     max_num_seqs: int = 256
@@ -135,11 +139,11 @@ class SchedulerConfig:
 
     @property
     def token_budget(self) -> int:
-        """Tokens of one step, at most."""
+        """The maximum number of tokens in one step."""
         return _TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def for_device(self, kind: str) -> SchedulerConfig:
-        """The same with what is None and depends on the device chosen for "cpu", "cuda" or another kind."""
+        """A copy with the defaults for a device of type `kind` ("cpu", "cuda", ...) in place of None."""
         budget = _CPU_TOKEN_BUDGET if kind == "cpu" else _TOKEN_BUDGET
         return replace(
             self,
@@ -152,9 +156,9 @@ _Config = TypeVar("_Config", CacheConfig, SchedulerConfig)
 
 
 def as_config(kind: type[_Config], given: _Config | Mapping[str, Any] | None, name: str) -> _Config:
-    """`given` as a `kind`: it may be one, a dict of its fields, or None for the defaults. `name`: of the argument.
+    """Convert `given` to a `kind`: it may be one, a dict of its fields, or None for the defaults.
 
-    Raises ValueError that names an unknown field or a wrong value.
+    `name` is the argument's name in messages. Raises ValueError that names the unknown field or the wrong value.
     """
     if isinstance(given, kind):
         return given

@@ -7,9 +7,9 @@ from typing import Any
 
 
 class OutOfBlocks(MemoryError):
-    """The pool has too few free blocks for an operation, which therefore changed nothing.
+    """The pool has too few free blocks for an operation. The operation has changed nothing.
 
-    `needed` and `available` are counted in blocks.
+    `needed` and `available` are numbers of blocks.
     """
 
     def __init__(self, needed: int, available: int, hint: str = "") -> None:
@@ -20,17 +20,17 @@ class OutOfBlocks(MemoryError):
 
 
 class UnsupportedModelError(ValueError):
-    """The model (or this call on it) cannot be served from a paged cache. Raised before anything runs."""
+    """A paged cache cannot serve this model or this call. Raised before any token is generated."""
 
 
 class QueueFull(RuntimeError):
-    """So many requests wait already that another one is not taken; try again later."""
+    """The queue of waiting requests is full (`SchedulerConfig.max_waiting`); submit the request again later."""
 
 
 class EngineError(RuntimeError):
-    """Requests of `Engine.generate` ended with an error. The exception of the first one is the `__cause__`.
+    """At least one request of `Engine.generate` failed. `__cause__` is the exception of the first one that failed.
 
-    `outputs` has the RequestOutput of every prompt, in the order of the prompts: those that ended well too.
+    `outputs` has the RequestOutput of every prompt in the order of the prompts, successful ones included.
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:

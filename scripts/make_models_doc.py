@@ -1,4 +1,8 @@
-"""Writes docs/models.md from the results of tests/architectures/sweep.py: `make_models_doc.py results.json`."""
+"""Write docs/models.md from the results of tests/architectures/sweep.py: `make_models_doc.py results.json`.
+
+With `--others results.json`, also the second part, from the results of `sweep.py --others`. A part without new results
+is kept.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +19,60 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/make_models_doc.py from the results of tests/architectures/sweep.py. Do not edit. -->
 
-Every causal language model type of transformers {version}, as a tiny random model in fp32 on a CPU: 4 layers of every
-kind its config knows, windows and chunks of 8 tokens, a left-padded batch of prompts of 5 to 26 tokens, 24 new ones.
-`generate(cache_implementation="paged")` against plain `generate`: greedy, again with an EOS id, 3 beams with 2
-returned, 2 samples a prompt with a seed. *Identical*: the same tokens in all of them, K/V in blocks, no block in use
-afterwards.
+Every causal language model type of transformers {version} was tested as a tiny random model in fp32 on a CPU: 4 layers
+that cover every layer type of its config, windows and chunks of 8 tokens, a left-padded batch of prompts of 5 to 26
+tokens, and 24 new tokens. The test compares `generate(cache_implementation="paged")` with plain `generate`: greedy,
+greedy with an EOS id, 3 beams with 2 returned, and 2 seeded samples per prompt. *Identical* means that all of them gave
+the same tokens, that the K/V was in blocks, and that no block was in use afterwards.
 
 {summary}
 
-How a type runs is found by trying (`hf_paged.check(model)`), never by its name, so a model that is not in the table,
-or that you wrote yourself, is treated in the same way.
+`hf_paged.check(model)` decides how a model runs by trying it, never by its name. A model that is not in the table, or
+that you wrote yourself, is treated in the same way.
 
-- **native**: sequences packed without padding, attention in hf_paged's kernels.
-- **dense view**: the K/V lies in blocks; the model's own attention computes on tensors gathered from them. Exact, and
-  slower. State that is not K/V (recurrent, convolution, indexer) is kept per row and moves with the blocks.
-- **refused**: `UnsupportedModelError` before anything runs, with the reason.
+- **native**: sequences are packed without padding, and hf_paged's kernels compute attention.
+- **dense view**: the K/V is in blocks, and the model's own attention computes on tensors gathered from them. This is
+  exact, but slower. Other state (recurrent, convolution, indexer) is kept per row and moves with the blocks.
+- **refused**: `UnsupportedModelError` with the reason, before any token is generated.
 
-The engine refuses cpmant and recurrent_gemma as models. Of phi3 and phimoe it refuses requests that may grow beyond
-`original_max_position_embeddings`: 32 tokens in these tiny models, 4,096 in the published ones. Beyond it LongRoPE's
-factors depend on the longest sequence of the batch, which requests of one step cannot share; shorter requests run in
-the engine, natively.
+The engine refuses cpmant and recurrent_gemma as models. It also refuses requests to phi3 and phimoe that may grow
+beyond `original_max_position_embeddings` (32 tokens in these tiny models, 4,096 in the published ones): beyond that
+length LongRoPE's factors depend on the longest sequence of the batch, which requests of one step cannot share. Shorter
+requests to these models run natively in the engine.
+"""
+
+
+HEADING = "## Models other than causal language models"
+
+OTHERS = """\
+{heading}
+
+Every other class of transformers {version} that generates tokens, according to its auto classes (image and text to
+text, sequence to sequence, speech, audio), was tested in the same way with text alone. Calls with other inputs take
+transformers' own loop over the dense view; the engine does not accept such inputs.
+
+{summary}
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, help="what sweep.py --out wrote")
-    parser.add_argument("--version", required=True, help="of transformers, that the results are from")
+    parser.add_argument("results", type=Path, nargs="?", help="the file that sweep.py --out wrote")
+    parser.add_argument("--others", type=Path, help="the file that sweep.py --others --out wrote")
+    parser.add_argument("--version", required=True, help="the version of transformers that gave the results")
     args = parser.parse_args()
-    results = json.loads(args.results.read_text())
-    DOC.write_text(document(results, args.version))
+    first, _, second = DOC.read_text().partition(HEADING)
+    if args.results:
+        first = document(json.loads(args.results.read_text()), INTRODUCTION, args.version)
+    second = HEADING + second
+    if args.others:
+        second = document(json.loads(args.others.read_text()), OTHERS, args.version)
+    DOC.write_text(first.rstrip() + "\n\n" + second)
 
 
-def document(results: list[dict[str, Any]], version: str) -> str:
+def document(results: list[dict[str, Any]], introduction: str, version: str) -> str:
     runnable = [r for r in results if r["result"] != "unrunnable"]
-    lines = [INTRODUCTION.format(version=version, summary=_summary(results, runnable))]
+    lines = [introduction.format(heading=HEADING, version=version, summary=_summary(results, runnable))]
     engine = any("engine" in r for r in runnable)
     lines += [
         f"| type | class | result | how |{' engine |' if engine else ''} why |",

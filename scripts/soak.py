@@ -1,13 +1,15 @@
-"""A long soak: random requests with every kind of option, aborts, preemption, adapter switches, weight changes, pauses,
-processors that raise, from several threads; each result is compared with `generate` of that request alone.
+"""A long soak test: random requests with every kind of option, from several threads, with aborts, preemptions, adapter
+switches, weight changes, pauses and processors that raise. Each result is compared with `generate` of that request
+alone.
 
     python scripts/soak.py --requests 0:1000000 --log soak.jsonl --out benchmarks/results/soak.json
 
-Requests are numbered, and everything random derives from the numbers. After every round of some hundred requests a line
-is appended to the log; a run that is started again goes on after the rounds that the log has. Two processes may take
-half of the numbers each; `--merge a.jsonl b.jsonl --out ...` makes one summary of their logs. `--round N` does the
-round that begins with request N alone, to look into a failure (what came before it in the process is then missing).
-`--fault` puts a fault into hf_paged, which the soak must find. Exit status 1: something was wrong or leaked.
+Requests are numbered, and all random choices are seeded by the numbers. A line is appended to the log after every round
+of some hundred requests; a run that is started again continues after the rounds in the log. Two processes may take half
+of the numbers each; `--merge a.jsonl b.jsonl --out ...` combines their logs into one summary. `--round N` repeats the
+round that begins with request N, to investigate a failure (without the state that earlier rounds left in the process).
+`--fault` injects a fault into hf_paged, which the soak must find. The exit status is 1 if a result was wrong or memory
+leaked.
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", "--seeds", default="0:1000000", help="numbers of the requests, first:end")
-    parser.add_argument("--log", type=Path, default=Path("soak.jsonl"), help="one line a round; read to go on")
+    parser.add_argument("--log", type=Path, default=Path("soak.jsonl"), help="one line per round, to be continued")
     parser.add_argument("--out", type=Path, help="summary, JSON")
-    parser.add_argument("--merge", type=Path, nargs="+", help="logs to summarize; nothing is run")
-    parser.add_argument("--round", type=int, help="do the round that begins with this request only")
-    parser.add_argument("--kind", help="this kind of model only")
+    parser.add_argument("--merge", type=Path, nargs="+", help="summarize these logs without running anything")
+    parser.add_argument("--round", type=int, help="run only the round that begins with this request")
+    parser.add_argument("--kind", help="use only this kind of model")
     parser.add_argument("--fault", help="a fault of tests/sabotage.py; stops at the first round that finds it")
     return parser.parse_args()
 
@@ -118,7 +120,7 @@ def _soak(args: argparse.Namespace, start: int, stop: int) -> None:
 
 
 def _remember_signatures() -> None:
-    """transformers asks for the same signatures in every request and step: a tenth of the time of a soak."""
+    """Cache the signatures that transformers inspects in every request and step, a tenth of the time of a soak."""
     compute, known = inspect.signature, {}
 
     def signature(obj: Any, **options: Any) -> inspect.Signature:
@@ -133,7 +135,7 @@ def _remember_signatures() -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Lines of a log; the last one may have been cut off."""
+    """The lines of a log; an incomplete last line is dropped."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -156,7 +158,7 @@ def _commit() -> str:
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of all rounds. memory: bytes resident after each tenth of a process's rounds."""
+    """Summary of all rounds. memory: resident bytes after each tenth of a process's rounds."""
     counts: Counter[str] = Counter()
     memory: dict[str, list[int]] = {}
     for pid in dict.fromkeys(line["pid"] for line in lines):

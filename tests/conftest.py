@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sabotage", help="put a fault of tests/sabotage.py into hf_paged: every test should then fail")
+    parser.addoption("--sabotage", help="inject a fault of tests/sabotage.py into hf_paged: every test should fail")
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +100,9 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 def blocks_in_use() -> int:
-    """Over every PagedMemory of the process; each one's invariants are checked on the way."""
+    """Blocks in use in every PagedMemory of the process. Also checks the invariants of each."""
     if _count_blocks():
-        gc.collect()  # memory that nobody reaches any more, such as a support probe's
+        gc.collect()  # unreachable memory, for example of a support probe
     return _count_blocks()
 
 
@@ -115,7 +115,7 @@ def _count_blocks() -> int:
 
 
 def state_of(model: Any) -> dict[str, Any]:
-    """What a generate call must leave as it was."""
+    """The state of a model that a generate call must restore."""
     modules = list(model.modules())
     return {
         "attention": [m.config._attn_implementation for m in modules if hasattr(m, "config")],
@@ -182,16 +182,16 @@ def compare(
     seed: int = 1234,
     **kwargs: Any,
 ) -> Comparison:
-    """Run `model.generate(*args, **kwargs)` plain and paged; assert that nothing tells them apart.
+    """Run `model.generate(*args, **kwargs)` plain and paged; assert that outputs, state and random numbers are equal.
 
-    `fresh` makes the arguments that keep state (processors, streamers), anew for each call. `route`: how the paged
-    call has to be served (None: either way).
+    `fresh` makes new stateful arguments (processors, streamers) for each call. `route`: the route that the paged call
+    must take (None: any).
     """
     used = blocks_in_use()
     torch.manual_seed(seed)
     plain = model.generate(*args, **copy.deepcopy(kwargs), **fresh())
     plain_random = torch.random.get_rng_state()
-    # Taken after the plain call: transformers itself leaves hooks on a model that has shown its attentions once.
+    # Recorded after the plain call, because `output_attentions` makes transformers itself leave hooks on the model.
     before = state_of(model)
     torch.manual_seed(seed)
     with hf_paged.record_calls() as records:
@@ -227,5 +227,5 @@ def _no_memory_between_tests() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _native_kernels() -> None:
-    """Compiled before the first test, so that no test sees it happen, nor a process that a test starts."""
+    """Compile the kernels before the first test, so that neither a test nor a subprocess of a test compiles them."""
     native_build.library()

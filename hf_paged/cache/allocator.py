@@ -1,4 +1,4 @@
-"""Owns which block is free, used or kept for reuse, and how many block tables hold it.
+"""Tracks the state of every block (free, used or cached) and how many block tables hold it.
 
 Knows block ids and counts only: no tokens, no tensors, no sequences.
 """
@@ -14,14 +14,17 @@ from hf_paged.errors import OutOfBlocks
 class BlockAllocator:
     """A free list with reference counts.
 
-    Invariant: every block is in exactly one of three states: *free*; *used* (`ref_count` >= 1 block tables hold it);
-    *cached* (held by no table, kept for the prefix cache, taken back in least-recently-used order).
-    `num_free + num_used + num_cached == num_blocks`.
+    Invariant: every block is in exactly one of three states, so `num_free + num_used + num_cached == num_blocks`:
 
-    A block is *touched* once it has been handed out: from then on its memory counts, where the system gives memory
-    page by page. `allocate` takes, in this order: a touched free block; a fresh one while fewer than `touch_limit` are
-    touched (None = all of them may be); a cached one; a fresh one. So the prefix cache fills at most `touch_limit`
-    blocks, or as many as sequences have once used at the same time.
+    - *free*;
+    - *used*: `ref_count` >= 1 block tables hold it;
+    - *cached*: no table holds it, but the prefix cache keeps its content until `allocate` evicts it (LRU order).
+
+    A block is *touched* once it has been allocated for the first time; before that it is *fresh*. The operating system
+    commits memory page by page, so on a CPU only touched blocks take physical memory. `allocate` prefers, in this
+    order: a touched free block; a fresh block while fewer than `touch_limit` blocks are touched (None: no limit); the
+    least recently used cached block; a fresh block beyond the limit. The prefix cache therefore grows to at most
+    `touch_limit` blocks, or to the largest number of blocks that sequences have used at one time.
     """
 
     def __init__(
@@ -29,14 +32,14 @@ class BlockAllocator:
     ) -> None:
         if num_blocks < 0:
             raise ValueError(f"num_blocks={num_blocks}: must not be negative")
-        # A stack: the block freed last is the one whose memory is warm in the caches. Fresh blocks are handed out in
-        # ascending order, so that a new sequence gets consecutive ones (the CPU path then needs no gather).
+        # A stack: the block freed last is most likely still in the CPU's caches. Fresh blocks are allocated in
+        # ascending order, so that a new sequence gets consecutive blocks, which the torch path reads without a gather.
         self._free: list[int] = []
-        self._num_touched = 0  # the blocks from here on are fresh: free, and in no list
+        self._num_touched = 0  # blocks with this id or above are fresh: free, but not in `_free`
         self.touch_limit = touch_limit
         self._ref_counts = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self.on_evict = on_evict  # told of every block whose content must not be found again
+        self.on_evict = on_evict  # called with each block whose content is about to be overwritten
 
     @property
     def num_blocks(self) -> int:
@@ -44,7 +47,7 @@ class BlockAllocator:
 
     @property
     def num_touched(self) -> int:
-        """Blocks that have ever been handed out."""
+        """Blocks that have been allocated at least once."""
         return self._num_touched
 
     @property
@@ -61,7 +64,7 @@ class BlockAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: free ones and cached ones."""
+        """Blocks that `allocate` can return: free and cached ones."""
         return self.num_free + len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
@@ -73,13 +76,13 @@ class BlockAllocator:
         return block_id in self._cached
 
     def is_held(self, block_id: int) -> bool:
-        """Used or cached: its content has a meaning."""
+        """True if the block is used or cached, so that its content is valid."""
         return self.ref_count(block_id) > 0 or block_id in self._cached
 
     def allocate(self) -> int:
-        """A block with `ref_count` 1, if need be the least recently used cached one, which is evicted.
+        """Return a block with `ref_count` 1, evicting the least recently used cached block if necessary.
 
-        Raises OutOfBlocks when there is none.
+        Raises OutOfBlocks if no block is free or cached.
         """
         fresh = self._num_touched
         if self._free:
@@ -96,7 +99,7 @@ class BlockAllocator:
         return block_id
 
     def share(self, block_id: int) -> None:
-        """One more table holds `block_id`; a cached block comes back into use."""
+        """Add one reference to `block_id`; a cached block becomes used again. Raises ValueError if it is free."""
         if self.ref_count(block_id) == 0:
             if block_id not in self._cached:
                 raise ValueError(f"block {block_id} is free and cannot be shared")
@@ -104,7 +107,10 @@ class BlockAllocator:
         self._ref_counts[block_id] += 1
 
     def free(self, block_id: int, *, keep: bool = False) -> int:
-        """One table less holds `block_id`; returns the new `ref_count`. At 0 it is free, or cached if `keep`."""
+        """Drop one reference to `block_id` and return the new `ref_count`.
+
+        At 0 the block becomes free, or cached if `keep`. Raises ValueError if the block is not in use.
+        """
         count = self.ref_count(block_id) - 1
         if count < 0:
             raise ValueError(f"block {block_id} is not in use (freed twice?)")
@@ -117,26 +123,26 @@ class BlockAllocator:
         return count
 
     def drop_cached(self, block_id: int) -> None:
-        """A cached block that nobody will ask for again becomes free."""
+        """Free a cached block whose content is no longer wanted. Raises ValueError if it is not cached."""
         if block_id not in self._cached:
             raise ValueError(f"block {block_id} is not cached")
         del self._cached[block_id]
         self._free.append(block_id)
 
     def forget(self, block_id: int) -> None:
-        """The content of `block_id` is about to be overwritten: tell the prefix cache, if there is one."""
+        """Notify the prefix cache, if there is one, that the content of `block_id` is about to be overwritten."""
         if self.on_evict is not None:
             self.on_evict(block_id)
 
     def grow(self, num_blocks: int) -> None:
-        """Add free blocks until there are `num_blocks`; never shrinks."""
+        """Add free blocks until there are `num_blocks`. Raises ValueError if there are more already."""
         old = self.num_blocks
         if num_blocks < old:
             raise ValueError(f"num_blocks={num_blocks}: cannot shrink from {old}")
         self._ref_counts.extend([0] * (num_blocks - old))
 
     def restart(self, num_blocks: int) -> None:
-        """Have `num_blocks` fresh blocks, more or fewer than before. Raises ValueError unless all are free."""
+        """Start over with `num_blocks` fresh blocks, however many there were. Raises ValueError unless all are free."""
         if self.num_used or self._cached:
             raise ValueError(f"{self.num_used} block(s) are used and {self.num_cached} cached; free them first")
         self._free, self._num_touched, self._ref_counts = [], 0, [0] * num_blocks

@@ -1,7 +1,7 @@
 """Owns the block tables: which blocks hold the tokens of which sequence (SOSP'23 sections 4.2 to 4.4).
 
-Knows sequences by id and tokens by number; never a tensor, a request or a token id. What the device has to do
-(copy-on-write) is returned as data.
+Knows sequences by id and counts their tokens; never a tensor, a request or a token id. The copies that the device must
+perform (copy-on-write) are returned as data.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.errors import OutOfBlocks
 
 NULL_BLOCK = -1
-"""In a block table: a block that fell out of the sliding window and was freed. Nobody may read it."""
+"""Block-table entry of a block that left the sliding window and was freed. It must never be read."""
 
 SeqId = Hashable
 
 
 class BlockCopy(NamedTuple):
-    """A copy for the device: block `src` to block `dst`, all layers, before the next forward (copy-on-write, swap)."""
+    """Copy block `src` to block `dst` in every layer, before the next forward (copy-on-write, swap)."""
 
     src: int
     dst: int
@@ -38,12 +38,15 @@ class _Table:
 class BlockManager:
     """Block tables over one BlockAllocator.
 
-    Invariants: a table has `ceil(num_tokens / block_size)` entries; only its last block may be partly filled;
-    `ref_count(b)` is the number of tables that hold `b`; a slot is only ever written in a block with `ref_count` 1
-    that the prefix cache does not know (any more).
-    With `sliding_window` W, blocks that no later token can attend to are freed as the sequence grows
-    (their entries become NULL_BLOCK), so that at most `ceil(W / block_size) + 1` blocks a sequence stay alive
-    between two appends of one token.
+    Invariants:
+
+    - a table has `ceil(num_tokens / block_size)` entries, and only its last block may be partly filled;
+    - `ref_count(b)` is the number of tables that hold `b`;
+    - a slot is written only if its block has `ref_count` 1 and is not registered in the prefix cache.
+
+    With a `sliding_window` of W tokens, blocks that no later token can attend to are freed as the sequence grows, and
+    their entries become NULL_BLOCK. Between two appends of one token, a sequence holds at most
+    `ceil(W / block_size) + 1` blocks.
     """
 
     def __init__(
@@ -61,11 +64,11 @@ class BlockManager:
         self.allocator = allocator
         self.block_size = block_size
         self.sliding_window = sliding_window
-        # Blocks whose content the prefix cache knows by hash: kept (not freed) when their last table lets go. Before
-        # one is written again (only a crop leads there), the cache is told to forget it.
+        # Blocks registered in the prefix cache. They become cached, not free, when their last table is freed. Before
+        # one is written again, which happens only after a crop, `append` removes it from the prefix cache.
         self.cached_blocks = cached_blocks
         self._tables: dict[SeqId, _Table] = {}
-        self.num_copies = 0  # copy-on-writes since the start
+        self.num_copies = 0  # copy-on-writes so far
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -83,7 +86,7 @@ class BlockManager:
         return self._tables[seq_id].num_tokens
 
     def block_table(self, seq_id: SeqId) -> array[int]:
-        """The live table (`array('i')`, so that it can be copied as memory). Read it, do not change it."""
+        """The live table of block ids, read-only for callers: an `array('i')`, which can be copied as raw memory."""
         return self._tables[seq_id].blocks
 
     def slots(self, seq_id: SeqId, start: int, stop: int) -> list[int]:
@@ -92,7 +95,7 @@ class BlockManager:
         return [blocks[pos // size] * size + pos % size for pos in range(start, stop)]
 
     def num_blocks_of(self, seq_ids: Iterable[SeqId]) -> int:
-        """Distinct blocks that these sequences hold."""
+        """Number of distinct blocks that these sequences hold."""
         held: set[int] = set()
         for seq_id in seq_ids:
             held.update(self._tables[seq_id].blocks)
@@ -101,7 +104,7 @@ class BlockManager:
 
     @property
     def num_logical_blocks(self) -> int:
-        """Blocks the sequences would hold if nothing were shared (the denominator of the paper's Figure 15)."""
+        """Blocks that the sequences would hold without sharing (the denominator of the paper's Figure 15)."""
         return sum(len(table.blocks) - table.num_dropped for table in self._tables.values())
 
     @property
@@ -113,7 +116,7 @@ class BlockManager:
 
     @property
     def num_filled_slots(self) -> int:
-        """Slots that hold a token's K/V, shared blocks counted once."""
+        """Slots that hold a token's K/V; shared blocks are counted once."""
         filled: dict[int, int] = {}
         for table in self._tables.values():
             size = self.block_size
@@ -134,7 +137,10 @@ class BlockManager:
         return -(-(table.num_tokens + num_tokens) // size) - len(table.blocks) + is_shared
 
     def num_blocks_to_append_all(self, appends: Iterable[tuple[SeqId, int]]) -> int:
-        """Blocks that these appends, of different sequences, take together: the last sharer of a block keeps it."""
+        """Blocks that these appends to different sequences would take together.
+
+        Of the sequences that share a partly filled block, all but the last to append copy it; the last one keeps it.
+        """
         needed, size, ref_count = 0, self.block_size, self.allocator.ref_count
         sharers: dict[int, int] = {}
         for seq_id, num_tokens in appends:
@@ -153,9 +159,9 @@ class BlockManager:
     def append(self, seq_id: SeqId, num_tokens: int) -> list[BlockCopy]:
         """Make room for `num_tokens` more tokens at the end of `seq_id` (a new id starts an empty sequence).
 
-        Returns the copy-on-writes that the device must do before it writes the new slots: at most one, when the
-        partly filled last block is shared. The source stays with the other tables, so it is not the destination of
-        another copy until they are freed. Raises OutOfBlocks, all or nothing.
+        Returns the copy-on-writes that the device must perform before it writes the new slots: one if the partly
+        filled last block is shared, else none. Other tables still hold the source block, so no copy overwrites it
+        before they are freed. Raises OutOfBlocks, and then changes nothing.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative")
@@ -184,7 +190,7 @@ class BlockManager:
     def drop_outside_window(self, seq_id: SeqId) -> int:
         """Free the blocks that no token from `num_tokens` on can attend to; returns how many.
 
-        Call it when the step that computed the last appended tokens is done: those tokens still saw the old blocks.
+        Call it after the step that computed the last appended tokens, because those tokens still attend to the blocks.
         """
         if self.sliding_window is None:
             return 0
@@ -198,13 +204,13 @@ class BlockManager:
         return dropped
 
     def _first_visible(self, num_tokens: int) -> int:
-        """Index of the first block that the token at position `num_tokens` sees (positions above it - window)."""
+        """Index of the first block with a position that the token at position `num_tokens` attends to."""
         if self.sliding_window is None:
             return 0
         return max(num_tokens - self.sliding_window + 1, 0) // self.block_size
 
     def fork(self, parent_id: SeqId, child_id: SeqId) -> None:
-        """`child_id` starts with all of the parent's tokens, sharing every block. Takes no memory."""
+        """Start `child_id` with all of the parent's tokens, sharing every block. Allocates nothing."""
         if child_id in self._tables:
             raise ValueError(f"sequence {child_id!r} exists already")
         parent = self._tables[parent_id]
@@ -223,9 +229,9 @@ class BlockManager:
         table = _Table()
         table.blocks.extend(block_ids)
         if len(set(table.blocks)) < len(table.blocks):
-            raise ValueError(f"block_ids={list(table.blocks)}: a block is there twice")
+            raise ValueError(f"block_ids={list(table.blocks)}: a block appears twice")
         if unwritten := [block_id for block_id in table.blocks if not self.allocator.is_held(block_id)]:
-            raise ValueError(f"block {unwritten[0]} is free: it holds nothing that could be adopted")
+            raise ValueError(f"block {unwritten[0]} is free: it has no content to adopt")
         for block_id in table.blocks:
             self.allocator.share(block_id)
         table.num_tokens = len(table.blocks) * self.block_size
@@ -244,16 +250,16 @@ class BlockManager:
         table.num_tokens = num_tokens
 
     def free(self, seq_id: SeqId) -> None:
-        """Forget the sequence. Blocks go back in reverse order, so that the tail of a prefix is evicted first."""
+        """Remove the sequence. Blocks are freed in reverse order, so that the end of a prefix is evicted first."""
         table = self._tables.pop(seq_id)
         for block_id in reversed(table.blocks[table.num_dropped :]):
             self._free_block(block_id)
 
     def move_to(self, other: BlockManager, seq_ids: Sequence[SeqId]) -> list[BlockCopy]:
-        """Hand these tables over to a manager of other memory (swap out; swap in is the way back).
+        """Move these tables to the manager of another memory: swap out, or swap in (SOSP'23 section 4.5).
 
-        Returns the copies from this manager's blocks to the other's: a block that several of the sequences share is
-        copied once and is shared there too. Raises OutOfBlocks if the other has too few blocks; then nothing moved.
+        Returns the copies from this manager's blocks to the other's. A block that several of the sequences share is
+        copied once and stays shared. Raises OutOfBlocks if the other manager has too few blocks; then nothing moves.
         """
         if other.block_size != self.block_size:
             raise ValueError(f"block_size {self.block_size} and {other.block_size} differ")

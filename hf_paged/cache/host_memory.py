@@ -1,6 +1,6 @@
-"""How much host memory this process may still take: what the system has free, and what its cgroups allow.
+"""How much host memory this process may still allocate: what the system has free, within the limits of its cgroups.
 
-Reads files under `root` only, so that a test can lay them out. Knows nothing of K/V.
+Reads only files under `root`, so that a test can provide them. Knows nothing of K/V.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes: what there is altogether for this process, and what it may still take."""
+    """Bytes: the total that this process could have, and what it may still allocate."""
 
     total: int
     available: int
@@ -25,7 +25,7 @@ class _Version:
     filesystem: str
     limits: tuple[str, ...]
     usage: str
-    reclaimable: str  # in memory.stat: file pages that are dropped before anybody is killed
+    reclaimable: str  # in memory.stat: file pages that the kernel reclaims before it kills a process
 
 
 _V1 = _Version("cgroup", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
@@ -33,7 +33,7 @@ _V2 = _Version("cgroup2", ("memory.max", "memory.high"), "memory.current", "inac
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """What the system and the tightest memory cgroup of this process leave, whichever is less."""
+    """The smaller of what the system and the tightest memory cgroup of this process leave."""
     import psutil
 
     system = psutil.virtual_memory()
@@ -41,7 +41,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def within_cgroups(memory: HostMemory, root: Path = Path("/")) -> HostMemory:
-    """`memory` cut to what the memory cgroups of this process allow, those around it included (v1, v2 or both)."""
+    """`memory` limited to what this process's memory cgroup and its ancestors allow (v1, v2 or both)."""
     total, available = memory.total, memory.available
     for version, directory in _directories(root):
         limits = [limit for name in version.limits if (limit := _read_int(directory / name)) is not None]
@@ -55,7 +55,7 @@ def within_cgroups(memory: HostMemory, root: Path = Path("/")) -> HostMemory:
 
 
 def _directories(root: Path) -> Iterator[tuple[_Version, Path]]:
-    """The memory cgroups of this process, from its own up to the mount."""
+    """The directories of this process's memory cgroup and its ancestors, up to the mount point."""
     mounts = dict(_mounts(root))
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
@@ -68,7 +68,7 @@ def _directories(root: Path) -> Iterator[tuple[_Version, Path]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[_Version, tuple[str, Path]]]:
-    """Which part of the hierarchy of memory cgroups is mounted, and where."""
+    """Which part of the memory-cgroup hierarchy is mounted, and where."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         fields, (filesystem, _, options) = before.split(), (*after.split(maxsplit=2), "", "", "")[:3]
@@ -78,8 +78,10 @@ def _mounts(root: Path) -> Iterator[tuple[_Version, tuple[str, Path]]]:
 
 
 def _below(mounted: str, path: str) -> PurePosixPath:
-    """`path` seen from the mounted part. A path that lies outside of it (".." in a container) cannot be followed: the
-    mount itself is then the closest cgroup that can be read."""
+    """`path` relative to the mounted part of the hierarchy.
+
+    A path outside it (".." in a container) is not visible; the mount point is then the closest cgroup to read.
+    """
     if ".." in path.split("/"):
         return PurePosixPath()
     try:
@@ -102,7 +104,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _read_int(path: Path) -> int | None:
-    """None: there is no such file, or no limit in it ("max")."""
+    """The integer in the file. None if there is no such file, or if it sets no limit ("max")."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 

@@ -1,7 +1,7 @@
 """KVPool: the K/V tensors of every layer of one group, cut into blocks (SOSP'23 section 4.1).
 
-Knows block ids and tensors; never sequences. Layers get their tensors when they first write, shaped by what they write,
-so that K and V may differ in head size and layers in everything.
+Knows block ids and tensors; never sequences. A layer's tensors are allocated on its first write, with the shape of what
+it writes. K and V may therefore differ in head size, and layers may differ in every size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hf_paged.kernels import ops
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on `device`, without waiting: of memory that is not pinned, CUDA copies synchronously."""
+    """The array as a tensor on `device`, copied through pinned memory: CUDA copies from other memory synchronously."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-@torch.inference_mode(False)  # what is made in it cannot be written to outside it, by a later call
+@torch.inference_mode(False)  # a tensor made in inference mode could not be written by a later call outside it
 def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
@@ -36,8 +36,8 @@ class LayerKV(NamedTuple):
 class KVPool:
     """K/V memory for `num_blocks` blocks of `block_size` tokens.
 
-    Invariant: every layer's tensors have exactly `num_blocks` blocks. Contents of blocks that no sequence owns are
-    arbitrary bits (NaN included); readers must not depend on them.
+    Invariant: every layer's tensors have exactly `num_blocks` blocks. Blocks that no sequence owns hold arbitrary bits,
+    possibly NaN; readers must not depend on them.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -54,7 +54,8 @@ class KVPool:
     def layer_for(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
         """The tensors of a layer, allocated on its first write.
 
-        key [..., num_kv_heads, head_dim], value [..., num_kv_heads, v_head_dim]: they give sizes, dtype and device.
+        Sizes, dtype and device are taken from key [..., num_kv_heads, head_dim] and
+        value [..., num_kv_heads, v_head_dim].
         """
         layer = self._layers.get(layer_idx)
         if layer is None:
@@ -94,7 +95,7 @@ class KVPool:
         self.num_blocks = num_blocks
 
     def release(self) -> None:
-        """Forget all tensors; the next write would allocate them anew."""
+        """Drop all tensors; the next write allocates new ones."""
         self._layers.clear()
 
     def by_device(self) -> dict[torch.device, list[torch.Tensor]]:
@@ -106,7 +107,7 @@ class KVPool:
         return tensors
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Do all copy-on-writes of a step, for all layers, in one launch. `copies`: (src, dst) block ids."""
+        """Perform all copy-on-writes of a step for all layers in one launch. `copies`: (src, dst) block ids."""
         if copies:
             pairs = np.array(copies, dtype=np.int64)
             for device, tensors in self.by_device().items():

@@ -1,7 +1,8 @@
-"""PagedMemory: block tables and K/V tensors of all layer groups, kept in step.
+"""PagedMemory: the block tables and K/V tensors of all layer groups, always changed together.
 
-Layers that see the same tokens (all full-attention layers; all layers with one sliding window) form a group with its
-own blocks, so that a windowed group can free what it no longer sees. Knows sequences by id; never requests.
+Layers that attend to the same tokens (all full-attention layers; all layers with the same sliding window) form a group
+with its own blocks, so that a windowed group can free blocks that left its window. Knows sequences by id; never
+requests.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Counts in blocks and bytes at one moment (over all groups).
+    """Counts in blocks and bytes at one moment, summed over all groups.
 
-    bytes_reserved: size of the K/V tensors. bytes_touched: of the blocks that have ever been handed out; on a CPU only
-    these take memory of the system. bytes_used: of the blocks that sequences hold. bytes_filled: of the slots
-    that hold a token.
+    bytes_reserved  size of the K/V tensors
+    bytes_touched   size of the blocks allocated at least once; on a CPU only these take physical memory
+    bytes_used      size of the blocks that sequences hold
+    bytes_filled    size of the slots that hold a token
     """
 
     num_blocks: int
@@ -56,10 +58,10 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """A packed step as the host knows it; block_tables and slots: one array a group. See AttentionMetadata.
+    """The metadata of a packed step as host arrays; one entry of block_tables and slots per group.
 
     positions int64 [num_tokens], seq_lens int32 [num_seqs], query_start_loc int32 [num_seqs + 1],
-    block_tables int32 [num_seqs, most blocks of a sequence], slots int64 [num_tokens].
+    block_tables int32 [num_seqs, max_blocks], slots int64 [num_tokens]. See AttentionMetadata.
     """
 
     positions: np.ndarray
@@ -71,7 +73,7 @@ class StepArrays:
     max_seq_len: int
 
     def metadata(self, device: torch.device) -> list[AttentionMetadata]:
-        """One record a group."""
+        """One record per group."""
         query_start_loc, seq_lens = to_device(self.query_start_loc, device), to_device(self.seq_lens, device)
         return [
             AttentionMetadata(
@@ -88,10 +90,10 @@ class StepArrays:
 
 
 class PagedMemory:
-    """The verbs of BlockManager over all groups at once, all or nothing.
+    """The operations of BlockManager on all groups at once, all or nothing.
 
-    `growable`: blocks are added (by half, at least) when a verb runs out of them, up to `max_blocks` a group;
-    otherwise OutOfBlocks is raised and nothing has changed.
+    When an operation runs out of blocks and `growable` is True, the group grows by at least half, up to `max_blocks`
+    blocks per group. Otherwise OutOfBlocks is raised and nothing has changed.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class PagedMemory:
     # -- verbs --------------------------------------------------------------------------------------------------
 
     def append(self, appends: Sequence[tuple[SeqId, int]]) -> None:
-        """Make room for (seq_id, num_tokens) of a whole step and do the copy-on-writes. All or nothing."""
+        """Append (seq_id, num_tokens) for a whole step and perform the copy-on-writes. All or nothing."""
         for group in self.groups:
             self._reserve(group, group.manager.num_blocks_to_append_all(appends))
         for group in self.groups:
@@ -168,7 +170,7 @@ class PagedMemory:
             manager.rename(old_id, new_id)
 
     def step_done(self, seq_ids: Sequence[SeqId]) -> None:
-        """The step that computed the last appended tokens is over: free what left the windows."""
+        """Free the blocks that left the windows. Call it after the step that computed the last appended tokens."""
         for manager in self.managers:
             if manager.sliding_window is not None:
                 for seq_id in seq_ids:
@@ -177,7 +179,7 @@ class PagedMemory:
     def reorder(self, seq_ids: Sequence[SeqId], parents: Sequence[int]) -> None:
         """Row i takes the tokens of row `parents[i]` (beam search): fork the survivors, free the rest.
 
-        Block tables move, K/V does not. Afterwards the sequences have the same ids, in the same rows.
+        Only block tables change; no K/V is copied. Afterwards the sequences have the same ids, in the same rows.
         """
         if list(parents) == list(range(len(seq_ids))):
             return
@@ -195,7 +197,7 @@ class PagedMemory:
     def step_metadata(
         self, seq_ids: Sequence[SeqId], query_lens: Sequence[int], device: torch.device
     ) -> tuple[list[AttentionMetadata], torch.Tensor]:
-        """Metadata of a packed step, one record a group, and the tokens' positions int64 [num_tokens].
+        """Metadata of a packed step, one record per group, and the tokens' positions, int64 [num_tokens].
 
         Sequence i computes its last `query_lens[i]` appended tokens.
         """
@@ -203,7 +205,7 @@ class PagedMemory:
         return step.metadata(device), to_device(step.positions, device)
 
     def step_arrays(self, seq_ids: Sequence[SeqId], query_lens: Sequence[int]) -> StepArrays:
-        """What `step_metadata` sends to the device."""
+        """What `step_metadata` copies to the device."""
         lengths = np.asarray(query_lens, dtype=np.int64)
         starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
@@ -233,7 +235,7 @@ class PagedMemory:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Where the K/V of every layer lies, and how: two memories of one layout are one to whoever reads addresses."""
+        """Address, shape and dtype of every layer's K/V. Memories with equal layouts are interchangeable for graphs."""
         return tuple((group.layers, group.manager.sliding_window, group.pool.layout) for group in self.groups)
 
     @property
@@ -242,7 +244,7 @@ class PagedMemory:
         return sum(group.pool.nbytes for group in self.groups)
 
     def release(self) -> None:
-        """Give the tensors back to the system; every sequence must have been freed."""
+        """Drop the K/V tensors; every sequence must have been freed."""
         for group in self.groups:
             assert not len(group.manager), "sequences still hold blocks"
             group.pool.release()

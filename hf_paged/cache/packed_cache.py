@@ -1,8 +1,7 @@
 """PackedCache: what a model sees as `past_key_values` while one packed step `[1, num_tokens]` runs.
 
-Each layer's update() hands the attention function a handle: to the step's K/V, and to the blocks where it is written to
-and read back with what was there before.
-Knows the step's metadata; never sequences.
+Each layer's update() attaches a handle to the key. Through it the attention function finds the step's new K/V and the
+blocks to which it is written and from which all K/V is read. Knows the step's metadata; never sequences.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ HANDLE = "_hf_paged_handle"
 
 @dataclass(slots=True)
 class LayerHandle:
-    """Travels on the key tensor from `update` to the attention function: where this layer's K/V is.
+    """Where a layer's K/V is; an attribute of the key tensor that `update` returns to the layer.
 
     The first attention call of a step writes `new_kv`, this step's K and V [num_tokens, num_kv_heads, (v_)head_dim].
-    `reads` counts the calls; a layer whose blocks nobody read computed attention its own way.
+    `reads` counts the attention calls: 0 means that the layer bypassed the paged attention function.
     """
 
     layer_idx: int
@@ -33,9 +32,9 @@ class LayerHandle:
     metadata: AttentionMetadata
     new_kv: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
     reads: int = 0
-    sliding_window: int | None = None  # as the layer's attention last asked for
+    sliding_window: int | None = None  # of the layer's last attention call
     chunk_size: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # what the layer passed to its attention beside tensors
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of that call other than tensors
 
     @property
     def kv(self) -> LayerKV:
@@ -43,7 +42,7 @@ class LayerHandle:
 
 
 class _PackedLayer(CacheLayerMixin):
-    """Answers the questions that mask creation asks; holds nothing."""
+    """Provides the attributes that mask creation reads; holds no K/V."""
 
     is_sliding = False
     is_compileable = False
@@ -72,31 +71,34 @@ class PackedCache(Cache):
     def __init__(self, memory: PagedMemory, num_layers: int) -> None:
         super().__init__(layers=[_PackedLayer() for _ in range(num_layers)])
         self.memory = memory
-        self.step: list[AttentionMetadata] = []  # one a group
+        self.step: list[AttentionMetadata] = []  # one per group
         self.handles: list[LayerHandle] = []  # of this step, in order of update
         self._groups: dict[int, int] = {}
         self._positions = torch.zeros(0, dtype=torch.int64)
-        self.numbers_tokens = False  # whether a layer has numbered its tokens by the length of the cache
+        self.numbers_tokens = False  # whether a layer has derived positions from the length of the cache
 
     def begin_step(self, metadata: list[AttentionMetadata], positions: torch.Tensor) -> None:
-        """positions int64 [num_tokens]: of the step's tokens in their sequences."""
+        """Set the step's metadata, one record per group, and its tokens' positions, int64 [num_tokens]."""
         self.step = metadata
         self.handles = []
         self._positions = positions
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0  # for masks, which are patterns here
+        return 0  # only masks use it, and a packed step's masks are patterns
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
-        """0 for the model, which is given its positions. A layer that asks numbers the step's tokens itself, from
-        this length on: it gets what to add to their index, int64 [num_tokens]."""
+        """0 for the model, which receives `position_ids`.
+
+        A layer that calls this derives positions as length + index. It gets, for each token of the step, the position
+        minus the index: int64 [num_tokens].
+        """
         if layer_idx is None:
             return 0
         self.numbers_tokens = True
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def group_of(self, layer_idx: int) -> int:
-        """Which group of the memory, and so which metadata of the step, is the layer's."""
+        """Index of the layer's group in the memory, and so of its metadata in `step`."""
         group_index = self._groups.get(layer_idx)
         if group_index is None:
             group_index = self._groups[layer_idx] = self.memory.group_index(layer_idx)
@@ -112,7 +114,7 @@ class PackedCache(Cache):
         group_index = self.group_of(layer_idx)
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         pool = self.memory.groups[group_index].pool
-        if torch.is_autocast_enabled(key.device.type):  # gives K and V of several dtypes, and expects one to be chosen
+        if torch.is_autocast_enabled(key.device.type):  # K and V may have different dtypes; attention expects one
             dtype = pool[layer_idx].key.dtype if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)
         pool.layer_for(layer_idx, key, value)

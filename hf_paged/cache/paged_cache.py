@@ -1,8 +1,8 @@
 """PagedKVCache: a transformers Cache whose K/V lives in blocks.
 
-Rows of a batch are sequences of one PagedMemory; reorder and repeat are fork and free of block tables. `update` hands
-back real tensors gathered from the blocks (the dense view), so that any model's own attention runs on it, exactly.
-Knows rows; never requests or generation settings.
+Rows of a batch are sequences of one PagedMemory; reorder and repeat fork and free block tables. `update` returns
+tensors gathered from the blocks (the dense view), so that every model's own attention runs unchanged. Knows rows; never
+requests or generation settings.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hf_paged.kernels import ops
 class PagedKVCache(Cache):
     """A drop-in `past_key_values` for generate and for hand-written loops.
 
-    `config` is the model's config. `block_size` in tokens; `num_blocks` bounds the memory (None: it grows with the
-    tokens that exist; OutOfBlocks is raised, and nothing changed, when a bounded cache is full).
+    `config` is the model's config. `block_size` is in tokens. `num_blocks` bounds the memory; with None it grows with
+    the number of tokens. When a bounded cache is full, OutOfBlocks is raised and nothing has changed.
 
-    Invariants: all rows have the same logical length `get_seq_length()`; row r stores its last
-    `length - padding[r]` positions, the first `padding[r]` are left padding that takes no memory and reads as zeros.
-    Besides the Cache interface: `fork(row)`, `append(row_tokens...)`, `free(row)`, `stats()`.
+    Invariants: all rows have the same logical length, `get_seq_length()`. Row r stores its last `length - padding[r]`
+    positions; its first `padding[r]` are left padding, which takes no memory and reads as zeros.
+    Besides the Cache interface: `fork(row)`, `append(num_tokens)`, `free(row)`, `stats()`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PagedKVCache(Cache):
         layers: list[Any] = []
         if config is not None:
             layers = [self._own_layer(i, layer) for i, layer in enumerate(_layers_of(config))]
-        # Without a config the number of layers is learnt from the updates.
+        # Without a config, layers are added as `update` names them.
         self._grows = not layers
         super().__init__(layers=layers)
 
@@ -71,7 +71,7 @@ class PagedKVCache(Cache):
             return PagedLayer(self, index, sliding_window=layer.sliding_window)
         if type(layer) is DynamicLayer:
             return PagedLayer(self, index)
-        # K/V and something beside it (a recurrent state, an indexer, compressed entries): the K/V goes into blocks.
+        # K/V and another state (recurrent, an indexer, compressed entries): only the K/V goes into blocks.
         if isinstance(layer, DynamicLayer) and _shows_tokens(type(layer)):
             return PagedStateLayer.adopt(layer, self, index)
         return layer  # no K/V that grows with the tokens
@@ -88,7 +88,7 @@ class PagedKVCache(Cache):
 
     @property
     def padding(self) -> list[int]:
-        """Left padding of each row, tokens that take no memory."""
+        """Left padding of each row in tokens; it takes no memory."""
         return list(self._padding)
 
     def start_rows(self, padding: Sequence[int], length: int = 0) -> list[int]:
@@ -102,7 +102,7 @@ class PagedKVCache(Cache):
         return list(self._rows)
 
     def take_rows(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
-        """Become the owner of sequences that `memory` holds already; their K/V is complete in every layer."""
+        """Take ownership of sequences that `memory` holds already, whose K/V is complete in every layer."""
         if self._rows:
             raise ValueError(f"the cache already has {len(self._rows)} rows; call reset() first")
         self._rows, self._padding = list(seq_ids), list(padding)
@@ -113,24 +113,24 @@ class PagedKVCache(Cache):
                 layer.length = self._length
 
     def view_row(self, seq_id: int, num_written: int) -> None:
-        """Show one sequence that another owner keeps in `memory`, its room appended already, as the only row.
+        """Present a sequence that another owner keeps in `memory` as the only row; its slots are appended already.
 
-        Updates write after its first `num_written` tokens. Undone by `release_row`.
+        Updates write after its first `num_written` tokens. `release_row` ends the view.
         """
         if self._rows:
             raise ValueError(f"the cache already has {len(self._rows)} rows; call release_row() first")
         self._rows, self._padding, self._length = [seq_id], [0], self._manager.num_tokens(seq_id)
         for layer in self.layers:
-            # A layer that no sequence has written to (cross-attention without images) is empty here too.
+            # A layer to which no sequence has written (cross-attention without images) is empty here too.
             if isinstance(layer, PagedLayer):
                 layer.length = num_written if layer.index in self._pool else 0
 
     def release_row(self) -> None:
-        """Let go of the row of `view_row`: its blocks stay its owner's."""
+        """End the view of `view_row`; the blocks stay with their owner."""
         self._forget()
 
     def copy_states(self) -> PagedKVCache:
-        """A cache over the same memory, without rows, with copies of what its layers keep beside blocks."""
+        """A cache over the same memory, without rows, with copies of the state that its layers keep outside blocks."""
         if self._rows:
             raise ValueError(f"the cache has {len(self._rows)} rows; call release_row() first")
         shared = (self.memory, self._manager, self._pool, self._ids)
@@ -147,9 +147,9 @@ class PagedKVCache(Cache):
         return len(self._rows) - 1
 
     def append(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` more tokens in every row (what `update` does by itself).
+        """Make room for `num_tokens` more tokens in every row; `update` also does this itself.
 
-        Raises OutOfBlocks, all or nothing.
+        Raises OutOfBlocks, and then changes nothing.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative; use crop to remove tokens")
@@ -157,7 +157,7 @@ class PagedKVCache(Cache):
         self._length += num_tokens
 
     def free(self, row: int) -> None:
-        """Drop a row; rows after it move down by one. Its blocks are free unless another row shares them."""
+        """Remove a row; the rows after it move up by one. Blocks that no other row shares are freed."""
         self._check_row(row)
         self.memory.free(self._rows.pop(row))
         self._padding.pop(row)
@@ -170,7 +170,7 @@ class PagedKVCache(Cache):
             raise IndexError(f"row {row}: the cache has {len(self._rows)} rows")
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row `rows[i]` was; rows that nobody names are freed."""
+        """Row i becomes a fork of the former row `rows[i]`; rows that are not in `rows` are freed."""
         old_rows, old_padding = self._rows, self._padding
         self._rows = [next(self._ids) for _ in rows]
         self._padding = [old_padding[r] for r in rows]
@@ -180,7 +180,7 @@ class PagedKVCache(Cache):
             self.memory.free(row)
 
     def _select_states(self, rows: Sequence[int]) -> None:
-        """The same selection for layers that keep a state per row themselves."""
+        """Apply the selection to the per-row states that layers keep outside blocks."""
         index = None
         for layer in self._state_layers():
             if index is None:
@@ -188,7 +188,7 @@ class PagedKVCache(Cache):
             layer.reorder_cache(index)
 
     def _state_layers(self) -> list[Any]:
-        """Layers that hold something beside blocks."""
+        """Layers that hold a state outside blocks."""
         return [layer for layer in self.layers if type(layer) is not PagedLayer]
 
     # -- the Cache interface ------------------------------------------------------------------------------------
@@ -196,9 +196,10 @@ class PagedKVCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """key_states [batch, num_kv_heads, num_new, head_dim], value_states [.., v_head_dim]: write them into blocks.
+        """Write key_states [batch, num_kv_heads, num_new, head_dim] and value_states [..., v_head_dim] into blocks.
 
-        Returns the dense view of everything this layer has, [batch, num_kv_heads, length, head_dim] and v likewise.
+        Returns the dense view of all of this layer's K and V: [batch, num_kv_heads, length, head_dim] and
+        [batch, num_kv_heads, length, v_head_dim].
         """
         if self._grows:
             while len(self.layers) <= layer_idx:
@@ -217,7 +218,7 @@ class PagedKVCache(Cache):
         return layer.get_seq_length() if isinstance(layer, PagedLayer) else super().get_seq_length(layer_idx)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Fork the parents, free the rest (SOSP'23 section 4.4)."""
+        """Row i becomes a fork of row `beam_idx[i]`; unused rows are freed (SOSP'23 section 4.4)."""
         rows = beam_idx.tolist()
         if self._rows and rows != list(range(len(self._rows))):
             self.select_rows(rows)
@@ -238,7 +239,7 @@ class PagedKVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` tokens from the end of every row (a positive value is the length to keep)."""
-        tokens_to_remove = int(tokens_to_remove)  # transformers also passes tensors, which += would change in place
+        tokens_to_remove = int(tokens_to_remove)  # transformers may pass a tensor, which += would change in place
         keep = self._length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self._length)
         if keep < 0:
             raise ValueError(f"cannot crop {-tokens_to_remove} tokens from a cache of length {self._length}")
@@ -252,7 +253,7 @@ class PagedKVCache(Cache):
                 layer.crop(min(tokens_to_remove, 0))
 
     def reset(self) -> None:
-        """Forget every row; blocks go back to the pool, which keeps its memory."""
+        """Remove every row and free its blocks; the pool keeps its memory."""
         for row in self._rows:
             self.memory.free(row)
         for layer in self._state_layers():
@@ -274,11 +275,11 @@ class PagedKVCache(Cache):
 
     @property
     def num_layers(self) -> int | None:
-        """Layers that the cache was made for; None if it learns their number from the updates."""
+        """Number of layers that the config specifies; None if the cache was made without a config."""
         return None if self._grows else len(self.layers)
 
     def sizes_of(self, layer_idx: int) -> tuple[int, int, int] | None:
-        """(num_kv_heads, head_dim, v_head_dim) of what the layer has stored; None if it has stored nothing."""
+        """(num_kv_heads, head_dim, v_head_dim) of the layer's K/V; None if the layer has stored nothing."""
         if layer_idx not in self._pool:
             return None
         key, value = self._pool[layer_idx]
@@ -299,7 +300,7 @@ class PagedKVCache(Cache):
         if batch != len(self._rows):
             raise ValueError(f"update with a batch of {batch} on a cache of {len(self._rows)} rows")
         start, stop = layer.length, layer.length + num_new
-        # The first layer of a forward makes the room that the others then fill.
+        # The first layer of a forward appends the slots for all layers.
         if stop > self._length:
             try:
                 self.append(stop - self._length)
@@ -313,7 +314,7 @@ class PagedKVCache(Cache):
         layer.length = stop
 
     def _slots(self, start: int, stop: int, *, hole: int) -> torch.Tensor:
-        """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; `hole` = padding."""
+        """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; `hole` at padding."""
         slots = torch.full((len(self._rows), stop - start), hole, dtype=torch.int64)
         for i, (row, padding) in enumerate(zip(self._rows, self._padding)):
             first = min(max(start, padding), stop)
@@ -344,17 +345,17 @@ class PagedKVCache(Cache):
             tensor.index_select(0, table)
             .view(len(self._rows), (last - first) * size, *tensor.shape[2:])[:, span]
             .transpose(1, 2)
-            .contiguous()  # as transformers' caches are: some models take views
+            .contiguous()  # like transformers' caches: some models call .view on it
             for tensor in kv
         )
         return dense_key, dense_value
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's view of a PagedKVCache: how far it has been written. The blocks belong to the cache.
+    """One layer's view of a PagedKVCache, with the length that it has written. The blocks belong to the cache.
 
-    With a `sliding_window`, `update` returns and the mask sizes cover what transformers' sliding layer would hold: the
-    window of the first new token, and the new tokens.
+    With a `sliding_window`, `update` returns what transformers' sliding layer would hold, and the mask sizes cover the
+    same: the window of the first new token, and the new tokens.
     """
 
     is_compileable = False
@@ -409,31 +410,31 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    # The name of `get_max_length` before transformers 5.20.
+    # transformers before 5.20 calls `get_max_length` by this name.
     get_max_cache_shape = get_max_length
 
 
 def _shows_tokens(kind: type[DynamicLayer]) -> bool:
-    """Whether the K/V that this kind of layer hands out is that of the last tokens, in order, as a PagedLayer's is."""
+    """Whether this kind of layer returns the K/V of the last tokens in order, as a PagedLayer does."""
     return kind.get_mask_sizes in (DynamicLayer.get_mask_sizes, DynamicSlidingWindowLayer.get_mask_sizes)
 
 
 class PagedStateLayer(PagedLayer):
-    """A layer whose K/V is in blocks and whose other state stays in the attributes that its own class gave it.
+    """A layer whose K/V is in blocks and whose other state stays in the attributes of its transformers class.
 
-    Subclasses combine this class with a transformers layer class (see `adopt`). While the layer's own methods move
-    that state (reorder, crop, reset, ...), its K/V looks empty to them: the block tables move separately.
+    Subclasses combine this class with a transformers layer class (see `adopt`). While the transformers class's methods
+    change that state (reorder, crop, reset, ...), they see empty K/V; the block tables are changed separately.
     """
 
-    kind: str  # the transformers class it was
-    _apart = False  # whether the K/V looks empty
+    kind: str  # name of the transformers class
+    _apart = False  # whether the K/V currently looks empty
 
     @property
     def is_croppable(self) -> bool:
         return bool(self._rest().is_croppable)
 
     def _rest(self) -> Any:
-        """This layer as its own class sees it."""
+        """The methods of this layer's transformers class, which follows PagedLayer in the MRO."""
         return super(PagedLayer, self)
 
     @staticmethod
@@ -454,7 +455,7 @@ class PagedStateLayer(PagedLayer):
 
     @keys.setter
     def keys(self, value: object) -> None:
-        """The layer's own methods assign what they made of the placeholder."""
+        """Ignored: the transformers class's methods assign what they derived from the placeholder."""
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -479,7 +480,7 @@ class PagedStateLayer(PagedLayer):
             self._apart = False
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        # Two positional tensors are K and V; a state names itself.
+        # Two positional tensors are K and V; other states are passed by keyword.
         if kwargs:
             self._rest().lazy_initialization(*args, **kwargs)
 
@@ -498,11 +499,11 @@ class PagedStateLayer(PagedLayer):
 
 @functools.cache
 def _paged_class(kind: type[DynamicLayer]) -> type:
-    # Without a layer type: transformers registers classes that have one as the layers of every cache.
+    # No `layer_type`: transformers would register a class that has one as the layer class of every cache.
     return type(f"Paged{kind.__name__}", (PagedStateLayer, kind), {"_layer_type": None, "kind": kind.__name__})
 
 
 def _layers_of(config: Any) -> list[Any]:
-    """The cache layers transformers itself would use for this config: full, sliding, recurrent, none."""
+    """The cache layers that transformers itself would use for this config: full, sliding, recurrent or none."""
     decoder = config.get_text_config(decoder=True)
     return DynamicCache(config=decoder).layers

@@ -1,6 +1,6 @@
 """Owns the hashes of full blocks: which block holds the K/V of which token prefix.
 
-Knows token ids and block ids; never a request, a tensor or when something is computed.
+Knows token ids and block ids; never requests, tensors or the schedule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hf_paged.cache.block_manager import BlockManager
 
 
 class _Pin(NamedTuple):
-    """The id of the block table by which a pinned prefix holds its blocks."""
+    """The id of the block table that keeps the blocks of a pinned prefix in use."""
 
     digest: bytes
 
@@ -25,12 +25,11 @@ def root_digest(model_id: str, adapter: str | None = None, salt: str | None = No
 
 
 class PrefixCache:
-    """Full, computed blocks by the sha256 chain over (digest of the block before, token ids of the block).
+    """Full, computed blocks by the sha256 chain over (digest of the previous block, token ids of the block).
 
-    Invariant: digest <-> block is one to one, and every block that the allocator keeps as *cached* has a digest. A
-    block that is known here is never written again (BlockManager sees to that). Blocks that no table holds are
-    evicted in least-recently-used order when the allocator needs them; a pinned prefix is a block table of its own,
-    so that its blocks are in use and stay.
+    Invariant: digests and blocks map one to one, and every block that the allocator keeps as *cached* has a digest.
+    BlockManager never writes a registered block. The allocator evicts the least recently used block that no table holds
+    when it needs one. A pinned prefix has a block table of its own, so that its blocks are never evicted.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -53,7 +52,7 @@ class PrefixCache:
     def extend_digests(self, digests: list[bytes], token_ids: Sequence[int], root: bytes, num_blocks: int) -> None:
         """Continue the chain `digests` of the prefix of `token_ids` until it has `num_blocks` entries.
 
-        The list belongs to the sequence, so that no block is hashed twice however often the sequence is looked up.
+        The list belongs to the sequence, so that each block is hashed once however often the sequence is looked up.
         """
         size = self.block_size
         parent = digests[-1] if digests else root
@@ -65,7 +64,7 @@ class PrefixCache:
     def match(self, token_ids: Sequence[int], root: bytes, digests: list[bytes] | None = None) -> list[int]:
         """Blocks of the longest cached prefix that leaves at least one of `token_ids` to compute.
 
-        Changes nothing but `digests`: `BlockManager.adopt` takes the blocks.
+        Only `digests` is changed; pass the result to `BlockManager.adopt` to share the blocks.
         """
         digests = [] if digests is None else digests
         limit = max(len(token_ids) - 1, 0) // self.block_size
@@ -82,12 +81,12 @@ class PrefixCache:
         return block_ids
 
     def count(self, query_tokens: int, hit_tokens: int) -> None:
-        """Note for the hit rate that a request asked for `query_tokens` and `hit_tokens` of them were here."""
+        """Update the hit rate: a request looked up `query_tokens` tokens and `hit_tokens` of them were cached."""
         self.query_tokens += query_tokens
         self.hit_tokens += hit_tokens
 
     def register(self, block_id: int, digest: bytes) -> bool:
-        """`block_id` is full and its K/V is computed. False if another block with that content is known already."""
+        """Register `block_id`, which is full and computed. False if another block has the same digest already."""
         known = self._digests.get(block_id)
         assert known is None or known == digest, f"block {block_id} was written after it had been registered"
         if digest in self._blocks:
@@ -97,9 +96,9 @@ class PrefixCache:
         return True
 
     def pin(self, token_ids: Sequence[int], root: bytes) -> int:
-        """Hold the cached blocks of this prefix until `unpin`; returns how many tokens are held (0: nothing cached).
+        """Keep the cached blocks of this prefix until `unpin`; returns the number of tokens kept (0: none cached).
 
-        Pin after the prefix has been computed. Pinning twice is one pin, extended to what is cached now.
+        Pin a prefix after it has been computed. Pinning it again extends the pin to the blocks that are cached now.
         """
         digests: list[bytes] = []
         self.extend_digests(digests, token_ids, root, len(token_ids) // self.block_size)
@@ -113,7 +112,7 @@ class PrefixCache:
         return len(block_ids) * self.block_size
 
     def unpin(self, token_ids: Sequence[int], root: bytes) -> bool:
-        """Let go of a pinned prefix: its blocks may be evicted again. False if it was not pinned."""
+        """Unpin a prefix, so that its blocks may be evicted again. False if it was not pinned."""
         digests: list[bytes] = []
         self.extend_digests(digests, token_ids, root, len(token_ids) // self.block_size)
         if not digests or _Pin(digests[-1]) not in self._manager:
@@ -127,7 +126,7 @@ class PrefixCache:
         return [seq_id for seq_id in self._manager.seq_ids if isinstance(seq_id, _Pin)]
 
     def clear(self) -> None:
-        """Forget every prefix, pinned ones too (the weights have changed, say). Sequences keep their blocks."""
+        """Forget every prefix, pinned or not, for example after the weights changed. Sequences keep their blocks."""
         for pin_id in self.pins:
             self._manager.free(pin_id)
         allocator = self._manager.allocator
@@ -147,6 +146,6 @@ class PrefixCache:
         assert len(self._blocks) == len(self._digests), "two blocks have one digest"
         for block_id in range(allocator.num_blocks):
             known = block_id in self._digests
-            assert known or not allocator.is_cached(block_id), f"block {block_id} is kept, but nobody can find it"
+            assert known or not allocator.is_cached(block_id), f"block {block_id} is cached without a digest"
             idle = allocator.ref_count(block_id) == 0 and not allocator.is_cached(block_id)
             assert not (known and idle), f"block {block_id} has a digest, but is free"

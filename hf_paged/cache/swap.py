@@ -1,8 +1,8 @@
-"""HostPool: host memory that blocks are swapped to and from, each in one run with all its layers (SOSP'23 section 4.5).
+"""HostPool: host memory for swapped blocks (SOSP'23 section 4.5). A host block holds all layers contiguously.
 
-Blocks of a CUDA device go through staging buffers of the same layout. One launch moves blocks of all layers between the
-K/V tensors and a buffer; a stream beside the current one moves the buffer, while the model computes. Knows block ids
-and tensors; never sequences.
+Blocks of a CUDA device pass through staging buffers of the same layout. One kernel launch copies blocks of all layers
+between the K/V tensors and a buffer; a second stream copies the buffer to or from the host while the model computes.
+Knows block ids and tensors; never sequences.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from hf_paged.cache.kv_pool import KVPool, to_device
 from hf_paged.kernels import ops
 
 ALIGNMENT = 64
-"""Bytes: where the K or V of a layer begins within a block."""
+"""Alignment in bytes of each layer's K and V within a host block."""
 
 PINNED_BYTES = 1 << 30
-"""Of pinned memory taken at once, when first needed: torch takes the next power of two, and pinning takes time."""
+"""Size of each allocation of pinned memory. torch rounds it up to a power of two, and pinning more at once is slow."""
 
 STAGING_BYTES = 64 << 20
-"""Of both buffers of a device together. Half of it takes a millisecond on PCIe, much longer than starting a round."""
+"""Size of a device's two staging buffers together. One takes about a millisecond on PCIe, far more than a launch."""
 
 
 class HostPool:
-    """Room on the host for `num_blocks` blocks of `pool`, allocated at the first swap, pinned memory bit by bit.
+    """Host memory for `num_blocks` blocks of `pool`, allocated at the first swap (pinned memory as it is needed).
 
-    A block is K and V of all layers one after the other; those on one device are rows of tensors uint8 [n, bytes].
+    A host block is the K and V of all layers one after the other. The blocks of one device are rows of tensors
+    uint8 [n, bytes].
 
-    Swaps are done in the order of the calls, and in that of the other work on the current stream: blocks that were
-    swapped out may be overwritten, blocks that were swapped in may be read. The host waits for none of it, except in
-    the first swaps, when memory is allocated. Raises ValueError if the pool has got more layers since then.
+    Swaps run in the order of the calls, and in order with the other work on the current stream. After `swap_out`
+    returns, the blocks may be overwritten; after `swap_in`, they may be read. The host does not wait for the device,
+    except when the first swaps allocate memory. Raises ValueError if the pool has gained layers since the first swap.
     """
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
@@ -75,7 +76,7 @@ class HostPool:
 
 
 def bytes_per_host_block(pool: KVPool) -> int:
-    """Of all layers that have written so far."""
+    """Bytes that one host block takes, over all layers that have written so far."""
     return sum(_block_bytes(tensors) for tensors in pool.by_device().values())
 
 
@@ -88,7 +89,7 @@ def _aligned_bytes(tensor: torch.Tensor) -> int:
 
 
 def _views(memory: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """memory uint8 [n, bytes of a block] as the tensors [num_blocks, ...] see it: [n, ...] each, of their dtypes."""
+    """Views of memory, uint8 [n, bytes of a block]: one per tensor [num_blocks, ...], [n, ...] of the same dtype."""
     views, start = [], 0
     for tensor in tensors:
         part = memory[:, start : start + tensor[0].nbytes]
@@ -105,7 +106,7 @@ def _pairs(sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 class _Store:
-    """Host blocks of K/V tensors that lie in host memory too. `blocks` and `hosts` int64 [n], `hosts` ascending."""
+    """Host blocks of K/V tensors that are in host memory too. `blocks` and `hosts` int64 [n], `hosts` ascending."""
 
     def __init__(self, tensors: list[torch.Tensor], num_blocks: int) -> None:
         if tensors[0].device.type != "cpu":
@@ -124,9 +125,9 @@ class _Store:
 
 
 class CudaStreams:
-    """The current stream of a CUDA device, one for transfers beside it, and memory that both may use.
+    """The current stream of a CUDA device, a side stream for transfers, and memory that both may use.
 
-    All of it may be freed at any time: torch hands out neither memory again while either stream may still use it.
+    The memory may be freed at any time: torch does not reuse it while either stream may still access it.
     """
 
     device_type = "cuda"
@@ -140,24 +141,24 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        """Enqueue on `stream` what `work` enqueues on the current one."""
+        """Call `work` with `stream` as the current stream."""
         with torch.cuda.stream(stream):
             work()
 
     def staging(self, *shape: int) -> torch.Tensor:
-        """uint8 on the device, to be used after what is on the current stream now."""
+        """A uint8 tensor on the device; its first use must wait for the work now on the current stream."""
         memory = torch.empty(shape, dtype=torch.uint8, device=self._device)
         memory.record_stream(self.side)
         return memory
 
     def host(self, *shape: int) -> torch.Tensor:
-        """uint8 in pinned memory, to be used in non-blocking copies: torch remembers the streams of these."""
+        """A uint8 tensor in pinned memory for non-blocking copies, whose streams torch records."""
         return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """Staging: uint8 [n, bytes of a block], the same as the K/V tensors see it, and the end of its last use."""
+    """A staging buffer: uint8 [n, bytes of a block], its views by K/V tensor, and the event that ends its last use."""
 
     memory: torch.Tensor
     views: list[torch.Tensor]
@@ -167,8 +168,8 @@ class _Buffer:
 class _StagedStore:
     """Host blocks of K/V tensors on a device. `blocks` and `hosts` int64 [n], `hosts` ascending.
 
-    Invariants: only the side stream touches host blocks, so that what goes out comes back; only the current stream
-    touches K/V. A buffer is filled on one of them and drained on the other.
+    Invariants: only the side stream accesses host blocks, so that a swap-in reads what a swap-out wrote; only the
+    current stream accesses K/V. A buffer is filled on one of the streams and drained on the other.
     """
 
     def __init__(self, tensors: list[torch.Tensor], num_blocks: int) -> None:
@@ -200,12 +201,12 @@ class _StagedStore:
             self._relay(buffer, side, partial(self._fetch, buffer, hosts[part]), current, scatter)
 
     def _rows(self, hosts: np.ndarray) -> np.ndarray:
-        """The row of its buffer that each block takes."""
+        """The row of a staging buffer for each block, int64 [n]."""
         return np.arange(len(hosts)) % self._capacity
 
     def _rounds(self, tensors: list[torch.Tensor], count: int) -> Iterator[tuple[_Buffer, slice]]:
-        """Buffers in turn, each with the part of `count` blocks that it takes."""
-        # Taken away meanwhile: what a swap that was broken off has left is not used again.
+        """The buffers in turn, each with the slice of the `count` blocks that it transfers."""
+        # The buffers are detached meanwhile, so that an interrupted swap leaves none in an unknown state.
         buffers, self._buffers = self._buffers or self._new_buffers(tensors), deque()
         for start in range(0, count, self._capacity):
             yield buffers[0], slice(start, start + self._capacity)
@@ -240,7 +241,7 @@ class _StagedStore:
             staged.copy_(host, non_blocking=True)
 
     def _runs(self, buffer: _Buffer, hosts: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The buffer's rows and the host's, for each run of consecutive ids in `hosts`."""
+        """Matching rows of the buffer and of host memory, one pair for each run of consecutive ids in `hosts`."""
         parts, rows = np.divmod(hosts, self._per_host)
         starts = (np.flatnonzero((np.diff(hosts) != 1) | (np.diff(parts) != 0)) + 1).tolist()
         for start, end in pairwise([0, *starts, len(hosts)]):

@@ -1,7 +1,7 @@
 """The attention and mask functions that transformers calls under the name "hf_paged", and how calls are routed there.
 
-With a paged handle on the key they run the paged kernels; without one they do exactly what the model's own
-implementation does. Knows transformers and the kernels; never sequences.
+If the key carries a LayerHandle, they run the paged kernels; otherwise they call the model's own implementation. Knows
+transformers and the kernels; never sequences.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hf_paged.kernels import ops
 
 NAME = "hf_paged"
 
-# Keyword arguments that attention functions receive and that do not change the mathematics here: the positions are in
-# the metadata, and a packed step never trains. Anything else that is not None is refused (see `_refuse_unknown`).
+# Keyword arguments of attention functions that do not affect the result here: positions are in the metadata, and a
+# packed step never trains. Any other argument that is neither None nor False is refused (see `_refuse_unknown`).
 _INERT_KWARGS = frozenset({
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "cache_position",
     "position_embeddings", "past_key_values", "layer_idx", "is_causal", "num_items_in_batch", "return_dict",
@@ -36,15 +36,15 @@ packed_cache: ContextVar[PackedCache | None] = ContextVar("hf_paged_packed_cache
 """The cache of the packed forward that runs in this thread."""
 
 
-# -- routing: which implementation a config stands for while a packed forward runs ---------------------------------
+# -- routing: which implementation a config names while a packed forward runs --------------------------------------
 
 IMPLEMENTATION = "_attn_implementation_internal"
 """The field of a config that names its attention implementation; NAME while a packed forward uses the config."""
 
-_own: dict[int, tuple[weakref.ref[Any], str | None]] = {}  # id of a config -> it, and what it named before
+_own: dict[int, tuple[weakref.ref[Any], str | None]] = {}  # id of a config -> the config, the name it had before
 _lock = threading.RLock()
 _forwards: set[int] = set()  # ids of the packed forwards in progress, which need the names even after uninstall()
-_wanted = False  # by install()
+_wanted = False  # whether `register` is in effect
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
@@ -58,7 +58,7 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
 
 def remember_own(config: Any) -> None:
-    """Note which implementation a config names, for the functions below, before NAME takes its place."""
+    """Record which implementation a config names, for the functions below, before NAME replaces it."""
     _own[id(config)] = (weakref.ref(config), getattr(config, IMPLEMENTATION))
 
 
@@ -68,11 +68,11 @@ def in_packed_step() -> bool:
 
 
 def _own_implementation(config: Any) -> str:
-    # Also asked for when another thread read NAME from the config just before a packed forward of this thread ended.
+    # Another thread may have read NAME from the config just before a packed forward restored the original name.
     reference, name = _own.get(id(config), (None, None))
     if reference is None or reference() is not config:
         name = None
-    # A model loaded with attn_implementation="hf_paged" has no other one: take transformers' default.
+    # A model loaded with attn_implementation="hf_paged" has no other implementation: use transformers' default.
     return name if name not in (None, NAME) else "sdpa"
 
 
@@ -81,9 +81,10 @@ def _own_implementation(config: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """What a packed step's mask is instead of a tensor: which earlier tokens of its own sequence a token attends to.
+    """A packed step's mask in place of a tensor: which earlier tokens of its own sequence a token attends to.
 
-    A model passes it on from where it asks for masks to its attention; one that computes with it needs real tensors.
+    A model receives it from mask creation and passes it to its attention unchanged. A model that computes with its mask
+    needs a real tensor and cannot run packed steps.
     """
 
     sliding_window: int | None = None
@@ -94,7 +95,7 @@ _patterns: dict[tuple[Any, ...], MaskPattern] = {}
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
-    """AttentionMaskInterface: a pattern (None: causal) in a packed step, else the own implementation's mask."""
+    """AttentionMaskInterface: a MaskPattern (None: causal) in a packed step, else the own implementation's mask."""
     if packed_cache.get() is not None:
         return _pattern(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -117,7 +118,7 @@ def _pattern(
 
 
 def _shape_of(value: Any) -> Any:
-    """What a mask function is made of: code and constants, down through its closure."""
+    """A key that identifies a mask function: its code and the constants in its closure, recursively."""
     if callable(value) and hasattr(value, "__code__"):
         return value.__code__, tuple(_shape_of(cell.cell_contents) for cell in value.__closure__ or ())
     if isinstance(value, tuple | list):
@@ -136,7 +137,10 @@ def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
 
 
 def _recognise(mask_function: Callable[..., Any], local_size: int | None, device: Any) -> MaskPattern:
-    """Compare the function with the patterns that the kernels know, around the edges of windows and chunks."""
+    """Compare the function with the patterns that the kernels implement, at the edges of windows and chunks.
+
+    Raises UnsupportedModelError if it matches none of them.
+    """
     if local_size is not None:
         size = int(local_size)
         edges = sorted({max(k * size + d, 0) for k in range(4) for d in (-1, 0, 1)})
@@ -155,8 +159,8 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
                 return pattern
     if _looks_ahead(mask_function, device):
         raise UnsupportedModelError(
-            "its attention mask lets tokens attend to later ones, as in the blocks of images, which packed rows "
-            "cannot; this model needs the dense view"
+            "its attention mask lets tokens attend to later ones, as within an image or over an encoder's states, "
+            "which packed rows cannot; this model needs the dense view"
         )
     raise UnsupportedModelError(
         "its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"
@@ -220,7 +224,7 @@ def attention_forward(
 
 
 def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
-    """The mask decides, as in eager and SDPA attention; a window passed beside it must not say otherwise."""
+    """The pattern of `mask`, which decides, as in eager and SDPA attention. A contradicting `window` is refused."""
     if mask is not None and not isinstance(mask, MaskPattern):
         raise UnsupportedModelError(f"{type(module).__name__} passes a mask of its own making to its attention")
     pattern = mask or MaskPattern()
@@ -233,13 +237,13 @@ def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> M
 
 
 def _refuse_both_ways(module: torch.nn.Module, is_causal: bool | None) -> None:
-    """Without a mask, every attention but the eager one asks the module whether it is causal."""
+    """Refuse a call without a mask by a module that is not causal (eager attention ignores `is_causal`)."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal and _own_implementation(getattr(module, "config", None)) != "eager":
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends to later tokens too where it is given no mask (is_causal=False), which "
-            "packed rows cannot; this model needs the dense view"
+            f"{type(module).__name__} attends to later tokens if it gets no mask (is_causal=False), which packed rows "
+            "cannot; this model needs the dense view"
         )
 
 
@@ -272,7 +276,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`; at the end of the packed forward, if one is running."""
+    """Undo `register`. If a packed forward is running, the name is removed when it ends."""
     global _wanted
     with _lock:
         _wanted = False
@@ -280,7 +284,7 @@ def unregister() -> None:
 
 
 def hold_names(forward: object) -> None:
-    """As `register`, for a packed forward in progress."""
+    """Keep the name registered while the packed forward `forward` is in progress."""
     with _lock:
         _forwards.add(id(forward))
         if not _wanted:
@@ -288,7 +292,7 @@ def hold_names(forward: object) -> None:
 
 
 def release_names(forward: object) -> None:
-    """Undo `hold_names`; may be called again."""
+    """Undo `hold_names`. Idempotent."""
     with _lock:
         _forwards.discard(id(forward))
         _remove_unneeded_names()

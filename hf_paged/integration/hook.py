@@ -1,7 +1,7 @@
-"""The patches on transformers' GenerationMixin: four methods, replaced together and put back together.
+"""The patches on transformers' GenerationMixin: four methods, replaced together and restored together.
 
-Applied when `transformers.generation.utils` is imported (or at once if it is already), so that importing hf_paged
-imports nothing heavy. What a paged call does is not decided here: see `hf_paged.generation.paged_generate`.
+They are applied when `transformers.generation.utils` is imported, or at once if it has been imported, so that importing
+hf_paged imports nothing heavy. What a paged call does is decided in `hf_paged.generation.paged_generate`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-_DOOR = "hf_paged.generation.paged_generate"  # named, not imported: integration does not depend on generation
+_ENTRY_POINTS = "hf_paged.generation.paged_generate"  # by name, because integration must not import generation
 _TARGET = "transformers.generation.utils"
 _MODELING = "transformers.modeling_utils"
 
 _METHODS = ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
 
-_wrappers: dict[str, _Wrapper] = {}  # the last one made for each method
+_wrappers: dict[str, _Wrapper] = {}  # the newest one for each method
 _finder: _PostImport | None = None
 
 
 class _PostImport(importlib.abc.MetaPathFinder):
-    """Calls back when one of the named modules has been executed; finds nothing by itself."""
+    """Runs a callback after one of the named modules has been executed. Leaves finding modules to other finders."""
 
     def __init__(self, callbacks: dict[str, Callable[[], None]]) -> None:
         self.callbacks = callbacks
@@ -56,7 +56,7 @@ class _PostImport(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Register the backend: now if transformers is imported, else when it is. Idempotent."""
+    """Register the backend: at once if transformers has been imported, else when it is imported. Idempotent."""
     global _finder
     if _finder is not None:
         return
@@ -64,14 +64,13 @@ def install() -> None:
     _finder = _PostImport(callbacks)
     sys.meta_path.insert(0, _finder)
     for name, callback in callbacks.items():
-        # A module that is being imported right now (half executed) calls back through the finder's next chance:
-        # its class is not there yet.
+        # A module that is still executing has no such class yet: the finder's callback patches it later.
         if name in sys.modules and not getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False):
             callback()
 
 
 def uninstall() -> None:
-    """Put back everything that install changed. Idempotent."""
+    """Restore everything that install changed. Idempotent."""
     global _finder
     if _finder is None:
         return
@@ -91,7 +90,7 @@ def is_installed() -> bool:
 
 
 def original(name: str) -> Callable[..., Any]:
-    """The GenerationMixin method below ours: transformers' own, unless other code had replaced it before."""
+    """The method that our wrapper replaced: transformers' own, unless other code had replaced it before."""
     return _wrappers[name].function
 
 
@@ -110,16 +109,16 @@ def _patch() -> None:
 
 
 class _Wrapper:
-    """A method of GenerationMixin that asks the door first.
+    """A method of GenerationMixin that calls our entry point of the same name with the original method.
 
-    Other code may wrap the method in turn. It then stays where it is when hf_paged is uninstalled, with this wrapper
-    below it, which passes calls straight on until hf_paged is installed again.
+    Other code may wrap this method in turn. Uninstalling hf_paged then leaves that code and this wrapper in place; the
+    wrapper passes calls on unchanged until hf_paged is installed again.
     """
 
     def __init__(self, mixin: type, name: str) -> None:
         self.mixin = mixin
         self._name = name
-        self._above: Any = None  # what other code had put over the method when this was last taken out
+        self._above: Any = None  # the method of other code that wrapped ours when this was last taken out
         self.function: Callable[..., Any] = getattr(mixin, name)
         function = self.function
 
@@ -127,14 +126,14 @@ class _Wrapper:
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_in_use():
                 return function(model, *args, **kwargs)
-            door = importlib.import_module(_DOOR)
-            return getattr(door, name.lstrip("_"))(function, model, args, kwargs)
+            entry_points = importlib.import_module(_ENTRY_POINTS)
+            return getattr(entry_points, name.lstrip("_"))(function, model, args, kwargs)
 
         self._method = method
         setattr(mixin, name, method)
 
     def _is_in_use(self) -> bool:
-        """One wrapper of a method is in use: the last one, or an earlier one if other code has put that back."""
+        """One wrapper per method is in use: the newest one, or an earlier one that other code has restored."""
         return is_installed() and (_wrappers[self._name] is self or getattr(self.mixin, self._name) is self._method)
 
     def take_out(self) -> None:
@@ -145,7 +144,7 @@ class _Wrapper:
         self._above = current
 
     def put_in(self) -> bool:
-        """Whether this is in the mixin again, where it was taken out; else another wrapper has to be made."""
+        """Put this wrapper back where it was taken out. False if that is impossible and a new wrapper is needed."""
         current = getattr(self.mixin, self._name)
         if current is self.function:
             setattr(self.mixin, self._name, self._method)

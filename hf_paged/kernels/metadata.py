@@ -1,4 +1,4 @@
-"""AttentionMetadata: everything a kernel must know about one step, built once and shared by all layers of a group.
+"""AttentionMetadata: what a kernel needs to know about one step, built once and shared by all layers of a group.
 
 Knows tensors and lengths, never sequences or requests.
 """
@@ -15,22 +15,22 @@ import torch
 class AttentionMetadata:
     """One step's ragged batch. All tensors live on the device of the K/V pool.
 
-    Sequence i has `query_lens[i]` new tokens this step, packed at rows `query_start_loc[i] : query_start_loc[i + 1]`
-    of the query; they are its *last* tokens: with K/V length `seq_lens[i]` after the step, its first new token sits at
-    position `seq_lens[i] - query_lens[i]`. Rows with `seq_lens[i] == 0` and `query_lens[i] == 0` are padding.
+    Sequence i has `query_len = query_start_loc[i + 1] - query_start_loc[i]` new tokens in this step, at rows
+    `query_start_loc[i] : query_start_loc[i + 1]` of the query. They are its *last* tokens: their positions are
+    `seq_lens[i] - query_len` to `seq_lens[i] - 1`. A sequence with `seq_lens[i] == 0` and `query_len == 0` is padding.
 
     block_tables     int32 [num_seqs, max_blocks]: logical block -> block_id. Entries past the last block, and blocks
                      that left the sliding window (-1), are never read.
-    seq_lens         int32 [num_seqs]: K/V length after this step, tokens.
+    seq_lens         int32 [num_seqs]: K/V length after this step, in tokens.
     query_start_loc  int32 [num_seqs + 1]: first query row of each sequence; the last entry is num_tokens.
     slot_mapping     int64 [num_tokens]: where each new token's K/V goes (`block_id * block_size + offset`);
                      -1 = padding, not written.
-    max_query_len, max_seq_len: host integers, upper bounds of the lengths above (what launch grids are sized by).
-    in_bounds        True if hf_paged has made the values above from its own block tables; see `kernels.validation`.
+    max_query_len, max_seq_len: host integers, upper bounds of the lengths above; they size launch grids.
+    in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, split plans), computed by the first layer
-                     that needs them and reused by the rest of the step.
-    checked          what `kernels.validation` has found correct.
+                     that needs them and reused by the other layers.
+    checked          the checks that `kernels.validation` has passed.
     """
 
     block_tables: torch.Tensor

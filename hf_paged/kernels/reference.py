@@ -1,6 +1,7 @@
-"""The definition of correct: the operations in plain torch, one sequence after the other, at any precision.
+"""The reference implementation: the operations in plain torch, one sequence at a time, in any precision.
 
-Same signatures as the fast implementations. Slow on purpose; used by tests and by `impl="reference"`.
+It has the signatures of the fast implementations and defines their correct results. Slow; used by tests and by
+`impl="reference"`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
 
-WRITES_NEW_KV = False  # whether paged_attention takes the step's K/V too, and writes it
+WRITES_NEW_KV = False  # whether paged_attention also takes the step's new K/V and writes it
 
 
 def write_kv(
@@ -50,7 +51,7 @@ def paged_attention(
     return_lse: bool = False,
     compute_dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.paged_attention`. All arithmetic in `compute_dtype`; the result is rounded to the query's dtype once."""
+    """See `ops.paged_attention`. Computes in `compute_dtype` and rounds the result once, to the query's dtype."""
     num_tokens, num_heads, _ = query.shape
     block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -71,7 +72,7 @@ def paged_attention(
             visible &= k_pos[None, :] > q_pos[:, None] - sliding_window
         if chunk_size is not None:
             visible &= k_pos[None, :] // chunk_size == q_pos[:, None] // chunk_size
-        # Only slots that some query sees are read: dropped blocks (-1) and unowned slots must not matter.
+        # Read only slots that some query attends to: dropped blocks (-1) and unowned slots must not affect the result.
         seen = visible.any(0).nonzero().flatten()
         blocks = metadata.block_tables[i][seen // block_size].long()
         k = key_cache[blocks, seen % block_size].to(compute_dtype).repeat_interleave(group, dim=1)

@@ -25,6 +25,8 @@ def check_attention(
 ) -> None:
     """query, caches and metadata fit each other; each of `options` (sliding_window, ...) is None or positive."""
     check_caches(key_cache, value_cache)
+    if not value_cache.shape[3]:
+        raise ValueError(f"value_cache {tuple(value_cache.shape)} holds no values to attend to")
     if (
         query.ndim != 3
         or not query.shape[1]
@@ -51,9 +53,12 @@ def check_attention(
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Two K/V caches [num_blocks, block_size, num_kv_heads, (v_)head_dim] of one device."""
+    """Two K/V caches [num_blocks, block_size, num_kv_heads, (v_)head_dim] of one device.
+
+    v_head_dim may be 0: some models keep all they have of a token in the keys.
+    """
     shape, v_shape = key_cache.shape, value_cache.shape
-    if len(shape) != 4 or len(v_shape) != 4 or shape[:3] != v_shape[:3] or 0 in shape[1:] or v_shape[3] == 0:
+    if len(shape) != 4 or len(v_shape) != 4 or shape[:3] != v_shape[:3] or 0 in shape[1:]:
         raise ValueError(
             f"key_cache {tuple(shape)} and value_cache {tuple(v_shape)}: [num_blocks, block_size, num_kv_heads, "
             "head_dim] with the same first three sizes, none of them 0 within a block, are needed"

@@ -1,6 +1,6 @@
-"""Runs types of transformers as tiny random models, paged against plain: `python sweep.py [types or classes...]`.
+"""Compare paged with plain generate on tiny random models of transformers' types: `python sweep.py [types or classes]`.
 
-One forked process with a time-out per type; a JSON line per type, a summary line at the end. See docs/models.md.
+Each type runs in a forked process with a time-out. Prints a JSON line per type and a summary line. See docs/models.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import hf_paged  # before transformers: the ordinary order of a user's script
+import hf_paged  # before transformers, as in a typical user's script
 from tests.architectures.tiny import other_classes, tiny_model
 
 LENGTHS = (5, 19, 12, 26)
@@ -45,7 +45,9 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
             return _examine_refused(model)
         ids, mask = prompts()
         plain = {"greedy": _generate(model, ids, mask)}
-    except Exception as error:  # the model, not hf_paged, fails here
+        if plain["greedy"].ndim != 2:
+            return {"result": "unrunnable", "reason": "a position has tokens of several codebooks"}
+    except Exception as error:  # the model itself fails here, not hf_paged
         return {"result": "unrunnable", "reason": _line(error)}
     eos = int(plain["greedy"][1, -NEW_TOKENS // 2])
     calls = {
@@ -103,21 +105,28 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
 
 
 def _examine_refused(model: Any) -> dict[str, Any]:
-    """Both doors refuse the model, whatever it is given."""
+    """`generate` and the engine refuse the model for any arguments. A model's own `generate` may fail earlier."""
+    from transformers import GenerationMixin
+
     report = hf_paged.check(model)
     result = {"class": type(model).__name__, "mode": "refused", "reason": report.reason}
-    try:
-        model.generate(torch.tensor([[7, 8, 9]]), cache_implementation="paged")
-        hf_paged.Engine(model)
-    except hf_paged.UnsupportedModelError:
-        return {**result, "result": "refused"}
-    except Exception as error:  # whatever comes before the refusal
-        return {**result, "result": "crashed", "reason": _line(error), "trace": traceback.format_exc()}
-    return {**result, "result": "crashed", "reason": "not refused"}
+    ids = torch.tensor([[7, 8, 9]])
+    entry_points = [lambda: hf_paged.Engine(model)]
+    if type(model).generate is GenerationMixin.generate:
+        entry_points.append(lambda: model.generate(ids, cache_implementation="paged"))
+    for enter in entry_points:
+        try:
+            enter()
+        except hf_paged.UnsupportedModelError:
+            continue
+        except Exception as error:  # any error that is raised before the refusal is reported
+            return {**result, "result": "crashed", "reason": _line(error), "trace": traceback.format_exc()}
+        return {**result, "result": "crashed", "reason": "not refused"}
+    return {**result, "result": "refused"}
 
 
 def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
-    """Requests that arrive in different steps, the last one forked: each equals plain generate of its prompt alone."""
+    """Requests arrive in different steps and the last one forks: each must equal plain generate of its prompt alone."""
     from transformers import GenerationConfig
 
     solo, rows = [], []
@@ -161,7 +170,7 @@ def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, *
 
 
 def _varied(model: Any, greedy: torch.Tensor, ids: torch.Tensor) -> dict[str, int]:
-    """Distinct new tokens of the rows, and how many of 12 change with the first tokens of the longest prompt."""
+    """Number of distinct new tokens per row, and how many of 12 depend on the first tokens of the longest prompt."""
     changed = ids.clone()
     changed[3, -4:-1] = torch.tensor([11, 12, 13])
     other = _generate(model, changed, max_new_tokens=12)[3]
@@ -198,7 +207,7 @@ def _child(model_type: str, engine: bool, path: str) -> None:
 
 
 def run(types: list[str], *, jobs: int = 2, timeout: float = 240.0, engine: bool = False) -> list[dict[str, Any]]:
-    """Examine the types, `jobs` at a time; a result per type, in the order in which they end."""
+    """Examine the types, `jobs` at a time; returns one result per type, in the order of completion."""
     import tempfile
 
     import transformers.generation.utils  # imported once, before the forks
@@ -269,11 +278,11 @@ def other_names() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="types to run (default: all)")
-    parser.add_argument("--others", action="store_true", help="all classes that generate and are no causal LM")
+    parser.add_argument("--others", action="store_true", help="all classes that generate and are not causal LMs")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds per type")
     parser.add_argument("--engine", action="store_true", help="also run the engine with staggered arrivals")
-    parser.add_argument("--out", type=Path, help="write the results there as a JSON list, sorted by type")
+    parser.add_argument("--out", type=Path, help="write the results to this file as a JSON list, sorted by type")
     args = parser.parse_args()
     results = run(
         args.types or (other_names() if args.others else all_types()),

@@ -1,4 +1,4 @@
-"""Every kind of decoder in transformers, paged against plain: a subset of types in CI, all of them with `-m slow`."""
+"""Every kind of decoder in transformers, paged against plain generate: some types in CI, all of them with `-m slow`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.architectures.tiny import WINDOW, tiny_model
 
 SWEEP = Path(__file__).with_name("sweep.py")
 
-# Type -> how it runs. Together: every class and mechanism of docs/models.md.
+# Type -> how it runs. Together they cover every class and mechanism of docs/models.md.
 CI_TYPES = {
     "llama": "native",
     "gpt2": "native",  # learned positions
@@ -36,13 +36,13 @@ CI_TYPES = {
     "llama4_text": "native",  # chunks; temperature by position
     "gpt_bigcode": "native",  # multi-query
     "mimo_v2_flash": "native",  # K and V of different size
-    "qwen2_moe": "native",  # experts; a window that only the mask tells
+    "qwen2_moe": "native",  # experts; a window that only the mask shows
     "phi3": "native",  # rotary embedding that changes with the length
     "roberta": "native",  # encoder family as a decoder
-    "moshi": "dense view",  # a window that only the cache keeps
+    "moshi": "dense view",  # a window that only the cache implements
     "bloom": "dense view",  # ALiBi
     "gpt_neox_japanese": "dense view",  # attention code of its own
-    "cpmant": "dense view",  # longer cache than tokens
+    "cpmant": "dense view",  # a cache longer than the tokens
     "bart": "dense view",  # decoder of an encoder-decoder family
     "deepseek_v3": "dense view",  # latent attention
     "bamba": "dense view",  # recurrent layers beside attention
@@ -54,19 +54,20 @@ CI_TYPES = {
     "mamba": "refused",  # no attention
     "minimax": "refused",  # a cache class of its own
     "openai-gpt": "refused",  # no cache
-    # Classes that generate and are no causal language models, given text alone.
+    # Classes that generate and are not causal language models, with text alone.
     "LlavaForConditionalGeneration": "native",
     "Qwen2VLForConditionalGeneration": "native",  # positions of three dimensions
     "Exaone4_5_ForConditionalGeneration": "native",  # leaves rotary positions to the model
-    "Kosmos2_5ForConditionalGeneration": "dense view",  # counts its positions itself, from another number
-    "PaliGemmaForConditionalGeneration": "dense view",  # attends in both directions where there is no mask
+    "Kosmos2_5ForConditionalGeneration": "dense view",  # computes positions itself, from another start
+    "PaliGemmaForConditionalGeneration": "dense view",  # attends in both directions without a mask
     "Qwen3_5ForConditionalGeneration": "dense view",  # recurrent layers beside attention
+    "MistralLarge4ForConditionalGeneration": "dense view",  # values of size 0
     "UnlimitedOcrForConditionalGeneration": "refused",  # keeps the prompt and a window
     "T5ForConditionalGeneration": "refused",  # an encoder-decoder model
 }
 
 
-# Types that the oldest supported transformers does not have yet are not there to be run.
+# The oldest supported transformers lacks some types: skip them there.
 CI_TYPES = {
     name: how
     for name, how in CI_TYPES.items()
@@ -75,7 +76,7 @@ CI_TYPES = {
 
 
 def sweep(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    """Results by type, from a process of its own (it forks, which a process with threads should not)."""
+    """Results by type, computed in a subprocess, because the sweep forks and a process with threads should not."""
     jobs = str(min(os.cpu_count() or 1, 4))
     command = [sys.executable, str(SWEEP), *arguments, "--jobs", jobs, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -210,7 +211,7 @@ class ScriptAttention(nn.Module):
 
 
 class ScriptModel(PreTrainedModel, GenerationMixin):
-    """What a user may write in a script: positions learned, no class of transformers inside."""
+    """A model from a user's script: learned positions, none of transformers' layer classes."""
 
     config_class = ScriptConfig
     _supports_sdpa = True

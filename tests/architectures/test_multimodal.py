@@ -1,4 +1,4 @@
-"""Models that take more than text: what of them runs on packed rows, what through the dense view, what is refused."""
+"""Multimodal models: which calls run packed, which through the dense view, and which are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_text_only_requests_to_a_vision_language_model_are_packed() -> None:
         with hf_paged.record_calls() as records:
             assert torch.equal(generate(model, ids, mask, cache_implementation="paged", **options), plain)
         assert (records[0].route, records[0].reason) == ("packed", None)
-    # With an image they are not.
+    # With an image the model does not run packed.
     ids[:, 4:8] = 98
     ids = torch.cat([ids, torch.full((3, 12), 98)], dim=1)
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(2))
@@ -99,7 +99,7 @@ def _decoder(model_type: str, class_name: str) -> Any:
 
 
 def test_cross_attention_that_a_model_keeps_apart_stays_out_of_the_blocks() -> None:
-    """It makes an EncoderDecoderCache of a DynamicCache only: any other would take the encoder's K/V for tokens'."""
+    """The model wraps only a DynamicCache in an EncoderDecoderCache. Any other class would mix up the K/V."""
     model = _decoder("whisper", "WhisperForCausalLM")
     states = torch.randn(2, 11, 64, generator=torch.Generator().manual_seed(3))
     given = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), "return_dict_in_generate": True}
@@ -110,7 +110,7 @@ def test_cross_attention_that_a_model_keeps_apart_stays_out_of_the_blocks() -> N
         paged = generate(model, ids, cache_implementation="paged", cache_config={"block_size": 4}, **given)
     assert torch.equal(paged.sequences, plain.sequences)
     assert records[0].peak_blocks_used == 2 * -(-(ids.shape[1] + 11) // 4)
-    # The cache that the caller has got can be continued.
+    # The returned cache can be continued.
     turn = torch.cat([plain.sequences, ids[:, :2]], dim=1)
     expected = generate(model, turn, past_key_values=plain.past_key_values, **given)
     actual = generate(model, turn, past_key_values=paged.past_key_values, cache_implementation="paged", **given)
@@ -143,7 +143,7 @@ def test_captions_of_images() -> None:
     ("model_type", "class_name"), [("bart", "BartForCausalLM"), ("prophetnet", "ProphetNetForCausalLM")]
 )
 def test_cross_attention_that_a_model_keeps_among_its_tokens(model_type: str, class_name: str) -> None:
-    """So do they over a DynamicCache: the encoder's K/V is added at every step, and the next step attends to it."""
+    """As over a DynamicCache: each step appends the encoder's K/V to the tokens', and the next step attends to it."""
     model = _decoder(model_type, class_name)
     states = torch.randn(2, 11, 64, generator=torch.Generator().manual_seed(3))
     given = {"encoder_hidden_states": states, "return_dict_in_generate": True}
@@ -177,7 +177,7 @@ def test_a_mask_of_both_directions_is_refused_by_its_mechanism() -> None:
     from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
     mask = or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])))
-    with pytest.raises(hf_paged.UnsupportedModelError, match="attend to later ones, as in the blocks of images"):
+    with pytest.raises(hf_paged.UnsupportedModelError, match="attend to later ones, as within an image"):
         _pattern(mask_function=mask)
 
 
@@ -205,7 +205,7 @@ def test_image_blocks_of_gemma3() -> None:
 
 
 def test_positions_that_a_model_counts_itself() -> None:
-    """From padding_idx + 1, whatever generate gives it."""
+    """The model starts at padding_idx + 1 and ignores the positions from generate."""
     model = tiny_model("Kosmos2_5ForConditionalGeneration")
     ids, mask = prompts()
     assert torch.equal(generate(model, ids, mask, cache_implementation="paged"), generate(model, ids, mask))

@@ -1,6 +1,6 @@
-"""A tiny random model of every causal-LM type: 4 layers of every kind its config knows, window and chunk 8, fp32.
+"""A tiny random fp32 model of every causal-LM type: 4 layers that cover its config's layer types, window and chunk 8.
 
-Weights are redrawn wide, so that greedy tokens vary and depend on their context. Knows transformers only.
+Weights are redrawn with a large spread, so that greedy tokens vary and depend on their context.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _specials() -> None:
         layers = ["full_attention", "sliding_attention"] * 2
         special(name, use_sliding_window=True, sliding_window=WINDOW, layer_types=layers)
     half = [1.0] * 8
-    for name in ("phi3", "phimoe"):  # crosses from short to long factors in the middle of the generation
+    for name in ("phi3", "phimoe"):  # switches from short to long factors during the generation
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": half, "long_factor": [2.0] * 8}
         rope |= {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.1}
         special(name, original_max_position_embeddings=32, rope_parameters=rope)
@@ -186,7 +186,7 @@ def _specials() -> None:
 
 
 def _layer_types(types: list[str]) -> list[str]:
-    """Every kind at least once, in their order, cycled to NUM_LAYERS."""
+    """Every layer type at least once, in order, repeated up to NUM_LAYERS."""
     kinds = list(dict.fromkeys(types))
     return [kinds[i % len(kinds)] for i in range(max(NUM_LAYERS, len(kinds)))]
 
@@ -223,7 +223,7 @@ _specials()
 
 
 def tiny_config(model_type: str, *, as_decoder: bool = True) -> Any:
-    """as_decoder: encoder families attend causally and keep a cache; seq2seq families are their decoders alone."""
+    """as_decoder: encoder families attend causally and keep a cache; of seq2seq families only the decoder is used."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
@@ -244,7 +244,7 @@ def tiny_config(model_type: str, *, as_decoder: bool = True) -> Any:
     return config
 
 
-# The auto classes whose models generate tokens and are no causal language models: what they take beside text varies.
+# Auto classes whose models generate tokens but are not causal language models; they take other inputs besides text.
 _OTHER_TASKS = (
     "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "TEXT_TO_WAVEFORM",
     "TEXT_TO_SPECTROGRAM", "VISUAL_QUESTION_ANSWERING", "RNNT", "TDT",
@@ -253,7 +253,7 @@ _OTHER_TASKS = (
 
 @functools.cache
 def other_classes() -> dict[str, str]:
-    """Class name -> model type of everything that generates and is not in the causal-LM mapping."""
+    """Class name -> model type of every class that generates and is not in the causal-LM mapping."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -294,13 +294,13 @@ def tiny_model(name: str, seed: int = 0) -> Any:
     return model
 
 
-_MIXERS = ("att", "mamba", "mixer", "conv")  # of tokens, against which the rest must not be too loud
+_MIXERS = ("att", "mamba", "mixer", "conv")  # modules that mix tokens; others must not dominate their outputs
 _QK = ("q_", "k_", "query", "key", "qkv", "c_attn", "q.", "k.")
 
 
 @torch.no_grad()
 def redraw(model: nn.Module, seed: int) -> None:
-    """Small embeddings, so that what layers add decides; what mixes tokens louder than what does not."""
+    """Small embeddings, so that the layers determine the logits; larger weights in modules that mix tokens."""
     generator = torch.Generator().manual_seed(seed + 1)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, parameter in model.named_parameters():
@@ -312,7 +312,7 @@ def redraw(model: nn.Module, seed: int) -> None:
         elif parameter.ndim >= 2 and "norm" not in name:
             fan_in = parameter.shape[-1] if parameter.ndim == 2 else parameter[0].numel() // max(parameter.shape[1], 1)
             gain = 2.5 if any(part in name for part in _QK) else 1.5 if any(part in name for part in _MIXERS) else 1.2
-            # Without their means: the common part of ReLU-like activations would drown what differs between tokens.
+            # Remove the mean: the constant part of ReLU-like activations would hide differences between tokens.
             if min(parameter.shape[-2:]) > 8:
                 noise -= noise.mean(-1, keepdim=True)
                 noise -= noise.mean(-2, keepdim=True)

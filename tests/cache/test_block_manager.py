@@ -1,4 +1,4 @@
-"""BlockManager: what single verbs return and refuse. The combinations are in test_state_machine.py."""
+"""BlockManager: what single operations return and refuse. test_state_machine.py combines them."""
 
 from __future__ import annotations
 

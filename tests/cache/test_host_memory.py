@@ -1,4 +1,4 @@
-"""host_memory against file trees as hosts and containers have them."""
+"""host_memory on file trees like those of hosts and containers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_this_host() -> None:
 
 
 def test_v2_in_a_container(tmp_path: Path) -> None:
-    """A namespace of its own: the container's cgroup looks like the root."""
+    """In a cgroup namespace the container's cgroup appears as the root."""
     assert v2(tmp_path, "/", {"memory.max": "500", "memory.current": "100"}) == HostMemory(500, 400)
 
 
@@ -89,7 +89,7 @@ def test_v2_a_path_outside_of_the_mount(tmp_path: Path, path: str) -> None:
 
 
 def test_v2_beside_v1(tmp_path: Path) -> None:
-    """Memory may be a controller of either."""
+    """The memory controller may belong to either version."""
     files = {"unified/memory.max": "500", "unified/memory.current": "100"}
     assert v2(tmp_path, "/", files, at="/sys/fs/cgroup/unified") == HostMemory(500, 400)
 

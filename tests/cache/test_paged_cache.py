@@ -27,7 +27,7 @@ def _states(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _feed(caches: list[Any], rows: int, tokens: int, seed: int) -> None:
-    """The same update of every layer of every cache; what they return must be equal."""
+    """Update every layer of all caches with the same K/V; the returned tensors must be equal."""
     for layer in range(LAYERS):
         key, value = _states(rows, tokens, 100 * seed + layer)
         results = [cache.update(key, value, layer) for cache in caches]
@@ -168,7 +168,7 @@ def test_reset() -> None:
 
 
 def test_fork_append_free(block_size: int) -> None:
-    """A forked row shares every block until one of the two is written; freeing one leaves the other."""
+    """A forked row shares every block until one of the two rows is written; freeing one leaves the other intact."""
     paged, plain = _pair(block_size, rows=2, tokens=6)
     used = paged.stats().blocks_used
     assert paged.fork(0) == 2
@@ -292,7 +292,7 @@ def test_in_prompt_lookup(family: str) -> None:
 
 
 def test_hand_written_loop(family: str) -> None:
-    """A forward loop as users write it, left padding included; rows leave and are forked on the way."""
+    """A hand-written forward loop with left padding, in which rows are freed and forked."""
     model, inputs = models.shared(family), models.batch(5, 19, 12)
     logs = []
     for cache in (DynamicCache(config=model.config), PagedKVCache(model.config, block_size=4)):
@@ -330,7 +330,7 @@ def test_chunked_prefill_by_hand(family: str) -> None:
 
 
 def test_a_shared_prompt_cache_is_copied_and_continued(family: str) -> None:
-    """Prefill once, deepcopy for each continuation: the way of transformers' documentation."""
+    """Prefill once and deepcopy for each continuation, as in transformers' documentation."""
     model, prefix = models.shared(family), models.prompts(18)[0][None]
     prompt_cache = PagedKVCache(model.config, block_size=4)
     with torch.no_grad():
@@ -346,7 +346,7 @@ def test_a_shared_prompt_cache_is_copied_and_continued(family: str) -> None:
 
 
 def test_sliding_layers_show_their_window() -> None:
-    """The same mask sizes and the same returned tensors as transformers' sliding layers, while nothing is lost."""
+    """Mask sizes and returned tensors equal those of transformers' sliding layers, although all K/V is kept."""
     config = models.shared("gemma3").config
     paged, plain = PagedKVCache(config, block_size=4), DynamicCache(config=config)
     assert paged.is_sliding == plain.is_sliding

@@ -12,7 +12,7 @@ ROOT = root_digest("model")
 
 
 class Cached:
-    """A manager with a prefix cache, and sequences that are computed at once."""
+    """A manager with a prefix cache; sequences are computed immediately."""
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4) -> None:
         self.manager = BlockManager(BlockAllocator(num_blocks), block_size)
@@ -101,7 +101,7 @@ def test_a_block_that_is_written_again_is_not_found_any_more() -> None:
     cached.compute("a", list(range(8)))
     cached.manager.crop("a", 6)
     assert cached.cache.match(list(range(9)), ROOT) == [0, 1]
-    assert cached.manager.append("a", 1) == []  # nobody else holds the block: no copy
+    assert cached.manager.append("a", 1) == []  # no other table holds the block: no copy
     assert cached.cache.match(list(range(9)), ROOT) == [0]
     cached.cache.check_integrity()
 

@@ -21,13 +21,13 @@ PICK = st.integers(0, 10**6)
 
 
 def kv_of(tokens: list[int], position: int) -> bytes:
-    """What the forward writes for one token: like K/V it depends on the whole prefix."""
+    """The value that the forward writes for one token; like K/V it depends on the whole prefix."""
     return sha256(repr((position, tokens[: position + 1])).encode()).digest()
 
 
 @dataclass
 class Store:
-    """A manager and the memory it manages. `seqs` is the model: what every sequence should read back."""
+    """A manager and the memory that it manages. `seqs` is the model: the tokens that each sequence should read back."""
 
     manager: BlockManager
     slots: dict[int, bytes] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Store:
         return tables, counts, allocator.num_free, allocator.num_cached, manager.num_copies
 
     def copy(self, copies: list[BlockCopy], source: Store) -> None:
-        """Do the copies of one step in any order: they must not depend on each other."""
+        """Perform the copies of one step in any order, because they must not depend on each other."""
         size = self.manager.block_size
         sources, destinations = [c.src for c in copies], [c.dst for c in copies]
         assert len(set(destinations)) == len(destinations)
@@ -82,7 +82,7 @@ class Store:
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Every verb of BlockManager on a device store and a host store."""
+    """Every operation of BlockManager on a device store and a host store."""
 
     window: int | None = None
     caching = False
@@ -123,7 +123,7 @@ class BlockMachine(RuleBasedStateMachine):
     # -- the verbs ----------------------------------------------------------------------------------------------
 
     def append_to(self, appends: list[tuple[int, list[int]]]) -> bool:
-        """One step: make room for all, copy, write. False if there is no room, and then nothing has changed."""
+        """One step: append to all, copy, write. Returns False, and changes nothing, if there are too few blocks."""
         store, manager = self.device, self.device.manager
         counts = [(seq_id, len(tokens)) for seq_id, tokens in appends]
         needed, available = manager.num_blocks_to_append_all(counts), manager.allocator.num_available
@@ -206,7 +206,7 @@ class BlockMachine(RuleBasedStateMachine):
             manager.crop(seq_id, keep)
         except ValueError:
             assert self.device.state() == before
-            # A token at `keep` would see a block that is gone.
+            # A token at `keep` would attend to a block that has been freed.
             first_seen = max(keep - manager.sliding_window + 1, 0)  # type: ignore[operator]
             assert manager.block_table(seq_id)[first_seen // manager.block_size] == NULL_BLOCK
             return
@@ -223,7 +223,7 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(has_preempted)
     @rule(number=PICK)
     def resume(self, number: int) -> None:
-        """Recompute from the prefix cache's hit on, if there is one."""
+        """Recompute the tokens after the prefix cache's hit, or all of them without a hit."""
         tokens, seq_id, store = self.preempted.pop(number % len(self.preempted)), self.new_id(), self.device
         hits = [] if self.cache is None else self.cache.match(tokens, ROOT)
         num_hits = len(hits) * store.manager.block_size
@@ -274,7 +274,7 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(has_seqs)
     @rule()
     def step_done(self) -> None:
-        """Blocks outside the window go; what the next token sees stays."""
+        """Blocks outside the window are freed; those that the next token attends to are kept."""
         for seq_id in self.device.seqs:
             self.drop(seq_id)
 
@@ -292,7 +292,7 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.window is not None and bool(self.device.seqs))
     @rule(number=PICK, count=st.integers(1, 12))
     def decode_long(self, number: int, count: int) -> None:
-        """The memory of a windowed sequence is bounded however long it gets."""
+        """The memory of a windowed sequence is bounded for any length."""
         seq_id = self.pick(number)
         for _ in range(count):
             self.append_to([(seq_id, [0])])
@@ -315,7 +315,7 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(has_cache)
     @rule(tokens=st.lists(TOKENS, max_size=12))
     def adopt(self, tokens: list[int]) -> None:
-        """A new request whose prefix is known: it reads what the others wrote."""
+        """A new request whose prefix is cached reads what other sequences wrote."""
         self.preempted.append(tokens)
         self.resume(len(self.preempted) - 1)
 

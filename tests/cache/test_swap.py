@@ -1,4 +1,4 @@
-"""HostPool: what was swapped out comes back, bit by bit, whatever runs ahead of what on the device."""
+"""HostPool: swapped-out blocks are restored bit for bit, under any order of the streams that the events allow."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def tensors_of(pool: KVPool) -> list[torch.Tensor]:
 
 
 class Twin:
-    """A pool and its host blocks, and what both should hold: blocks are moved in both.
+    """A pool with its host blocks, and a model of what both should hold. Every operation is applied to both.
 
-    A step swaps out, swaps in, copies, and computes, which writes blocks. `now` does or enqueues what is not the host
-    pool's work.
+    A step swaps out, swaps in, copies, and computes (which writes blocks). `now` performs or enqueues the work that
+    does not belong to the host pool.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Twin:
 
 
 def busy_steps(twin: Twin, seed: int, steps: int = 12) -> None:
-    """As schedulers have them: blocks that went out are written or taken at once; ids in runs, or scattered."""
+    """Steps like a scheduler's: blocks are reused right after a swap-out; ids are consecutive or scattered."""
     rng = random.Random(seed)
-    outside: dict[int, None] = {}  # host blocks that hold something
+    outside: dict[int, None] = {}  # host blocks in use
 
     def some(ids: list[int], most: int) -> list[int]:
         count = rng.randint(0, min(most, len(ids)))
@@ -109,7 +109,7 @@ def busy_steps(twin: Twin, seed: int, steps: int = 12) -> None:
 
 
 def staged(patch: pytest.MonkeyPatch, blocks: int = 3, pinned: int = 7, **options: Any) -> tuple[Twin, Device]:
-    """Swaps over a device's streams, in rounds of so many blocks, to tensors of `pinned` blocks."""
+    """Swaps over a device's streams, in rounds of `blocks` blocks, to host tensors of `pinned` blocks."""
     device = Device(**options)
     streams.install(patch, device)
     patch.setattr(swap, "STAGING_BYTES", 2 * blocks * bytes_per_host_block(filled_pool()) + 1)
@@ -159,7 +159,7 @@ def test_out_and_in_of_the_same_host_blocks_in_one_step(
 
 
 def many_waits(twin: Twin) -> None:
-    """Swaps of several rounds, each direction after itself and after the other."""
+    """Swaps of several rounds; each direction follows itself and the other."""
     twin.step([(block, block) for block in range(13)], written=[*range(13)])
     twin.step([(block, block) for block in range(13, 20)], written=[*range(13, 20)])
     twin.step(swap_in=[(block, block) for block in range(10)], copies=[(3, 23)], written=[19])
@@ -170,7 +170,7 @@ def many_waits(twin: Twin) -> None:
 
 
 def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each left out in turn gives wrong data when one of the streams is ahead, so these tests would notice."""
+    """Without any one of the waits, a stream that runs ahead gives wrong data: these tests notice a missing wait."""
     twin, device = staged(monkeypatch)
     many_waits(twin)
     assert device.waits > 20
@@ -191,7 +191,7 @@ def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rounds fit into the staging buffers: the step goes on and writes the blocks before anything has left."""
+    """Two rounds fit into the staging buffers: the step continues and writes the blocks before the transfer starts."""
     twin, device = staged(monkeypatch, blocks=5)
     twin.step([(block, block) for block in range(10)], written=[*range(10)])
     (store,) = twin.host._stores.values()
@@ -204,7 +204,7 @@ def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.
 
 
 class Copies(TorchDispatchMode):
-    """Counts `copy_`, which the transfers are."""
+    """Counts calls of `copy_`, one per transfer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_one_launch_a_round_and_one_transfer_a_run(
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_a_host_block_is_one_run(is_staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers' K and V, each aligned; memory is allocated at the first swap, pinned memory as far as it is used."""
+    """It has all layers' K and V, aligned. Memory is allocated at the first swap, pinned memory only when used."""
     twin, device = staged(monkeypatch) if is_staged else (Twin(), Device())
     assert twin.host.nbytes == 0
     twin.step([(7, 3), (8, HOST_BLOCKS - 1)])
@@ -257,7 +257,7 @@ def test_a_host_block_is_one_run(is_staged: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_layers_on_several_devices(is_staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device has host blocks, streams and buffers of its own."""
+    """Each device has its own host blocks, streams and buffers."""
     by_device = KVPool.by_device
 
     def split(pool: KVPool) -> dict[torch.device, list[torch.Tensor]]:
@@ -276,7 +276,7 @@ def test_layers_on_several_devices(is_staged: bool, monkeypatch: pytest.MonkeyPa
 
 
 class BreakingStreams(FakeStreams):
-    """Raises when so many pieces of work have been enqueued."""
+    """Raises after a given number of pieces of work has been enqueued."""
 
     left = 0
 

@@ -1,4 +1,4 @@
-"""Swaps between a GPU and pinned memory: what comes back, and that nothing waits for it. Order: see test_swap.py."""
+"""Swaps between a GPU and pinned memory: data is restored, and nothing waits. See test_swap.py for the order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = [(block, block) for block in range(HOST_BLOCKS)]
 
 
 def warm_twin(patch: pytest.MonkeyPatch, blocks: int) -> Twin:
-    """Blocks on the GPU, swapped in rounds of so many; both buffers have been used in both directions."""
+    """Blocks on the GPU, swapped in rounds of `blocks`; both buffers have been used in both directions."""
     pool = filled_pool("cuda", WIDTH)
     patch.setattr(swap, "STAGING_BYTES", 2 * blocks * bytes_per_host_block(pool))
     twin = Twin(pool=pool)
@@ -59,7 +59,7 @@ def test_host_memory_is_pinned(twin: Twin) -> None:
 
 
 def test_the_host_waits_for_nothing(twin: Twin) -> None:
-    """A device that is busy for a second: both calls come back while it still is."""
+    """The device is busy for a second; both calls return during that time."""
     with nothing_waits():
         torch.cuda._sleep(2_000_000_000)
         busy = torch.cuda.Event()
@@ -71,7 +71,7 @@ def test_the_host_waits_for_nothing(twin: Twin) -> None:
 
 
 def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are written, and the current stream is done, while the transfer is held up."""
+    """Blocks are written and the current stream finishes while the transfer is delayed."""
     twin = warm_twin(monkeypatch, HOST_BLOCKS)
     (store,) = twin.host._stores.values()
     with torch.cuda.stream(store._streams.side):
@@ -87,7 +87,7 @@ def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.
 
 @pytest.mark.parametrize("direction", ["swap_out", "swap_in"])
 def test_freed_while_a_transfer_is_under_way(twin: Twin, direction: str) -> None:
-    """The next owner of its pinned memory gets it when the transfer is over."""
+    """torch reuses the pinned memory only after the transfer has finished."""
     (store,) = twin.host._stores.values()
     size = store.hosts[0].nbytes
     with torch.cuda.stream(store._streams.side):

@@ -1,4 +1,4 @@
-"""Forwards and functions of other code stay in force where native kernels compute parts of a model."""
+"""Forwards and functions that other code has replaced stay in effect where native kernels compute parts of a model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(engine: Engine) -> tuple[list[int], list[float]]:
 
 
 def by_torch(model: Any, *, prepack: bool = True) -> tuple[list[int], list[float]]:
-    """Everything but linear layers is computed by the model itself; what packed weights give is tested elsewhere."""
+    """The model itself computes everything except linear layers; packed weights are tested elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("native_layers", "native_decoder"):
             patch.setattr(fused_overrides, name, lambda *_: None)
@@ -82,7 +82,7 @@ def by_torch(model: Any, *, prepack: bool = True) -> tuple[list[int], list[float
 
 
 class Wrapper:
-    """A function that other code has made of another: halves the (first) result, and counts its calls."""
+    """A function with which other code has replaced another: halves the (first) result and counts its calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.calls = 0

@@ -45,7 +45,7 @@ def random_norm(size: int) -> fused_ops.Norm:
 
 
 def torch_norm(norm: fused_ops.Norm, rows: torch.Tensor) -> torch.Tensor:
-    """As transformers' modules write it."""
+    """The computation in transformers' modules."""
     wide = rows.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.weight * wide.bfloat16()
@@ -68,7 +68,7 @@ def test_linear(shape: tuple[int, int], bias: bool) -> None:
             x = torch.randn(1, rows, depth).bfloat16()
             got = fused_ops.linear(layer, x)
             exact = nn.functional.linear(x.double(), linear.weight.double(), None if not bias else linear.bias.double())
-            # fp32 sums, rounded once: half of the last place, and what cancels in the sum.
+            # fp32 sums, rounded once: half a unit in the last place, plus cancellation in the sum.
             bound = exact.abs() * 2**-8 + x.double().abs() @ linear.weight.double().abs().T * 2**-20
             assert ((got.double() - exact).abs() <= bound).all(), rows
             alone = torch.cat([fused_ops.linear(layer, x[:, i : i + 1]) for i in range(rows)], dim=1)

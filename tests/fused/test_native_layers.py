@@ -1,4 +1,4 @@
-"""Norms, rotations and whole decoder layers by native kernels: for whom, the same bits, and no trace left."""
+"""Norms, rotations and whole decoder layers in native kernels: when they apply, equal bits, and complete removal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def build(config: Any) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:  # ones and zeros would hide what is done with them
+        if "norm" in name or "bias" in name:  # ones and zeros would hide errors
             parameter.data += torch.randn_like(parameter) * 0.2
     return model
 
@@ -253,7 +253,7 @@ def test_replaced_parts_and_changed_weights() -> None:
     assert len({tuple(result) for result in results}) == 7
 
 
-# -- layers ahead of their turn: in decode steps one native call computes all that follow each other -------------------
+# -- consecutive layers: in decode steps one native call computes all of them ------------------------------------------
 
 
 def deep(layers: int = 5, **options: Any) -> Any:
@@ -329,7 +329,7 @@ MEDDLERS = {
 
 @pytest.mark.parametrize("meddle", MEDDLERS)
 def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one decode step to the next somebody starts to change what goes from layer to layer, and stops again."""
+    """Between two decode steps, other code starts to change what one layer passes to the next, and later stops."""
     model = deep()
     config = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
 
@@ -354,8 +354,8 @@ def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monke
     assert got == expected
     untouched = tokens_and_logprobs(model, prepack=True)
     assert [logprobs[5:12] for _, logprobs in got] != [logprobs[5:12] for _, logprobs in untouched]
-    # All at first; then the layers on either side of the meddler; when it has gone, all again, unless what it did could
-    # not be told from what the model itself did.
+    # First one call computes all layers, then one call on either side of the change. After it has stopped, one call
+    # computes all layers again, unless the change cannot be distinguished from what the model itself does.
     assert ahead[0] == 5 and min(ahead) in (2, 3) and ahead[-1] in (5, 2, 3)
 
 

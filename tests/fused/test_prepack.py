@@ -1,4 +1,4 @@
-"""`hf_paged.prepack`: packed weights for the generate door."""
+"""`hf_paged.prepack`: packed weights for `generate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_paged.fused.cpu import weights as fused_weights
 from tests import models
 from tests.conftest import state_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -61,7 +61,7 @@ def test_the_same_tokens(family: str, mode: str, packed_calls: list[int]) -> Non
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bf16_to_the_bit(mode: str) -> None:
-    """With no more than 32 rows in a step, torch takes the sums in the same order."""
+    """With at most 32 rows in a step, torch sums in the same order."""
     model = models.build("llama").bfloat16()
     expected = generate(model, mode, cache_implementation="paged")
     hf_paged.prepack(model)
@@ -99,7 +99,7 @@ def test_released_weights_are_gone(everything: bool, packed_calls: list[int]) ->
 def test_an_engine_alone_packs_for_no_call(packed_calls: list[int]) -> None:
     model = models.build("llama")
     with hf_paged.Engine(model, prepack=True) as engine:
-        hf_paged.release_memory(model)  # it keeps what it uses
+        hf_paged.release_memory(model)  # it keeps the copies that the engine uses
         engine.generate(models.prompts(5), GenerationConfig(max_new_tokens=4))
     assert packed_calls
     packed_calls.clear()
@@ -124,20 +124,20 @@ def test_a_peft_wrapper(packed_calls: list[int]) -> None:
     assert generate(model, cache_implementation="paged").equal(plain) and not packed_calls
 
 
-@pytest.mark.parametrize("door", ["generate", "engine"])
-def test_merged_adapters_count(door: str) -> None:
-    """PEFT changes the weights where autograd does not see it."""
+@pytest.mark.parametrize("entry", ["generate", "engine"])
+def test_merged_adapters_count(entry: str) -> None:
+    """PEFT changes the weights without autograd's version counter."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False)
     model = peft.get_peft_model(models.build("llama"), config).eval()
     (prompt,) = models.prompts(7)
     options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    if door == "generate":
+    if entry == "generate":
         hf_paged.prepack(model)
     with hf_paged.Engine(model, prepack=True) as engine:
 
         def paged() -> list[int]:
-            if door == "engine":
+            if entry == "engine":
                 engine.clear_prefix_cache()
                 return engine.generate([prompt], options)[0].outputs[0].token_ids
             tokens = model.generate(input_ids=prompt[None], generation_config=options, cache_implementation="paged")

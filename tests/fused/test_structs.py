@@ -1,4 +1,4 @@
-"""The structs as Python fills them in lie in memory as the C code reads them."""
+"""The ctypes structs have the memory layout of the C structs."""
 
 from __future__ import annotations
 

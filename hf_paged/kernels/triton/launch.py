@@ -1,5 +1,6 @@
-"""Launch: a kernel with its grid and arguments, made apart from running it, so that the same arguments can be compiled
-for a chip that is not there. Target: what a launch must know about a chip. Knows nothing of attention.
+"""Launch: a kernel with its grid and arguments. Building one is separate from running it, so that a kernel can also be
+compiled for a chip that is not present. Target: the properties of a chip that a launch depends on. Knows nothing of
+attention.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 
-# Read by triton when a kernel is decorated: set before the first import, or not at all.
+# Triton reads TRITON_INTERPRET when a kernel is decorated: set it before the first import.
 INTERPRET: bool = triton.knobs.runtime.interpret
 
 
@@ -30,7 +31,7 @@ class Target:
 
 @functools.cache
 def target_of(device: torch.device) -> Target:
-    """The chip behind `device`; for a CPU (the interpreter) a small one, so that work is still split."""
+    """The chip of `device`. A CPU (the interpreter) counts as a chip with 3 cores, so that work is still split."""
     if device.type == "cpu":
         return Target("cuda", 90, 3)
     properties = torch.cuda.get_device_properties(device)

@@ -1,7 +1,7 @@
-"""The Triton implementation of the operations in `ops`: chooses kernels and tiles, launches them.
+"""The Triton implementation of the operations in `kernels.ops`: chooses kernels and tiles and launches them.
 
-Runs on GPUs, and on a CPU under TRITON_INTERPRET=1. Reads no tensor on the host: sizes come from shapes and from the
-upper bounds in the metadata.
+Runs on GPUs, and on a CPU under TRITON_INTERPRET=1. No tensor is read on the host: sizes follow from shapes and from
+the upper bounds in the metadata.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hf_paged.kernels.triton.write import copy_blocks, write_kv
 
 __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
-WRITES_NEW_KV = False  # whether paged_attention takes the step's K/V too, and writes it
-# Query lengths up to this are decode (a token, or speculative tokens to verify), longer ones prefill.
+WRITES_NEW_KV = False  # whether paged_attention also takes the step's new K/V and writes it
+# Sequences with up to this many query tokens are decode (one token, or speculative tokens to verify), others prefill.
 MAX_DECODE_QUERY = 16
-# Decode over so few tiles of keys needs no plan and no reduction.
+# A decode step over at most this many tiles of keys uses the whole kernel: no plan and no reduction.
 MAX_WHOLE_TILES = 4
-# Programs of the split kernel: one wave that keeps enough bytes in flight.
+# Programs of the split kernel per core: one wave, with enough loads in flight to use the memory bandwidth.
 PROGRAMS_PER_CORE = 2
 _LOG2E = 1.4426950408889634
 
@@ -46,7 +46,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.paged_attention`. Tensors need a contiguous last dimension."""
+    """See `ops.paged_attention`. Raises ValueError if the last dimension of a tensor is not contiguous."""
     if out is None:
         out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
@@ -74,7 +74,7 @@ def attention_launches(
     lse: torch.Tensor | None,
     target: Target,
 ) -> list[Launch]:
-    """What `paged_attention` runs on `target`, in order."""
+    """The launches that `paged_attention` runs on `target`, in order."""
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache), ("out", out)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
@@ -86,7 +86,7 @@ def attention_launches(
     if max(block_d, block_dv) > 512:
         raise ValueError(f"head sizes {head_dim} and {v_head_dim}: the Triton kernels go up to 512; use impl='torch'")
     qk_scale, soft = scale * _LOG2E, 0.0
-    if softcap is not None:  # see triton_tile: the scaled score is log2(e^2x) with x the argument of tanh
+    if softcap is not None:  # see `tile.attend`: the scaled score is log2(e^2x), where x is the argument of tanh
         qk_scale, soft = scale * 2 * _LOG2E / softcap, softcap * _LOG2E
     common: dict[str, Any] = {
         "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": metadata.block_tables,
@@ -102,10 +102,10 @@ def attention_launches(
         "NUM_KV_HEADS": key_cache.shape[2], "GROUP": group, "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_SIZE": key_cache.shape[1],
         "WINDOW": sliding_window or 0, "CHUNK": chunk_size or 0, "SOFTCAP": softcap is not None,
-        # A negative scale turns the largest product into the smallest score: scale before the maximum then.
+        # With a negative scale the largest product is the smallest score: scale before taking the maximum.
         "SCALE_FIRST": softcap is not None or alibi_slopes is not None or scale <= 0,
         "SAME_STRIDES": key_cache.stride()[:2] == value_cache.stride()[:2],
-        # The interpreter multiplies the bits of bf16 as integers.
+        # The interpreter would multiply bf16 values as integers.
         "UPCAST": INTERPRET and query.dtype != torch.float32,
     }  # fmt: skip
     element_size, largest = query.element_size(), max(block_d, block_dv)
@@ -149,7 +149,7 @@ def _whole(
 
 def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, target: Target) -> list[Launch]:
     group, heads, window, chunk = common["GROUP"], common["NUM_KV_HEADS"], common["WINDOW"], common["CHUNK"]
-    # Rows of two sequences fit one tile: keys that both see can be read once.
+    # Rows of two sequences fit into one tile, so that keys of a common prefix can be read once for both.
     share = metadata.num_seqs > 1 and 2 * group <= tile.bm and not (window or chunk)
     key = ("triton_plan", heads, group, common["BLOCK_SIZE"], window, chunk, common["V_HEAD_DIM"], tile)
     launches: list[Launch] = []

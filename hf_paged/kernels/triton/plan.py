@@ -1,9 +1,11 @@
-"""The plan of a split attention step: which program folds which keys of which rows. Made on the device, once a step.
+"""The plan of a split attention step: which program processes which keys of which rows. Computed on the device, once
+per step.
 
-A unit is a range of keys and the tokens that read it: the new tokens of one sequence and its keys, or several sequences
-with one new token each and the keys of their common prefix. A unit is `items` = KV heads x tiles of rows, an item is
-`tiles` of BN keys. All tiles of all items lie in one line, cut into equal runs: program p folds the run
-[p * per_program, (p + 1) * per_program), whatever the lengths of the sequences. Knows lengths and tables; never K or V.
+A unit is a range of keys with the tokens that attend to it: either the new tokens of one sequence and its keys, or
+several sequences with one new token each and the keys of their common prefix. A unit consists of items, one for each KV
+head and tile of rows; an item consists of tiles of BN keys. The tiles of all items are numbered consecutively and cut
+into equal runs: program p processes tiles [p * per_program, (p + 1) * per_program). This balances the work for any
+sequence lengths. Knows lengths and tables; never K or V.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
@@ -19,20 +21,20 @@ from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.triton.launch import Launch
 from hf_paged.kernels.triton.tile import lower_bound
 
-# A shorter common prefix is not worth the partial results that sharing it writes and reads.
+# Sharing a shorter prefix saves less than writing and reading its partial results costs.
 MIN_SHARED_KEYS = 256
-# Fewer tiles than this are not worth a program of their own.
+# A program that processed fewer tiles than this would cost more than it saves.
 MIN_TILES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All int32. num_units is num_seqs, or twice that with sharing: first the groups, then the sequences.
+    """All tensors int32. num_units is num_seqs; with sharing it is twice that, shared units before private ones.
 
     units         [num_units, 4]: first sequence, number of tokens, first tile of keys, number of tiles
-    tile_starts   [num_units + 1]: tiles of all items before each unit
-    item_starts   [num_units + 1]: items before each unit
-    schedule      [1 + num_programs]: tiles of a program; the unit that each program starts in
+    tile_starts   [num_units + 1]: number of tiles before each unit
+    item_starts   [num_units + 1]: number of items before each unit
+    schedule      [1 + num_programs]: tiles per program; then the unit in which each program starts
     groups        [num_seqs]: the shared unit of each sequence (only with sharing)
     """
 
@@ -51,9 +53,9 @@ def common_prefix_kernel(
     block_tables, seq_lens, query_start_loc, shared, members, group_tiles, table_stride,
     BLOCK_SIZE: tl.constexpr, BN: tl.constexpr, MIN_SHARED: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Program i: shared[i] = tiles of keys that sequence i has in common with sequence i - 1, 0 if not worth it.
+    """Program i: shared[i] = tiles of keys that sequence i has in common with sequence i - 1, or 0 if too few to share.
 
-    Only sequences with one new token share. Also clears what the plan kernel counts in.
+    Only sequences with one new token share. Also clears the counters of the plan kernel.
     """
     seq = tl.program_id(0)
     tl.store(members + seq, 0)
@@ -64,7 +66,7 @@ def common_prefix_kernel(
     alone |= start - tl.load(query_start_loc + before) != 1
     limit = tl.minimum(tl.load(seq_lens + seq), tl.load(seq_lens + before))
     limit = tl.where(alone, 0, limit)
-    # The last key of each is its own: every sequence keeps a private part.
+    # The last key is never shared, so that every sequence keeps a private part.
     blocks = tl.maximum(limit - 1, 0) // BLOCK_SIZE
     own = block_tables + seq.to(tl.int64) * table_stride
     other = own - table_stride
@@ -89,7 +91,7 @@ def plan_kernel(
     MAX_QUERY: tl.constexpr, SHARE: tl.constexpr, MIN_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program. Sequences with more than MAX_QUERY new tokens are left to another launch. See Plan."""
+    """One program fills the Plan. Sequences with more than MAX_QUERY new tokens are left to another launch."""
     tiles_before = num_seqs * 0
     items_before = num_seqs * 0
     num_units = num_seqs
@@ -179,7 +181,7 @@ def make_plan(
     bm: int,
     bn: int,
 ) -> tuple[Plan, list[Launch]]:
-    """The plan's tensors, and the launches that fill them. `share`: look for common prefixes; not under a window."""
+    """The plan's tensors and the launches that fill them. `share`: find common prefixes (not with a sliding window)."""
     assert not share or not (sliding_window or chunk_size)
     num_seqs, device = metadata.num_seqs, metadata.seq_lens.device
     num_units = num_seqs * 2 if share else num_seqs

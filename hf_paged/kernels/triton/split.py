@@ -1,6 +1,6 @@
-"""Attention whose work is cut into equal runs of tiles by a plan: decode, verification of a few speculative tokens.
+"""Attention whose work a plan cuts into equal runs of tiles: decode, and verification of a few speculative tokens.
 
-A run that holds all keys of its rows writes the output; the others write partial results, which a second kernel adds by
+A run with all keys of its rows writes the output. Other runs write partial results, which a second kernel combines by
 their log-sum-exp. Knows a step's tensors and its Plan; never layers.
 """
 
@@ -26,8 +26,9 @@ def split_kernel(
     SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p folds its run of tiles, item after item. Partial result of item i: slot p + i, unique along the line.
+    """Program p processes its run of tiles, item by item. Its partial result of item i goes to slot p + i.
 
+    No two partial results have the same slot, because p and i never decrease along the tiles.
     partial_out fp32 [slots, BM, V_HEAD_DIM], partial_lse fp32 [slots, BM] to base 2.
     """
     program = tl.program_id(0)
@@ -55,7 +56,7 @@ def split_kernel(
         heads = head * GROUP + rows % GROUP
         hi = tl.load(seq_lens + first_seq)
         private = unit >= num_units - num_seqs
-        if SHARE:  # a shared unit has one token of each of its sequences
+        if SHARE:  # a shared unit has one token from each of its sequences
             seqs = first_seq + tl.where(private, 0, index)
             index = tl.where(private, index, 0)
             tokens = (tl.load(query_start_loc + seqs) + index).to(tl.int64)
@@ -80,7 +81,7 @@ def split_kernel(
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
             SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
         )  # fmt: skip
-        # A private unit that starts after a shared one is a part as well.
+        # A private unit that starts after a shared prefix is partial as well.
         if private & (length == num_tiles) & ((first_tile == 0) | (not SHARE)):
             finish(
                 out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride,
@@ -106,7 +107,7 @@ def _add_partials(
     acc, peak, total, partial_out, partial_lse, tile_starts, item_starts, units, per_program, unit, row, head,
     GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the partial results of one row of a unit into acc [BLOCK_DV], peak and total."""
+    """Accumulate the partial results of one row of a unit in acc [BLOCK_DV], peak and total."""
     item = head * tl.cdiv(tl.load(units + unit * 4 + 1) * GROUP, BM) + row // BM
     num_tiles = tl.load(units + unit * 4 + 3)
     start = tl.load(tile_starts + unit) + item * num_tiles
@@ -137,7 +138,7 @@ def reduce_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     SHARE: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (s * max_query + t, h): head h of new token t of sequence s, if its keys were split."""
+    """Program (s * max_query + t, h): combine head h of new token t of sequence s, if its keys were split."""
     seq = tl.program_id(0) // max_query
     token = tl.program_id(0) % max_query
     head = tl.program_id(1)

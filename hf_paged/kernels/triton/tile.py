@@ -1,7 +1,7 @@
-"""The inside of both attention kernels: one tile of query rows against a range of keys, online softmax in base 2.
+"""The inner part of both attention kernels: one tile of query rows against a range of keys, online softmax in base 2.
 
-A row is one query head of one token; the heads of a GQA group lie next to each other, so that a tile of rows reads each
-K/V head once. Knows positions and blocks; never which sequence a program works on.
+A row is one query head of one token. The heads of a GQA group are adjacent rows, so that a tile reads each K/V head
+once. Knows positions and blocks; never which sequence a program works on.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def lower_bound(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that a query at `position` sees; never falls as `position` grows."""
+    """The first key that a query at `position` attends to. It never decreases with `position`."""
     bound = position * 0
     if WINDOW > 0:
         bound = tl.maximum(bound, position - WINDOW + 1)
@@ -24,7 +24,7 @@ def lower_bound(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_block_ids(table, start, lo, hi, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
-    """Block ids of keys start .. start + BN: one id where they share a block, else one a key. 0 outside [lo, hi)."""
+    """Block ids of keys [start, start + BN): one id if they are in one block, else one per key. 0 outside [lo, hi)."""
     if BLOCK_SIZE % BN == 0:
         return tl.load(table + start // BLOCK_SIZE, mask=(start < hi) & (start + BN > lo), other=0)
     else:
@@ -40,16 +40,17 @@ def attend(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SCALE_FIRST: tl.constexpr, SAME_STRIDES: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys of tiles [first, last) into acc [BM, BLOCK_DV], peak [BM] and total [BM].
+    """Accumulate keys [first, last) in acc [BM, BLOCK_DV], peak [BM] (running maximum) and total [BM] (running sum).
 
-    first is a multiple of BN. Keys outside [lo, hi) are not loaded, nor their block ids. Without MASKED every row sees
-    every key of the range. Scores are logarithms to base 2: qk_scale, softcap and slopes hold a factor log2(e).
+    first is a multiple of BN. Neither keys outside [lo, hi) nor their block ids are loaded. Without MASKED, every row
+    attends to every key of the range. Scores are exponents to base 2: qk_scale, softcap and slopes contain a factor
+    log2(e).
     """
     offsets = tl.arange(0, BN)
     k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    # The ids of the next tile travel in registers: a load whose address comes from a load of the same iteration costs
-    # the pipeline half of its buffers. They travel as loaded: a cast between the load and the loop's edge makes the
-    # compiler wait for every copy in the iteration that issues it.
+    # The block ids of the next tile are loaded one iteration ahead: a load whose address depends on a load of the same
+    # iteration costs the pipeline half of its buffers. They are carried over without a cast: a cast between the load
+    # and the end of the loop body makes the compiler wait for every copy in the iteration that issues it.
     ids = load_block_ids(table, first, lo, hi, BLOCK_SIZE, BN)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         keys = start + offsets
@@ -61,7 +62,7 @@ def attend(
         k_pointers = key_cache + k_rows[:, None] + k_dims[None, :]
         v_pointers = value_cache + v_rows[:, None] + v_dims[None, :]
         if MASKED:
-            # Slots outside may hold anything, NaN included: 0 * NaN would reach the output through V.
+            # Slots outside the range may hold NaN, and 0 * NaN would reach the output through V.
             inside = ((keys >= lo) & (keys < hi))[:, None]
             k = tl.load(k_pointers, mask=inside & (k_dims < HEAD_DIM)[None, :], other=0.0)
             v = tl.load(v_pointers, mask=inside & (v_dims < V_HEAD_DIM)[None, :], other=0.0)
@@ -80,7 +81,8 @@ def attend(
         if SCALE_FIRST:
             scores *= qk_scale
         if SOFTCAP:
-            # tanh(x) = 1 - 2 / (e^2x + 1) has no overflow: e^2x = inf gives 1. qk_scale makes log2(e^2x) of the score.
+            # tanh(x) = 1 - 2 / (e^2x + 1) is safe from overflow: e^2x = inf gives 1. qk_scale turns the product into
+            # log2(e^2x).
             scores = softcap - 2.0 * softcap / (tl.exp2(scores) + 1.0)
         if ALIBI:
             scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
@@ -113,7 +115,7 @@ def load_rows(
     query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride, q_head_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr, with_sinks,
 ):  # fmt: skip
-    """q [BM, BLOCK_D]; slopes, peak and total [BM] before the first key. A sink is a key without a value."""
+    """q [BM, BLOCK_D], and slopes, peak and total [BM] before the first key. A sink counts as a key without a value."""
     dims = tl.arange(0, BLOCK_D)
     rows = tokens * q_token_stride + heads * q_head_stride
     q = tl.load(query + rows[:, None] + dims[None, :], mask=valid[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
@@ -136,7 +138,7 @@ def finish(
     out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride,
     NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows that are final: the output, and the natural logarithm of the sum where `lse` is wanted."""
+    """Write the final rows: the output, and the log-sum-exp (natural logarithm) if `lse` is given."""
     dims = tl.arange(0, BLOCK_DV)
     rows = tokens * out_token_stride + heads * out_head_stride
     result = (acc / total[:, None]).to(out.dtype.element_ty)

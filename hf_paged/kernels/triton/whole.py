@@ -1,6 +1,7 @@
-"""Attention where one program folds all keys of a tile of rows: prefill, chunked prefill, and short decode steps.
+"""Attention where one program processes all keys of a tile of rows: prefill, chunked prefill and short decode steps.
 
-Finds its sequence by itself (no plan, no length read by the host). Knows a step's tensors; never layers.
+Each program finds its own sequence, so that no plan is needed and the host reads no lengths. Knows a step's tensors;
+never layers.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
@@ -24,12 +25,13 @@ def whole_kernel(
     SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, MIN_QUERY: tl.constexpr, ONE_TILE: tl.constexpr,
     FULL_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h): tile num_tiles - 1 - i of the rows of KV head h; late tiles are long and start first.
+    """Program (i, h): tile num_tiles - 1 - i of the rows of KV head h. The last tiles have most keys and start first.
 
-    Sequence s owns the tiles from query_start_loc[s] * GROUP // BM + s on: an upper bound of the tiles before it that
-    needs no prefix sum; programs that fall into the slack return. ONE_TILE: tile i is sequence i. Sequences with fewer
-    than MIN_QUERY new tokens are left to another launch. FULL_TILES: tiles that every row sees whole have a loop
-    without masks; else one loop does all (few keys, or few rows).
+    The tiles of sequence s start at query_start_loc[s] * GROUP // BM + s, an upper bound of the number of tiles before
+    it that needs no prefix sum. Programs between the last tile of a sequence and the first of the next one return.
+    ONE_TILE: tile i is sequence i. Sequences with fewer than MIN_QUERY new tokens are done by another launch.
+    FULL_TILES: tiles of keys that every row attends to have a loop without masks; otherwise one loop handles all keys
+    (better for few keys or few rows).
     """
     tile = num_tiles - 1 - tl.program_id(0)
     head = tl.program_id(1)

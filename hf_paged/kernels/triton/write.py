@@ -1,6 +1,6 @@
 """write_kv and copy_blocks as Triton kernels: fused reshape and block write, fused block copy (SOSP'23 section 5.1).
 
-One launch each, whatever the number of tokens, layers and copies. Knows tensors and slots; never metadata.
+Each is a single launch for any number of tokens, layers and copies. Knows tensors and slots; never metadata.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
@@ -60,14 +60,14 @@ def write_kv_launch(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> Launch:
-    """Shapes as in `ops.write_kv`. Raises ValueError where the last dimension of a tensor is not contiguous."""
+    """Shapes as in `ops.write_kv`. Raises ValueError if the last dimension of a tensor is not contiguous."""
     for name, tensor in (("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
     num_tokens, num_heads, head_dim = key.shape
     row = num_heads * max(head_dim, value.shape[2])
     elements = min(2048, next_power_of_2(row))
-    # Many tokens: 2,048 elements a program, whatever the model. Few: a program each, for latency.
+    # Many tokens: 2,048 elements per program, for throughput. Few tokens: one program per token, for latency.
     tokens = max(1, 2048 // elements) if num_tokens >= 512 else 1
     args = {
         "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
@@ -102,8 +102,8 @@ def copy_blocks_kernel(
 ):  # fmt: skip
     """Program (i, j, k): words [k * WORDS, ...) of copy i in cache j.
 
-    caches int64 [num_caches, 5]: address and words from one block to the next of the source, the same of the target,
-    words of a block. copies int64 [n, 2].
+    caches int64 [num_caches, 5]: address and block stride of the source, address and block stride of the target, block
+    size (addresses in bytes, the rest in words). copies int64 [n, 2]: (source, target) block ids.
     """
     row = caches + tl.program_id(1) * 5
     src, dst = tl.load(copies + tl.program_id(0) * 2), tl.load(copies + tl.program_id(0) * 2 + 1)
@@ -111,7 +111,7 @@ def copy_blocks_kernel(
     target = tl.load(row + 2).to(tl.pointer_type(WORD)) + dst * tl.load(row + 3)
     size = tl.load(row + 4)
     words = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
-    if ALIGNED:  # then WORD is int64, and two of them move at once
+    if ALIGNED:  # WORD is int64, and each access moves two words
         source, target, size = tl.multiple_of(source, 16), tl.multiple_of(target, 16), tl.multiple_of(size, 2)
     tl.store(target + words, tl.load(source + words, mask=words < size), mask=words < size)
 
@@ -122,12 +122,12 @@ _COPY_WORDS = 1024
 
 @functools.lru_cache(maxsize=64)
 def _cache_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
-    # Copies of a pool's tensors come every step; the table of their addresses is sent to the device once.
+    # A pool's tensors keep their addresses, so their table is sent to the device once, not every step.
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _spans(caches: list[torch.Tensor], device: torch.device) -> list[tuple[int, int, int]]:
-    """Bytes: address, from one block to the next, of a block."""
+    """(address, block stride, block size) of each cache, in bytes. Raises ValueError if a block is not contiguous."""
     spans = []
     for cache in caches:
         if cache.device != device or not cache[0].is_contiguous():
@@ -141,13 +141,13 @@ def _spans(caches: list[torch.Tensor], device: torch.device) -> list[tuple[int, 
 
 
 def copy_blocks_launch(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> Launch:
-    """See `ops.copy_blocks`. Raises ValueError where a block of a tensor is not one contiguous run of memory."""
+    """See `ops.copy_blocks`. Raises ValueError if a block of a tensor is not contiguous."""
     device = caches[0].device
     sources = _spans(caches, device)
     targets = sources if into is caches else _spans(into, device)
     spans = [(*source[:2], *target) for source, target in zip(sources, targets)]
     width = next(w for w in _WORDS if all(n % w == 0 for span in spans for n in span))
-    # Addresses stay in bytes.
+    # Strides and sizes in words; addresses stay in bytes.
     rows = tuple((s, s_step // width, t, t_step // width, size // width) for s, s_step, t, t_step, size in spans)
     args = {
         "caches": _cache_table(rows, device),
