@@ -2,6 +2,15 @@
 
 After `import hf_paged`, `model.generate(..., cache_implementation="paged")` works. torch and transformers are imported
 only when they are used.
+
+    install, uninstall             put the plugin into transformers; take it out
+    check                          what a model gets, layer by layer, and why
+    record_calls                   which route calls of `generate` took, and what memory they used
+    PagedKVCache                   the cache alone, wherever transformers takes `past_key_values`
+    prepack, release_memory        packed weights for calls of `generate`; free what is kept for later calls
+    weights_changed                say that weights changed where it may not be noticed
+    Engine                         continuous batching: requests arrive and end at any step
+    CacheConfig, SchedulerConfig   how much memory; how requests are scheduled
 """
 
 from __future__ import annotations
@@ -76,7 +85,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return [*__all__, "__version__"]
 
 
 install()

@@ -42,14 +42,14 @@ requests to these models run natively in the engine.
 """
 
 
-HEADING = "## Models that are no causal language models"
+HEADING = "## Models other than causal language models"
 
 OTHERS = """\
 {heading}
 
-Every other class of transformers {version} that generates tokens, by its auto classes (image and text to text, sequence
-to sequence, speech, audio), in the same way and with text alone: what they take beside text goes through
-transformers' own loop over the dense view, and never into the engine.
+Every other class of transformers {version} that generates tokens, according to its auto classes (image and text to
+text, sequence to sequence, speech, audio), was tested in the same way with text alone. Calls with other inputs take
+transformers' own loop over the dense view; the engine does not accept such inputs.
 
 {summary}
 """

@@ -1,6 +1,7 @@
-"""Tiny random models of six families, made once a process, and prompts for them.
+"""Tiny random models of six families, made once per process, and prompts for them.
 
-The weights are wide enough that greedy text is not one repeated token: else a comparison of tokens could not fail.
+The spread of the weights is large enough that greedy text is not one repeated token; otherwise a comparison of tokens
+could not fail.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _mistral() -> Any:
 
 
 def _gemma3() -> Any:
-    # Tied, its scaled embeddings would say the last token for ever.
+    # With tied, scaled embeddings the model would repeat the last token forever.
     sizes = {**_ROTARY, "num_hidden_layers": 3, "tie_word_embeddings": False}
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     return transformers.Gemma3TextConfig(**sizes, head_dim=8, sliding_window=WINDOW, layer_types=types)
@@ -74,7 +75,7 @@ def build(family: str, *, seed: int = 0, attn_implementation: str = "sdpa", **ch
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         if family in ("gpt2", "opt"):
-            # Learned positions this wide drown the tokens: every prompt would say the same.
+            # Learned positions of this size would dominate the tokens, and every prompt would give the same text.
             for name, parameter in model.named_parameters():
                 if "wpe" in name or "embed_positions" in name:
                     parameter.data.mul_(0.3)
@@ -83,7 +84,7 @@ def build(family: str, *, seed: int = 0, attn_implementation: str = "sdpa", **ch
 
 @functools.cache
 def shared(family: str, attn_implementation: str = "sdpa") -> Any:
-    """The process's model of that family. Leave it as it is."""
+    """The process's model of that family. Do not change it."""
     return build(family, attn_implementation=attn_implementation)
 
 
@@ -96,7 +97,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 def batch(*lengths: int, seed: int = 0, side: str = "left", padding: int | None = None) -> dict[str, torch.Tensor]:
     """A padded batch of random prompts: input_ids and attention_mask int64 [rows, longest].
 
-    Padding is random tokens by default, which a model that ignored the mask would not overlook.
+    Padding consists of random tokens by default, which change the text of a model that ignores the mask.
     """
     rows = prompts(*lengths, seed=seed)
     longest = max(lengths)
@@ -111,7 +112,7 @@ def batch(*lengths: int, seed: int = 0, side: str = "left", padding: int | None 
 
 
 def ending(model: Any, inputs: dict[str, torch.Tensor], step: int = 3) -> int:
-    """The token that row 0 says greedily at `step`: as EOS it ends row 0 there and other rows elsewhere, or never."""
+    """Row 0's greedy token at `step`: as an EOS id it ends row 0 there, and other rows at other steps or never."""
     length = inputs["input_ids"].shape[1]
     text = model.generate(**inputs, max_new_tokens=step + 1, do_sample=False, eos_token_id=None, pad_token_id=PAD)
     return int(text[0, length + step])

@@ -1,4 +1,4 @@
-"""Faults to put into hf_paged on purpose: a contract test that none of them breaks compares nothing.
+"""Faults to inject into hf_paged: a contract test that none of them breaks compares nothing.
 
 `pytest --sabotage NAME` runs a session with one of them; `test_oracle_sensitivity.py` runs the core tests with each.
 """
@@ -23,12 +23,12 @@ from hf_paged.kernels import ops
 
 
 def skip_copies(patch: pytest.MonkeyPatch) -> None:
-    """Copy-on-write gives the new block and forgets the copy."""
+    """Copy-on-write allocates the new block but skips the copy."""
     patch.setattr(KVPool, "copy_blocks", lambda self, copies: None)
 
 
 def ignore_mask(patch: pytest.MonkeyPatch) -> None:
-    """Left padding is taken for text."""
+    """Left padding is treated as text."""
     prefill = PackedDecoder.prefill
     patch.setattr(PackedDecoder, "prefill", lambda self, ids, mask, *args: prefill(self, ids, None, *args))
     prepare = paged_generate.prepare_cache_for_generation
@@ -45,7 +45,7 @@ def ignore_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def swap_parents(patch: pytest.MonkeyPatch) -> None:
-    """A row that continues another one gets the K/V of the row before that."""
+    """A row that continues another row gets the K/V of the row before that one."""
 
     def swapped(rows: Sequence[int], count: int) -> list[int]:
         return [parent if parent == i else (parent - 1) % count for i, parent in enumerate(rows)]
@@ -100,7 +100,7 @@ FAULTS = {
 
 
 def stale_root(patch: pytest.MonkeyPatch) -> None:
-    """Prefixes that were computed with other weights are found after these have changed."""
+    """Cached prefixes of the old weights are still found after a weight change."""
     patch.setattr(PrefixCache, "clear", lambda self: None)
 
 

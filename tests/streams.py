@@ -1,7 +1,7 @@
-"""Streams without a device: work waits in its stream's queue until a test lets it run, and only events hold it back, so
-that a wait that is missing gives wrong data under some schedule.
+"""Streams without a device: work waits in its stream's queue until a test runs it, and only events constrain the order.
+A missing wait therefore gives wrong data under some schedule.
 
-What this cannot show is the device: pinned memory, what torch's allocators do, the copies themselves.
+This does not cover pinned memory, torch's allocators and the copies themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_paged.cache import swap
 
 
 class Event:
-    """A place in a stream."""
+    """A point in a stream's queue."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -28,7 +28,7 @@ class Event:
 
 
 class Stream:
-    """In the place of `torch.cuda.Stream`. work: what is to be done, each after an event or at any time (None)."""
+    """Replaces `torch.cuda.Stream`. work: pending work, each piece after an event or at any time (None)."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -55,7 +55,7 @@ class Stream:
         self.work.popleft()[1]()
 
     def finish(self) -> None:
-        """Do everything here, and of other streams no more than it waits for."""
+        """Run all work of this stream, and of other streams only what it waits for."""
         while self.work:
             self._finish_one()
 
@@ -69,9 +69,9 @@ class Stream:
 class Device:
     """The streams of a test.
 
-    is_eager: the current stream does everything at once; the others stay behind it, but for a `chance` of each piece
-    of work whenever something is added. left_out: the number of a wait of one stream for another that is forgotten.
-    waits: how many of these there were.
+    is_eager: the current stream runs its work at once; each piece of work of the others runs with probability `chance`
+    whenever work is added. left_out: the index of a wait of one stream for another that is skipped. waits: the number
+    of such waits so far.
     """
 
     def __init__(self, *, is_eager: bool = False, chance: float = 0.0, left_out: int | None = None) -> None:
@@ -95,8 +95,8 @@ class Device:
             self.current.finish()
 
     def synchronize(self, schedule: str) -> None:
-        """Do everything. `schedule`: "current" or "side", the one that runs ahead of the other as far as the events let
-        it; or anything else, the seed of a random one."""
+        """Run all work. `schedule`: "current" or "side" names the stream that runs ahead of the other as far as the
+        events allow; any other value seeds a random schedule."""
         rng = random.Random(schedule)
         while ready := [stream for stream in (self.current, *self.sides) if stream.is_ready]:
             {"current": ready[0], "side": ready[-1]}.get(schedule, rng.choice(ready)).step()
@@ -132,6 +132,6 @@ class FakeStreams:
 
 
 def install(patch: pytest.MonkeyPatch, device: Device) -> None:
-    """From here on host pools swap blocks in the CPU's memory as if they were on this device."""
+    """Make host pools swap blocks in the CPU's memory as if the blocks were on this device."""
     patch.setattr(swap, "CudaStreams", FakeStreams)
     patch.setattr(FakeStreams, "device", device, raising=False)

@@ -1,4 +1,4 @@
-"""The settings: everything wrong is refused with the value and the remedy, and nothing can be changed later."""
+"""The settings: wrong values are refused with an error that names value and remedy; instances are immutable."""
 
 from __future__ import annotations
 

@@ -64,10 +64,10 @@ def room(module: str) -> str | None:
 def test_imports_go_one_way(path: Path) -> None:
     own = path.relative_to(PACKAGE).with_suffix("").parts[0]
     if own == "__init__":
-        return  # the front door names everything
+        return  # the package's __init__ names everything
     assert own in LAYERS, f"{own} has no place in the import order; add it to LAYERS and to docs/architecture.md"
     for name in imported_modules(path):
-        assert name != "hf_paged" or LAYERS[own] >= LAYERS["serving"], f"{path.name} ({own}) imports the front door"
+        assert name != "hf_paged" or LAYERS[own] >= LAYERS["serving"], f"{path.name} ({own}) imports __init__"
         other = room(name)
         if other is None or other == own:
             continue
@@ -81,7 +81,7 @@ def own_imports() -> dict[str, set[str]]:
     return {
         name: (imported_modules(path) & modules) - {name}
         for path, name in names.items()
-        if path.name != "__init__.py"  # the front door names everything
+        if path.name != "__init__.py"  # it names everything
     }
 
 
@@ -90,7 +90,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def generation_rank(module: str) -> int | None:
-    """Place of a module in the import order of `generation`: records < requests < engine < the generate door."""
+    """Place of a module in the import order of `generation`: records < requests < engine < paged_generate."""
     parts = module.split(".")
     if parts[:2] != ["hf_paged", "generation"]:
         return None
@@ -133,7 +133,7 @@ def test_pure_modules_leave_torch_alone() -> None:
 
 
 def test_import_is_light() -> None:
-    """Nothing of another package, and of this one no more than the front door needs."""
+    """`import hf_paged` imports no other package, and only a few of its own modules."""
     code = (
         "import sys\nbefore = set(sys.modules)\nimport hf_paged\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"

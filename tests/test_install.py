@@ -1,4 +1,4 @@
-"""`import hf_paged` installs the backend, before or after transformers; `uninstall()` puts everything back."""
+"""`import hf_paged` installs the backend, before or after transformers; `uninstall()` restores everything."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_install_and_uninstall_are_idempotent(restored: Any) -> None:
 
 
 def test_signatures_stay() -> None:
-    """Help, signature and decorators of the patched methods are transformers' own."""
+    """The patched methods keep the help, signature and decorators of transformers."""
     import inspect
 
     method = vars(_mixin())["generate"]
@@ -124,7 +124,7 @@ def test_signatures_stay() -> None:
 
 
 class Patch:
-    """What another library does: it wraps the methods, and counts the calls that pass."""
+    """A patch of another library: it wraps the methods and counts their calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -199,7 +199,7 @@ def test_patches_that_came_while_uninstalled(restored: Any, monkeypatch: Any) ->
     second = Patch(monkeypatch)
     hf_paged.install()
     assert _paged_and_plain({}) == (True, 1)
-    # One wrapper of ours decides, though two are in the chain.
+    # Two of our wrappers are in the chain, but only one is in use.
     assert first.calls.count("generate") == second.calls.count("generate") == 2
     hf_paged.uninstall()
     assert second.in_place()
@@ -210,7 +210,7 @@ def test_patches_that_came_while_uninstalled(restored: Any, monkeypatch: Any) ->
 
 
 def test_uninstall_while_a_call_runs(restored: Any) -> None:
-    """The running call ends as it began; later calls are transformers' own."""
+    """The running call completes as a paged call; later calls use transformers' own methods."""
     model, inputs = models.shared("llama"), models.batch(5, 9)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(**inputs, **options)

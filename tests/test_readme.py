@@ -1,6 +1,6 @@
 """Every fenced block of the README runs: Python in one namespace, shell commands with this interpreter.
 
-The first two shell blocks make an environment; `.ci/run` runs them word for word; here only their form is checked.
+The first two shell blocks make an environment. `.ci/run` runs them word for word; here only their form is checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_python_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("page", ["slow", "asyncio", "prefixes", "constrained"])
 def test_pages(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The Python blocks of a page, with the names that it takes for granted."""
+    """The Python blocks of a page, with the names that the page presupposes."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

@@ -105,18 +105,18 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
 
 
 def _examine_refused(model: Any) -> dict[str, Any]:
-    """Both doors refuse the model, whatever it is given; a `generate` of its own may ask for more than that first."""
+    """`generate` and the engine refuse the model for any arguments. A model's own `generate` may fail earlier."""
     from transformers import GenerationMixin
 
     report = hf_paged.check(model)
     result = {"class": type(model).__name__, "mode": "refused", "reason": report.reason}
     ids = torch.tensor([[7, 8, 9]])
-    doors = [lambda: hf_paged.Engine(model)]
+    entry_points = [lambda: hf_paged.Engine(model)]
     if type(model).generate is GenerationMixin.generate:
-        doors.append(lambda: model.generate(ids, cache_implementation="paged"))
-    for door in doors:
+        entry_points.append(lambda: model.generate(ids, cache_implementation="paged"))
+    for enter in entry_points:
         try:
-            door()
+            enter()
         except hf_paged.UnsupportedModelError:
             continue
         except Exception as error:  # any error that is raised before the refusal is reported

@@ -329,7 +329,7 @@ MEDDLERS = {
 
 @pytest.mark.parametrize("meddle", MEDDLERS)
 def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one decode step to the next somebody starts to change what goes from layer to layer, and stops again."""
+    """Between two decode steps, other code starts to change what one layer passes to the next, and later stops."""
     model = deep()
     config = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
 
@@ -354,8 +354,8 @@ def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monke
     assert got == expected
     untouched = tokens_and_logprobs(model, prepack=True)
     assert [logprobs[5:12] for _, logprobs in got] != [logprobs[5:12] for _, logprobs in untouched]
-    # All at first; then the layers on either side of the meddler; when it has gone, all again, unless what it did could
-    # not be told from what the model itself did.
+    # First one call computes all layers, then one call on either side of the change. After it has stopped, one call
+    # computes all layers again, unless the change cannot be distinguished from what the model itself does.
     assert ahead[0] == 5 and min(ahead) in (2, 3) and ahead[-1] in (5, 2, 3)
 
 

@@ -124,20 +124,20 @@ def test_a_peft_wrapper(packed_calls: list[int]) -> None:
     assert generate(model, cache_implementation="paged").equal(plain) and not packed_calls
 
 
-@pytest.mark.parametrize("door", ["generate", "engine"])
-def test_merged_adapters_count(door: str) -> None:
+@pytest.mark.parametrize("entry", ["generate", "engine"])
+def test_merged_adapters_count(entry: str) -> None:
     """PEFT changes the weights without autograd's version counter."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False)
     model = peft.get_peft_model(models.build("llama"), config).eval()
     (prompt,) = models.prompts(7)
     options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    if door == "generate":
+    if entry == "generate":
         hf_paged.prepack(model)
     with hf_paged.Engine(model, prepack=True) as engine:
 
         def paged() -> list[int]:
-            if door == "engine":
+            if entry == "engine":
                 engine.clear_prefix_cache()
                 return engine.generate([prompt], options)[0].outputs[0].token_ids
             tokens = model.generate(input_ids=prompt[None], generation_config=options, cache_implementation="paged")

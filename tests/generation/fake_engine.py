@@ -1,8 +1,8 @@
-"""An engine around Scheduler whose model is a hash: everything but the tensors, fast enough for long random runs.
+"""An engine around Scheduler without tensors, whose model is a hash: fast enough for long random runs.
 
-The "K/V" of a token is a hash of the token and of the K/V before it, kept in simulated slots that the copies of a step
-move; the next token is a hash of all K/V that the sequence reads back through its block table. A wrong table, a missing
-copy or a wrong prefix hit therefore changes the output.
+The "K/V" of a token is a hash of the token and of the previous K/V. It is kept in simulated slots, which the copies of
+a step move. The next token is a hash of all K/V that the sequence reads through its block table. Therefore a wrong
+table, a missing copy or a wrong prefix hit changes the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TINY = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, watermark=0.0)
 
 @dataclass(frozen=True)
 class Request:
-    """`kind`: "greedy", "samples" (`width` of them) or "beams" (between 1 and `width`, changing all the time)."""
+    """`kind`: "greedy", "samples" (`width` of them) or "beams" (a varying number, from 1 to `width`)."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int = 8
@@ -65,7 +65,7 @@ def next_beams(reads: list[list[int]], width: int) -> tuple[list[int], list[int]
 
 
 def visible(kvs: list[int], windows: tuple[int | None, ...]) -> list[int]:
-    """What the next token sees: one run of K/V for each layer group."""
+    """The K/V that the next token attends to: one list per layer group."""
     return [kv for window in windows for kv in (kvs if window is None else kvs[-window:])]
 
 
@@ -76,7 +76,7 @@ def is_end(token: int, num_output: int, request: Request) -> FinishReason | None
 
 
 def solo(request: Request, windows: tuple[int | None, ...] = (None,)) -> Result:
-    """What the request yields with no cache, no batch and no scheduler."""
+    """The result of the request without cache, batch and scheduler."""
 
     def kvs_of(tokens: list[int]) -> list[int]:
         kvs = [0]
@@ -104,7 +104,7 @@ def solo(request: Request, windows: tuple[int | None, ...] = (None,)) -> Result:
 
 
 class FakeEngine:
-    """`windows` has one entry for each layer group; `num_host_blocks` 0 means that there is no swap space."""
+    """`windows` has one entry per layer group; `num_host_blocks` 0 means no swap space."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class FakeEngine:
         running = [group for group in scheduler.groups if group.status is SeqStatus.RUNNING]
         output = scheduler.schedule_in_peace()
         if output is not None:
-            assert all(group.status is SeqStatus.RUNNING for group in running), "somebody had to give way"
+            assert all(group.status is SeqStatus.RUNNING for group in running), "a request was preempted"
         else:
             scheduler.check_integrity()
             output = scheduler.schedule()
@@ -202,7 +202,7 @@ class FakeEngine:
         return output
 
     def _is_single(self, group: SequenceGroup) -> bool:
-        """Goes on with one token a sequence; not a beam, and not the step in which the samples branch."""
+        """Whether the group continues with one token per sequence: not beams, nor the step in which samples fork."""
         request = self.requests[group.request_id]
         return request.kind == "greedy" or (request.kind == "samples" and len(group.sequences) == request.width)
 
@@ -255,7 +255,7 @@ class FakeEngine:
                     target[dst * self.block_size + offset] = value
 
     def _forward(self, seq: Sequence, count: int) -> list[int]:
-        """Write `count` tokens of K/V for every layer group; returns what the last of them sees."""
+        """Write `count` tokens of K/V for every layer group; returns the K/V that the last one attends to."""
         start, stop = seq.num_computed_tokens, seq.num_computed_tokens + count
         read: list[int] = []
         for manager, slots, window in zip(self.managers, self.slots, self.windows):
@@ -279,7 +279,7 @@ class FakeEngine:
         assert output.num_scheduled_tokens <= config.max_num_batched_tokens
         assert len({seq for seq, _ in output.scheduled}) == len(output.scheduled) <= config.max_num_seqs
         groups = [group for group, _ in groupby(seq.group for seq, _ in output.scheduled)]
-        assert len(set(groups)) == len(groups), "a group's sequences are neighbours"
+        assert len(set(groups)) == len(groups), "a group's sequences are adjacent"
         running = [group for group in scheduler.groups if group.status is SeqStatus.RUNNING]
         assert sum(max(group.width, len(group.live)) for group in running) <= config.max_num_seqs
         for seq, count in output.scheduled:
@@ -292,7 +292,7 @@ class FakeEngine:
         self.forced.clear()
         for victim in chosen:
             assert victim.status is not SeqStatus.RUNNING
-            assert all(group.order < victim.order for group in groups), "the latest arrival gives way first"
+            assert all(group.order < victim.order for group in groups), "the latest arrival is preempted first"
         self.num_idle_steps = 0 if output.scheduled or not scheduler.has_unfinished() else self.num_idle_steps + 1
         assert self.num_idle_steps <= 3, "nothing happens any more"
 

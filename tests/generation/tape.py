@@ -1,8 +1,8 @@
-"""CUDA graphs without a device: a capture writes down every operation with its tensors, a replay does them again.
+"""CUDA graphs without a device: a capture records every operation with its tensors, and a replay repeats them.
 
-As with a CUDA graph, a replay runs no Python of the model, knows tensors by their memory only, and leaves every result
-where the capture left it. What it cannot show is the device: streams, waiting, and the launches of our kernels, whose
-recorded replay is tested in `tests/kernels/test_triton.py`.
+Like a CUDA graph, a replay runs no Python of the model, refers to tensors by their memory only, and writes every result
+where the capture wrote it. The tapes do not cover streams, synchronisation and the launches of our kernels; the replay
+of launches is tested in `tests/kernels/test_triton.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_paged.kernels import ops
 from hf_paged.model import graphs, state
 
 _attention = ops.paged_attention
-_tapes: list[Tape] = []  # what is being captured
+_tapes: list[Tape] = []  # captures in progress
 
 
 class Tape(TorchDispatchMode):
@@ -48,10 +48,10 @@ class Tape(TorchDispatchMode):
 
 
 class TapedGraphs:
-    """In the place of `graphs.CudaGraphs`."""
+    """Replaces `graphs.CudaGraphs`."""
 
     device_type = "cpu"
-    captures = 0  # of all since `install`
+    captures = 0  # number of captures since `install`
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu"
@@ -72,7 +72,7 @@ class TapedGraphs:
 
 
 def _taped_attention(*args: Any, **kwargs: Any) -> Any:
-    """The kernels of a CPU plan on the host: they are one operation, which plans anew in every replay."""
+    """The CPU's kernels plan on the host, so they are recorded as one operation that plans again in every replay."""
     query, key_cache, value_cache, metadata = args
 
     def work() -> Any:

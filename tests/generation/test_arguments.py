@@ -1,4 +1,4 @@
-"""What the engine's doors refuse: before anything is built, in one line, with the engine as it was."""
+"""Invalid arguments of the engine: refused before anything is built, with a one-line error, the engine unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_seed(seed: Any) -> GenerationConfig:
 
 
 def changed(**options: Any) -> GenerationConfig:
-    """Set afterwards: the constructor would refuse some of them itself."""
+    """A config whose options are set after construction, because the constructor would refuse some of them."""
     made = GenerationConfig(max_new_tokens=4, pad_token_id=models.PAD)
     for name, value in options.items():
         setattr(made, name, value)
@@ -116,7 +116,7 @@ def test_a_wrong_argument_is_named_and_changes_nothing(
     assert type(caught.value) is ValueError
     assert "\n" not in str(caught.value).strip() and len(str(caught.value)) < 400
     assert engine.stats() == before and torch.equal(torch.random.get_rng_state(), random)
-    # The id that it would have got is still free.
+    # The id that the refused request would have got is still free.
     assert engine.add_request([5, 6, 7], GREEDY) == "request-0"
     outputs = {}
     while engine.has_unfinished_requests():
@@ -187,7 +187,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def asked(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of add_request: some right, some of them anything."""
+    """Arguments of add_request: some valid, others arbitrary."""
 
     def some(of: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
         names = draw(st.lists(st.sampled_from(sorted(of)), max_size=3, unique=True))
@@ -259,7 +259,7 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize("options", ["greedy", "beams", "four samples"])
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_what_is_taken_and_what_is_refused(family: str, options: str, block_size: int) -> None:
-    """What is refused does not run, seen with the check taken away; a greedy request that is taken does."""
+    """Without the check, a refused request does not complete; a greedy request that is accepted does."""
     from hf_paged.generation.engine import engine as module
 
     model, prompt = models.shared(family), models.prompts(9)[0]
@@ -305,9 +305,9 @@ def test_what_is_taken_and_what_is_refused(family: str, options: str, block_size
     ],
 )
 def test_prompts_that_are_none(engine: Engine, prompts: Any, message: str) -> None:
-    for door in (engine.generate, engine.stream):
+    for enter in (engine.generate, engine.stream):
         with pytest.raises(ValueError, match=message):
-            door(prompts, GREEDY)
+            enter(prompts, GREEDY)
     assert_idle(engine)
 
 
@@ -332,7 +332,7 @@ def test_padded_prompts_with_their_mask(engine: Engine, side: str) -> None:
 
 
 def test_a_padding_token_that_is_text(engine: Engine) -> None:
-    """With a mask it is taken as it is; where it also ends texts, it may stand anywhere."""
+    """With a mask it is accepted anywhere; so it is without one if it is also an EOS token."""
     model, prompt = models.shared("llama"), torch.tensor([models.PAD, 5, 6])
     assert_as_solo(model, engine.generate([prompt], GREEDY, attention_mask=[[1, 1, 1]]), [(prompt, GREEDY)])
     other = models.build("llama")
@@ -433,7 +433,7 @@ def test_generate_raises_with_all_outputs_and_the_cause(name: str, width: int, m
 
 
 def test_beams_that_fail_have_outputs(engine: Engine) -> None:
-    """Wherever the failure comes from: a processor, or a pool that runs full."""
+    """Whether a processor failed or the pool ran out of blocks."""
     prompt = models.prompts(9)[0]
     engine.add_request(prompt, config("beams"), logits_processor=[broken])
     while engine.has_unfinished_requests():

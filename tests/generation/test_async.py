@@ -1,4 +1,4 @@
-"""Async scheduling: steps that are prepared before the host knows the tokens of the last, and the same results."""
+"""Async scheduling: steps are prepared before the host knows the last step's tokens, and the results stay the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASYNC = SchedulerConfig(async_scheduling=True)
 
 @pytest.fixture(autouse=True)
 def _async(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines schedule asynchronously where nothing else is said, as on a CUDA device."""
+    """Engines schedule asynchronously by default, as on a CUDA device."""
     chosen = SchedulerConfig.for_device
 
     def for_device(self: SchedulerConfig, kind: str) -> SchedulerConfig:
@@ -39,7 +39,7 @@ def _async(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SchedulerConfig, "for_device", for_device)
 
 
-# The tests of the engine that say nothing of how many steps it takes.
+# The tests of the engine that do not depend on the number of steps.
 for _name in (
     "test_mixed_requests_equal_their_solo_runs",
     "test_a_small_pool_changes_nothing",
@@ -82,7 +82,7 @@ def test_with_graphs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Journal:
-    """What happens in which order: forwards, choices, and when the host reads a choice."""
+    """The order of forwards, of sampling, and of the host's reads of sampled tokens."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines: list[str] = []
@@ -123,14 +123,14 @@ def test_a_step_is_sent_off_before_the_last_one_is_read(monkeypatch: pytest.Monk
             outputs.append([len(output.outputs[0].token_ids) for output in engine.step()])
         assert engine.stats().steps == 3
     assert outputs == [[], [1, 1], [2, 2], [3, 3]]
-    # The choice of a step is launched when the host knows who has not ended with the last token.
+    # A step's sampling is launched when the host knows which requests have not ended with the previous token.
     assert journal.lines == [
         "forward 1", "choice 1", "forward 2", "read 1", "choice 2", "forward 3", "read 2", "choice 3", "read 3",
     ]  # fmt: skip
 
 
 def test_a_row_that_was_computed_for_nothing_changes_nothing() -> None:
-    """Its request ended with the token before: no number is drawn for it, and no block is left or known as a prefix."""
+    """Its request ended with the previous token: no number is drawn for it, and its blocks are freed, not cached."""
     model = models.shared("llama")
     (prompt,) = models.prompts(13)
     made = config("sample", temperature=5.0, max_new_tokens=40, eos_token_id=list(range(3, 30)))
@@ -153,7 +153,7 @@ def test_a_row_that_was_computed_for_nothing_changes_nothing() -> None:
 
 
 def test_nobody_gives_way_for_a_token_that_may_not_come() -> None:
-    """In a pool that holds a request to its end and no block more, an EOS is not followed by an append."""
+    """In a pool that exactly holds a request to its end, an EOS is not followed by an append."""
     model = models.shared("llama")
     (prompt,) = models.prompts(6)
     (line,) = plain(model, [prompt], max_new_tokens=6)
@@ -247,7 +247,7 @@ def test_after_an_interrupt_it_goes_on(at: int, monkeypatch: pytest.MonkeyPatch)
 def test_a_step_interrupted_while_it_waits_for_tokens_is_done_again(
     scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is where a host spends its time."""
+    """This is where a host spends most of its time."""
     model = models.shared("llama")
     names = ["greedy", "sample", "beams", "four samples", "greedy"]
     wanted = list(zip(models.prompts(5, 9, 7, 11, 30), map(config, names)))
@@ -297,7 +297,7 @@ def test_who_has_ended_in_a_step_that_is_broken_off_has_ended_well(monkeypatch: 
 
 
 def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And get what they get alone, each with its own numbers, whatever its neighbours do."""
+    """Each gets the tokens that it gets alone, with its own random numbers, for any other requests in the batch."""
     model = models.shared("llama")
     shapes: list[dict[str, Any]] = [
         {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
@@ -330,7 +330,7 @@ def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_of_many_that_fails() -> None:
-    """A processor or criterion that raises or leaves nothing to choose from, beside requests that are treated alike."""
+    """A processor or criterion that raises, or forbids every token, among requests that are sampled together."""
     model = models.shared("llama")
     prompts = models.prompts(5, 6, 7, 8, 9, 10)
 
@@ -368,7 +368,7 @@ def test_one_of_many_that_fails() -> None:
 
 
 def test_a_warper_of_the_caller_s_is_the_caller_s_alone() -> None:
-    """It may be changed while the request runs."""
+    """The caller may change it while the request runs, so it is never shared."""
     model = models.shared("llama")
     prompts, made = models.prompts(5, 9), config("greedy", do_sample=True, top_k=0, eos_token_id=NEVER)
     made.seed = 1

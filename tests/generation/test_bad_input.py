@@ -1,4 +1,4 @@
-"""What a paged generate call refuses: one line that names the value and the remedy, and nothing left behind."""
+"""Invalid arguments of paged generate: a one-line error names the value and the remedy, and no state is left behind."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ def test_refused(case: str) -> None:
     assert conftest.state_of(model) == before
     assert torch.equal(torch.random.get_rng_state(), random)
     assert conftest.blocks_in_use() == 0
-    # The next call is served as if nothing had been.
+    # The next call is not affected.
     expected = model.generate(IDS, max_new_tokens=4)
     assert torch.equal(model.generate(IDS, max_new_tokens=4, cache_implementation="paged"), expected)
 
 
 def test_a_pool_that_runs_full_on_the_way() -> None:
-    """The prompts fit, the text does not: OutOfBlocks, nothing left behind, and the model still works."""
+    """The prompts fit, the new tokens do not: OutOfBlocks, no block in use afterwards, and the model still works."""
     model = models.shared("llama")
     before = conftest.state_of(model)
     options = {"max_new_tokens": 30, "eos_token_id": None, "cache_implementation": "paged"}
@@ -132,7 +132,7 @@ def test_a_pool_that_runs_full_on_the_way() -> None:
 
 
 def test_exactly_enough_blocks() -> None:
-    """9 + 8 - 1 tokens in 4 blocks of 4: the last token said is never stored."""
+    """9 + 8 - 1 tokens in 4 blocks of 4: the K/V of the last new token is never stored."""
     model = models.shared("llama")
     options = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
     paged = model.generate(

@@ -1,4 +1,4 @@
-"""What `generate(cache_implementation="paged")` takes as a prompt, against plain generate, on every family."""
+"""Prompts of `generate(cache_implementation="paged")`, against plain generate, on every family."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_many_rows(family: str, paged_equals_plain: Compare) -> None:
 
 
 def test_attention_mask_matters(family: str, paged_equals_plain: Compare) -> None:
-    """The same ids with and without their padding mask give different text, so the mask is not ignored by both."""
+    """The same ids with and without their padding mask give different text, so that ignoring the mask would be seen."""
     model, inputs = models.shared(family), models.batch(3, 21, 8)
     inputs["input_ids"][inputs["attention_mask"] == 0] = 7
     masked = paged_equals_plain(model, **inputs, **GREEDY).plain
@@ -41,7 +41,7 @@ def test_attention_mask_matters(family: str, paged_equals_plain: Compare) -> Non
 
 
 def test_padded_rows_equal_solo_rows(family: str) -> None:
-    """A row's text is what its prompt gives alone: padding changes nothing."""
+    """A row's text equals that of its prompt alone: padding changes nothing."""
     model, lengths = models.shared(family), (4, 17, 30)
     inputs = models.batch(*lengths)
     text = model.generate(**inputs, **GREEDY, cache_implementation="paged")[:, max(lengths) :]
@@ -121,7 +121,7 @@ def test_inputs_argument_spellings(family: str, paged_equals_plain: Compare) -> 
 
 
 def test_token_type_ids_reach_the_model(paged_equals_plain: Compare) -> None:
-    """A model argument that packed rows cannot carry goes through the dense view, not into nothing."""
+    """A model argument that packed rows cannot carry sends the call through the dense view; it is not dropped."""
     model, inputs = models.shared("gpt2"), models.batch(9, 21)
     types = torch.full_like(inputs["input_ids"], 5)
     with_types = paged_equals_plain(model, **inputs, token_type_ids=types, **GREEDY, route="hf_loop").plain

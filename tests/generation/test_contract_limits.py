@@ -72,7 +72,7 @@ def test_all_rows_end_at_once(family: str, mode: dict[str, Any], paged_equals_pl
 def test_max_time(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     mode["eos_token_id"] = None
-    # Over before it begins: both stop after the first token.
+    # The time is up at the start: both calls stop after the first token.
     result = paged_equals_plain(model, **inputs, **mode, max_new_tokens=12, max_time=-1.0)
     assert result.paged.shape[1] == max(LENGTHS) + 1
     paged_equals_plain(model, **inputs, **mode, max_new_tokens=12, max_time=3600.0)
@@ -80,7 +80,7 @@ def test_max_time(family: str, mode: dict[str, Any], paged_equals_plain: Compare
 
 @pytest.mark.parametrize("with_eos", [True, False])
 def test_stop_strings(family: str, mode: dict[str, Any], with_eos: bool, paged_equals_plain: Compare) -> None:
-    """Without an EOS id plain generate writes on in the rows that have stopped, until all have."""
+    """Without an EOS id, plain generate continues the rows that have stopped until all rows have."""
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     mode["eos_token_id"] = models.EOS if with_eos else None
     tokenizer = models.tokenizer()
@@ -95,7 +95,7 @@ def test_stop_strings(family: str, mode: dict[str, Any], with_eos: bool, paged_e
 
 
 class _Recorder(StoppingCriteria):
-    """Stops a row at a token; writes down all that it is shown."""
+    """Stops a row at a token and records its arguments."""
 
     def __init__(self, stop: int) -> None:
         self.stop = stop
@@ -111,7 +111,7 @@ class _Recorder(StoppingCriteria):
 def test_stopping_criteria(
     family: str, mode: dict[str, Any], with_eos: bool, given: dict[str, Any], paged_equals_plain: Compare
 ) -> None:
-    """Each criterion is shown the rows and the history that plain generate shows it."""
+    """Each criterion gets the rows and the history that plain generate passes."""
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     mode["eos_token_id"] = models.ending(model, inputs) if with_eos else None
     recorders: list[_Recorder] = []
@@ -130,7 +130,7 @@ def test_stopping_criteria(
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """A group of this process alone, which synced_gpus asks whether everybody has finished."""
+    """A process group of this process alone, for synced_gpus."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()

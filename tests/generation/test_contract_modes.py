@@ -31,7 +31,7 @@ def test_greedy(family: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     result = paged_equals_plain(model, **_ragged(model), max_new_tokens=24, do_sample=False)
     text = result.plain[:, max(RAGGED) :]
-    assert len(set(text.flatten().tolist())) > 8, "the text is too monotonous to tell anything"
+    assert len(set(text.flatten().tolist())) > 8, "the text is too monotonous for a meaningful comparison"
     assert (text[0] == models.PAD).any(), "row 0 ends early"
 
 
@@ -47,7 +47,7 @@ def test_sampling(family: str, paged_equals_plain: Compare) -> None:
     options = {"do_sample": True, "temperature": 3.0}
     result = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options)
     other = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options, seed=99)
-    assert result.plain.tolist() != other.plain.tolist(), "the seed must matter, or equal tokens say nothing"
+    assert result.plain.tolist() != other.plain.tolist(), "the seed must matter, or equal tokens prove nothing"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 4.0])
@@ -97,7 +97,7 @@ def test_beam_sampling(family: str, num_return_sequences: int, paged_equals_plai
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_assisted_decoding(family: str, do_sample: bool, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
-    # The same model with slightly other weights: some drafts are accepted, some are not. (transformers 5.17 itself
+    # The same model with slightly different weights: some drafts are accepted, some are not. (transformers 5.17 itself
     # fails where the assistant has sliding windows.)
     old = version.parse(transformers.__version__) < version.parse("5.23")
     assistant = models.build("llama" if old and family in ("mistral", "gemma3") else family)
@@ -143,7 +143,7 @@ def test_prompt_lookup_decoding(family: str, do_sample: bool, paged_equals_plain
 
 
 def _decode(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """A decoding method of a user's own: greedy, every second token banned."""
+    """A user's decoding method: greedy, with every second token banned."""
     cache, config = kwargs["past_key_values"], kwargs["generation_config"]
     tokens = input_ids
     while input_ids.shape[1] < config.max_length:

@@ -1,4 +1,4 @@
-"""Every logits processor that transformers builds, and those of the user's own, against plain generate."""
+"""Every logits processor of transformers, and custom ones, against plain generate."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_built_in_processor(family: str, name: str, mode: str, paged_equals_plai
 
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - CHANGES_NOTHING))
 def test_option_changes_the_text(name: str) -> None:
-    """The comparison above says something only where the option matters to plain generate."""
+    """The comparison above is meaningful only if the option changes the output of plain generate."""
     model = models.shared("llama")
     inputs = _inputs(model)
     changed = False
@@ -100,7 +100,7 @@ def test_option_changes_the_text(name: str) -> None:
 
 @pytest.mark.parametrize("mode", EVERY)
 def test_forced_bos(family: str, mode: str, paged_equals_plain: Compare) -> None:
-    """Acts on a history of one token only."""
+    """This processor acts only on a history of one token."""
     model, ids = models.shared(family), torch.tensor([[5], [9], [33]])
     options = {"forced_bos_token_id": 71, "begin_suppress_tokens": [4, 5], "max_new_tokens": 6, "pad_token_id": 0}
     result = paged_equals_plain(model, ids, **MODES[mode], **options)
@@ -123,7 +123,7 @@ def test_negative_prompt(family: str, mode: str, paged_equals_plain: Compare) ->
 
 
 class _Recorder(LogitsProcessor):
-    """Pushes a token that depends on the whole history and on the other rows; writes down all that it is shown."""
+    """Raises the score of a token that depends on the whole history and on the other rows; records its arguments."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -138,7 +138,7 @@ class _Recorder(LogitsProcessor):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "top_k": 30}], ids=["alone", "among others"])
 def test_user_processor(family: str, mode: str, others: dict[str, Any], paged_equals_plain: Compare) -> None:
-    """It is shown the rows, the history and the scores that plain generate shows it, finished rows included."""
+    """It gets the rows, the history and the scores that plain generate passes, finished rows included."""
     model = models.shared(family)
     recorders: list[_Recorder] = []
 

@@ -56,7 +56,7 @@ def test_generation_config_spelling(family: str, mode: str) -> None:
 
 
 def test_model_generation_config_defaults(family: str) -> None:
-    """What model.generation_config says applies, the cache implementation included."""
+    """The options of model.generation_config apply, the cache implementation included."""
     model, inputs = models.build(family), models.batch(*LENGTHS)
     defaults = {
         "num_beams": 2,
@@ -87,7 +87,7 @@ def test_kwarg_beats_generation_config() -> None:
 
 
 def test_custom_generate_from_a_folder(tmp_path: Path) -> None:
-    """Code named by a string gets the arguments as they are, the cache implementation included."""
+    """Code named by a string gets all arguments unchanged, the cache implementation included."""
     folder = tmp_path / "custom_generate"
     folder.mkdir()
     (folder / "generate.py").write_text(
@@ -111,7 +111,7 @@ def test_custom_generate_from_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_mode_without_dropout(family: str, mode: str, paged_equals_plain: Compare) -> None:
-    """Trainers generate in training mode; the flag stays."""
+    """Trainers generate in training mode, which the call must not change."""
     model = models.build(family, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, dropout=0.0, attention_dropout=0.0)
     model.train()
     paged_equals_plain(model, **_inputs(model), **MODES[mode])
@@ -146,7 +146,7 @@ def test_hooks_of_the_user_run_and_stay(paged_equals_plain: Compare) -> None:
 
 
 def test_ordinary_generate_is_bit_for_bit_what_it_was(family: str) -> None:
-    """Installed and uninstalled, before and after paged calls: plain generate gives the very same bits."""
+    """Plain generate gives the same bits before and after paged calls, with hf_paged installed or uninstalled."""
     model, inputs = models.shared(family), _inputs(models.shared(family))
     options = {**inputs, "return_dict_in_generate": True, "output_logits": True, "num_beams": 2, "do_sample": False}
     hf_paged.uninstall()
@@ -184,7 +184,7 @@ def test_an_error_inside_the_call_leaves_nothing_behind(family: str) -> None:
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "position_ids": torch.arange(9)[None]}])
 def test_memory_made_in_inference_mode_is_used_outside(options: dict[str, Any]) -> None:
-    """Both routes keep their blocks for the next call, whatever mode that one runs in."""
+    """Both routes keep their blocks for the next call, which may run in either mode."""
     model, ids = models.shared("llama"), models.prompts(9)[0][None]
     options = {**options, "max_new_tokens": 5, "do_sample": False}
     with torch.inference_mode():
@@ -219,7 +219,7 @@ def test_release_memory() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_plain_generate_in_another_thread_meanwhile(family: str, attention: str) -> None:
-    """Paged and plain calls on one model at once: each gets what it gets alone."""
+    """Concurrent paged and plain calls on one model return the same as alone."""
     model = models.shared(family, attention)
     jobs = []
     for i in range(4):
@@ -266,7 +266,7 @@ def _counted(model: Any) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_multi_turn(family: str, mode: str) -> None:
-    """Pass the returned cache back with the longer conversation: same text, only the new tokens are computed."""
+    """Pass the returned cache back with the longer conversation: same text, and only the new tokens are computed."""
     model = models.shared(family)
     options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
     options |= {"do_sample": mode == "sample", "temperature": 2.5}
@@ -288,7 +288,7 @@ def test_multi_turn(family: str, mode: str) -> None:
     for plain, paged in zip(*histories):
         assert torch.equal(paged, plain)
     assert isinstance(cache, hf_paged.PagedKVCache)
-    # The last token said, the 7 new ones, and one for each but the last token to say.
+    # The last generated token, the 7 new prompt tokens, and every new generated token but the last.
     assert counts[1][1:] == counts[0][1:] == [1 + 7 + 5] * 2
     cache.check_integrity()
     cache.reset()
@@ -311,13 +311,13 @@ def test_multi_turn_batch(family: str) -> None:
     assert torch.equal(results[1].sequences, results[0].sequences)
     cache = results[1].past_key_values
     assert cache.get_seq_length() == results[0].past_key_values.get_seq_length()
-    # Left padding took no memory: each row stores its own tokens only.
+    # Left padding takes no memory: each row stores only its own tokens.
     cache.check_integrity()
     assert cache.padding == [14, 0, 7]
 
 
 def test_multi_turn_with_the_new_tokens_only(family: str) -> None:
-    """Only the tokens that the cache lacks, and a mask over all: the other way to continue."""
+    """The other way to continue: pass only the tokens that the cache lacks, and a mask over all tokens."""
     model, ids = models.shared(family), models.prompts(21)[0][None]
     options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
     results = []
@@ -362,7 +362,7 @@ def test_gradient_checkpointing_in_training_mode(paged_equals_plain: Compare) ->
 
 
 def test_a_model_that_prepares_its_inputs_otherwise(paged_equals_plain: Compare) -> None:
-    """What a subclass or a patch does to a step's inputs reaches the model."""
+    """Changes that a subclass or a patch makes to a step's inputs reach the model."""
     import transformers
 
     def louder(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -407,7 +407,7 @@ def test_a_model_that_restarts_its_cache(scaled: bool, paged_equals_plain: Compa
 def test_calls_in_and_outside_inference_mode(
     impl: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept from a call, in either mode, serves the next one in the other."""
+    """Memory that a call keeps in one mode is used by the next call in the other mode."""
     if impl == "native":
         if not native_build.has_compiler():
             pytest.skip("no C compiler on this machine")
@@ -433,7 +433,7 @@ def test_a_model_that_changes_its_dtype_between_calls() -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "native"])
 def test_autocast(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives attention K and V of several dtypes."""
+    """Under autocast, attention gets K and V of different dtypes."""
     if impl == "native":
         if not native_build.has_compiler():
             pytest.skip("no C compiler on this machine")

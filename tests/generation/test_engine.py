@@ -1,4 +1,4 @@
-"""The engine against `generate` of each request alone: in any company, under any pressure, through any accident."""
+"""The engine against `generate` of each request alone: in any batch, under memory pressure, and after failures."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
 
 @pytest.mark.parametrize("chance", [0.0, 0.3])
 def test_swaps_beside_the_steps_change_nothing(family: str, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: a step computes while blocks are still on their way out, and the next, until somebody needs them."""
+    """As on a GPU: steps run while blocks are still being swapped out, until a step needs these blocks."""
     device = streams.Device(is_eager=True, chance=chance)
     streams.install(monkeypatch, device)
     monkeypatch.setattr(swap, "STAGING_BYTES", 5000)  # a block or two a round
@@ -156,7 +156,7 @@ def test_staggered_arrivals() -> None:
 
 
 def test_neighbours_change_no_bit() -> None:
-    """Logprobs too, in chunks of other sizes and with others in the batch, to the last bits that a GEMM leaves open."""
+    """Logprobs too, for other chunk sizes and batches, except for the last bits, which depend on a GEMM's shape."""
     model = models.shared("llama")
     (prompt,) = models.prompts(30)
     alone = Engine(model).generate([prompt], config("greedy"))[0].outputs[0]
@@ -298,7 +298,7 @@ def test_preemption_at_every_step(name: str, mode: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if len(options) > 1])
 def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: str) -> None:
-    """As if nothing could stay: the group loses its blocks at every step, and all it has computed at every ninth."""
+    """The group is swapped out at every step, and loses all computed K/V at every ninth."""
     model = models.shared(family)
     (prompt,) = models.prompts(13, seed=9)
     others = requests(12, seed=10)
@@ -325,7 +325,7 @@ def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: 
 def test_a_swap_that_fails_is_an_error_of_all_that_have_blocks(
     move: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that went out too, whose K/V is nowhere; one that waits is computed."""
+    """Requests that were being swapped out fail too, because their K/V is lost; a waiting request is computed."""
     model = models.shared("llama")
     prompts = models.prompts(30, 25, 28, 20)
     options = config("greedy", max_new_tokens=20, eos_token_id=models.VOCAB)
@@ -439,7 +439,7 @@ def test_logits_that_are_nan_fail_their_request_only() -> None:
 
 
 def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
-    """Samples may agree to the end, so the request is taken; these do not."""
+    """The request is accepted because its samples might be equal to the end; these are not."""
     model = models.shared("llama")
     big, small = models.prompts(10, 6)
     options = config("four samples", max_new_tokens=14, eos_token_id=models.VOCAB)
@@ -503,7 +503,7 @@ def test_models_that_cannot_run_packed_run_row_by_row() -> None:
 
 
 def test_a_model_with_a_recurrent_state_runs_without_gradients() -> None:
-    """States and K/V that remembered how they were computed could not be forked, and would grow with every step."""
+    """States and K/V with an autograd graph could not be forked, and the graph would grow with every step."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     torch.manual_seed(0)
@@ -548,7 +548,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
         assert stats.prefix_cache_hit_rate > 0.5
         assert [output.metrics.num_cached_tokens for output in outputs] == [32, 32, 32]
         assert stats.blocks_used == 4
-        # Another salt is another world.
+        # Another salt shares nothing.
         key = engine.add_request(prompts[0], config("greedy"), cache_salt="tenant")
         while engine.has_unfinished_requests():
             last = {o.request_id: o for o in engine.step()}
@@ -605,7 +605,7 @@ def test_streams() -> None:
                 final.append(output)
         final.sort(key=lambda output: int(output.request_id.split("-")[1]))
         assert_as_solo(model, final, wanted)
-        # A reader that goes away is an abort.
+        # Closing a stream aborts its requests.
         stream = engine.stream([p for p, _ in wanted], config("greedy"))
         next(stream)
         stream.close()
@@ -789,8 +789,8 @@ def test_soak() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_long_soak() -> None:
-    """In fp64: of 10^5 requests one finds two tokens whose fp32 logits are so close (2e-6) that the order of a sum
-    decides between them, and that depends on the number of tokens in a step.
+    """In fp64: one of 10^5 requests has two tokens whose fp32 logits are so close (2e-6) that the order of a sum
+    decides, which depends on the number of tokens in a step.
     """
     import psutil
 

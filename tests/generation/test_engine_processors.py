@@ -1,4 +1,4 @@
-"""Logits processors and stopping criteria in the engine: what they may do, and how far their failures reach."""
+"""Logits processors and stopping criteria in the engine: what they may do, and which requests their failures affect."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_processors_and_criteria_may_compute_gradients(kind: str) -> None:
 @pytest.mark.parametrize("change", [4, -100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_of_another_width_fail_their_request_alone(kind: str, change: int) -> None:
-    """On a GPU an index beyond the vocabulary ends the process: the host looks at the shape first."""
+    """On a GPU an index beyond the vocabulary ends the process, so the host checks the shape first."""
     model = models.shared("llama")
     vocab = model.config.vocab_size
 

@@ -1,4 +1,4 @@
-"""The engine's callers: readers that go away, readers beside each other, callbacks that call back, interrupts."""
+"""The engine's callers: abandoned and concurrent readers, callbacks that call the engine, interrupts."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_what_the_models_own_generation_config_says() -> None:
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_an_engine_leaves_nothing_that_a_call_after_it_cannot_use(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces are kept for a thread; steps of an engine run in inference mode, calls and its start do not."""
+    """Workspaces are kept per thread. An engine's steps run in inference mode; `generate` and its start do not."""
     monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
     monkeypatch.setattr(gather, "_local", threading.local())
     model, prompts = models.build("llama"), models.prompts(30, 9, 17)

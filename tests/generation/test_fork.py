@@ -82,7 +82,7 @@ CALLS: dict[str, Callable[[Engine], object]] = {
 
 
 def test_an_engine_of_the_parent_raises() -> None:
-    """At once, although a thread of the parent is in the middle of a step."""
+    """It raises at once, although a thread of the parent is in the middle of a step."""
     with Engine(models.shared("llama"), CacheConfig(num_blocks=32)) as engine:
         engine.add_request([5, 6, 7], GenerationConfig(**OPTIONS), request_id="one")
 
@@ -134,7 +134,7 @@ def test_paged_calls_and_caches_work(do_sample: bool) -> None:
 
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_draws_are_atomic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the generator's state to the state after the draw, no other draw begins."""
+    """Between reading the generator's state and writing the new one, no other draw begins."""
     held_meanwhile = []
     library = native_build.library()
     assert library is not None

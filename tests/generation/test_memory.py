@@ -1,4 +1,4 @@
-"""How much memory engines and calls take: sized by what the process may have, touched as needed, kept within bounds."""
+"""Memory of engines and calls: sized by what the process may allocate, touched as needed, kept within bounds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_engine_tells_how_large_its_pool_is(caplog: pytest.LogCaptureFixture)
 
 
 def unique_requests(engine: Engine, count: int) -> list[int]:
-    """Bytes touched after each of `count` requests, one after the other, whose prompts have nothing in common."""
+    """Bytes touched after each of `count` consecutive requests without common prefixes."""
     touched = []
     for prompt in models.prompts(*[33] * count):
         engine.generate([prompt], GREEDY)

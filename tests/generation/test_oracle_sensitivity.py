@@ -1,10 +1,12 @@
-"""The contract tests fail when they should: a comparison that passes with a fault put in on purpose is worthless.
+"""The contract tests fail when they should: a comparison that passes with an injected fault is worthless.
 
-Faults (tests/sabotage.py): copies = the block copies of copy-on-write are skipped (parallel sampling, beam search, beam
-sampling must notice: their rows share a partly filled last block, asserted by `cow_copies > 0` in the tests
-themselves); mask = the left padding of a ragged batch is ignored (every mode must notice); parents = a beam that
-continues another one gets a third one's K/V (every beam mode must notice, and reorder in the dense view); writes = some
-K/V never reaches its block (everything must notice, single rows, assisted decoding and conversations included).
+Faults (tests/sabotage.py), and the tests that must notice them:
+
+- copies: the block copies of copy-on-write are skipped. Parallel sampling, beam search and beam sampling, whose rows
+  share a partly filled last block (the tests assert `cow_copies > 0`).
+- mask: the left padding of a ragged batch is ignored. Every mode.
+- parents: a beam that continues another gets the K/V of a third one. Every beam mode, and reorder in the dense view.
+- writes: some K/V never reaches its block. Every test, including single rows, assisted decoding and conversations.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ NOTICES = {
 
 @pytest.mark.parametrize(("fault", "check"), [(fault, check) for fault, names in NOTICES.items() for check in names])
 def test_fault_is_noticed(family: str, fault: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Before the fault: a report made by a faulty probe would send the call another way.
+    # Examine the model before the fault: a faulty probe would make the call take another route.
     hf_paged.check(models.shared(family))
     sabotage.FAULTS[fault](monkeypatch)
     # A block that was never written may hold NaN, which torch.multinomial refuses.

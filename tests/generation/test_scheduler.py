@@ -31,12 +31,12 @@ def counts(output: SchedulerOutput) -> list[tuple[str, int]]:
 
 
 def endless(prompt: tuple[int, ...], max_new_tokens: int, **options: Any) -> Request:
-    """A request that no token ends."""
+    """A request without EOS tokens."""
     return Request(prompt, max_new_tokens, num_eos=0, **options)
 
 
 def long(length: int, **options: Any) -> Request:
-    """A request that runs until somebody stops it."""
+    """A request that runs until it is aborted."""
     return endless(prompt(length), 10_000, **options)
 
 
@@ -133,7 +133,7 @@ def test_places_are_kept_for_samples_to_come() -> None:
     engine.add(long(3, kind="samples", width=3, request_id="a"))
     engine.add(long(3, kind="samples", width=2, request_id="b"))
     engine.add(long(3, request_id="c"))
-    assert counts(engine.step()) == [("a", 3)]  # b has no place, and c does not overtake it
+    assert counts(engine.step()) == [("a", 3)]  # b does not fit, and c does not overtake it
     assert counts(engine.step()) == [("a", 1)] * 3
     engine.scheduler.finish(engine.group("a").live[1], FinishReason.STOP)
     assert counts(engine.step()) == [("a", 1)] * 2 + [("b", 3)]
@@ -299,7 +299,7 @@ def test_pinned_blocks_do_not_leave_a_swapped_group_waiting_for_ever() -> None:
 
 @pytest.mark.parametrize(("kind", "mode"), [(k, m) for k in ("samples", "beams") for m in ("recompute", "swap")])
 def test_sharing_survives_a_preemption(kind: str, mode: str) -> None:
-    """The common prefix is kept once before, in host memory, and after."""
+    """The common prefix is stored once: before the preemption, in host memory, and afterwards."""
     engine = FakeEngine(config(prefix_caching=False))
     name = engine.add(long(14, kind=kind, width=4))
     for _ in range(4):
@@ -352,7 +352,7 @@ def test_samples_that_agree_so_far_are_recomputed_once() -> None:
 
 
 def test_beams_are_recomputed_once_for_each_common_prefix() -> None:
-    """As many tokens are computed, and as many blocks taken, as the tree of the beams has nodes."""
+    """The numbers of computed tokens and of blocks equal the number of nodes in the tree of the beams."""
     engine = FakeEngine(config(prefix_caching=False, max_num_batched_tokens=64))
     name = engine.add(long(8, kind="beams", width=4))
     group, scheduler = engine.group(name), engine.scheduler
@@ -400,7 +400,7 @@ def test_a_finished_sample_frees_its_own_blocks_only() -> None:
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("num_steps", range(4))
 def test_a_sample_may_finish_while_others_wait_to_branch_from_it(index: int, num_steps: int) -> None:
-    """After a recompute sequences fork from each other; one of them leaves in the middle of that."""
+    """After a recomputation, sequences fork from each other; one of them finishes before all have."""
     engine = FakeEngine(config(max_num_batched_tokens=6, prefix_caching=False))
     request = endless(prompt(10), 9, kind="samples", width=4)
     name = engine.add(request)
@@ -487,7 +487,7 @@ def test_no_more_forks_than_announced() -> None:
 
 
 def scheduled_tokens(engine: FakeEngine, request: Request) -> int:
-    """How many tokens of the prompt had to be computed."""
+    """Number of prompt tokens that had to be computed."""
     engine.add(request)
     total = 0
     while engine.scheduler.has_unfinished():
@@ -599,7 +599,7 @@ def test_abort_of_the_unknown_and_the_finished() -> None:
 
 
 def test_an_aborted_swap_is_not_copied() -> None:
-    """Its host blocks may belong to somebody else by the time the copies are done."""
+    """Its host blocks may belong to another request when the copies run."""
     engine = FakeEngine(config(prefix_caching=False), num_host_blocks=2)
     for name, first in [("a", 10), ("b", 20)]:
         engine.add(endless(prompt(7, first), 5, request_id=name))

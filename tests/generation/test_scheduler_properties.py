@@ -1,4 +1,4 @@
-"""Scheduler under random load: whatever happens on the way, every request yields what it yields alone."""
+"""Scheduler under random load: under any sequence of events, every request gets the result that it gets alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_preemption_after_every_token_changes_nothing(kind: str, mode: Any, wind
     while engine.scheduler.has_unfinished():
         engine.step()
         group = engine.scheduler.get(name)
-        if group is not None and group.live[0].num_tokens > length:  # else a recompute would never get on
+        if group is not None and group.live[0].num_tokens > length:  # otherwise recomputation would make no progress
             length = group.live[0].num_tokens
             engine.force_preempt(name, mode)
     engine.check_empty()
@@ -82,7 +82,7 @@ def test_preemption_after_every_token_changes_nothing(kind: str, mode: Any, wind
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_an_abort_in_any_state_leaves_nothing(kind: str, mode: Any, windows: tuple[int | None, ...]) -> None:
-    """Waiting, in the middle of the prompt, branched, preempted, and just back."""
+    """Waiting, in the middle of the prompt, forked, preempted, and just resumed."""
     request, other = request_of(kind), Request((7, 8, 9), 12, root=ROOTS[1], num_eos=0)
     for at in range(num_steps_of(request, windows) + 1):
         for steps_after_preemption in range(3):
@@ -233,7 +233,7 @@ def is_beginning(result: Result, expected: Result, request: Request) -> bool:
 
 @pytest.mark.parametrize(("mode", "num_host_blocks"), [("auto", 30), ("swap", 8), ("recompute", 0)])
 def test_soak(mode: Any, num_host_blocks: int) -> None:
-    """A pool that is always too small, and a thousand requests through it: nothing piles up."""
+    """A thousand requests through a pool that is always too small leak nothing."""
     rng = random.Random(mode)
     config = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=48, preemption=mode)
     engine = FakeEngine(config, num_blocks=60, num_host_blocks=num_host_blocks)

@@ -1,4 +1,4 @@
-"""Random load with everything that may happen to an engine. `scripts/soak.py` does the same a million times."""
+"""Random load with every kind of event on an engine. `scripts/soak.py` runs a million requests of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Those who call generate for the user: pipelines, PEFT, evaluation harnesses, trainers. Paged against plain."""
+"""Libraries that call `generate` for the user: pipelines, PEFT, evaluation harnesses, trainers. Paged against plain."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_pipeline_options(options: dict[str, Any]) -> None:
 
 
 def test_pipeline_with_the_argument_given_once() -> None:
-    """At construction, or in the model's generation config: every later call is paged."""
+    """Given at construction, or in the model's generation config: every later call is paged."""
     model, tokenizer = models.build("llama"), models.tokenizer()
     options = {"max_new_tokens": 8, "do_sample": False}
     expected = pipeline("text-generation", model=model, tokenizer=tokenizer)(TEXTS, **options)
@@ -157,7 +157,7 @@ def test_check_of_a_peft_model() -> None:
 
 
 class _StopOnText(StoppingCriteria):
-    """As lm-eval's MultiTokenEOSCriteria: decodes the last tokens of each row; remembers which rows are done."""
+    """Like lm-eval's MultiTokenEOSCriteria: decodes the last tokens of each row and remembers which rows are done."""
 
     def __init__(self, text: str, tokenizer: Any, length: int, rows: int) -> None:
         self.text, self.tokenizer, self.length = text, tokenizer, length
@@ -200,7 +200,7 @@ def test_evaluation_harness_pattern(family: str, gen_kwargs: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def _unwrapped_for_generation(model: Any) -> Iterator[Any]:
-    """As TRL's unwrap_model_for_generation with gradient checkpointing on: switched off and on around the call."""
+    """Like TRL's unwrap_model_for_generation: disables gradient checkpointing around the call."""
     checkpointing = model.is_gradient_checkpointing
     if checkpointing:
         model.gradient_checkpointing_disable()
@@ -254,7 +254,7 @@ def test_data_parallel_wrapper_attribute(paged_equals_plain: Any) -> None:
 @older_names
 @pytest.mark.parametrize("kind", ["prompt", "ptuning", "prefix"])
 def test_peft_prompt_learning(kind: str) -> None:
-    """Virtual tokens enter through a patch on the model's input preparation; they must not get lost."""
+    """PEFT inserts virtual tokens through a patch on the model's input preparation; they must not be lost."""
     peft = pytest.importorskip("peft")
     configs = {
         "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),

@@ -1,4 +1,4 @@
-"""Ctrl-C wherever it can strike: a packed forward leaves the model as it was, a step of an engine nobody waiting."""
+"""Ctrl-C at every possible point: a packed forward restores the model, and after an engine's step no reader hangs."""
 
 import dis
 import sys
@@ -45,8 +45,8 @@ TRACED = {
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the `at`-th place in the traced functions where CPython looks for signals: the start
-    of a function, after a call, at the end of a loop's body. Counts these places."""
+    """Raises KeyboardInterrupt at the `at`-th point in the traced functions where CPython handles signals: at the start
+    of a function, after a call, and at the end of a loop's body. Counts these points."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at
@@ -81,7 +81,7 @@ def interrupted(function: Callable[[], Any], at: int | None) -> int:
 
 
 def interrupted_everywhere(function: Callable[[], Any], more_than: int) -> Iterator[int]:
-    """Interrupts it at each of its places, of which there are `more_than` that, and lets the caller look after each."""
+    """Interrupt the function at each of its points (more than `more_than`); yields after each, for checks."""
     total = interrupted(function, None)
     assert total > more_than
     for at in range(1, total + 1):
@@ -187,7 +187,7 @@ def test_adapters_of_requests() -> None:
 
 
 class Deaf:
-    """A streamer; what it does with tokens may be interrupted too."""
+    """A streamer, which may be interrupted too."""
 
     def put(self, value: torch.Tensor) -> None:
         pass
@@ -199,7 +199,7 @@ class Deaf:
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever, no block is lost, and who ends without an error has the tokens that are its own."""
+    """No reader waits forever, no block is lost, and every request that ends without an error has the right tokens."""
     owners = (
         engine.Engine,
         delivery.Delivery,

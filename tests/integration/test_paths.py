@@ -1,4 +1,4 @@
-"""How many modules of ours a decode step passes. The bounds may fall, and must not rise: a newcomer reads this path."""
+"""How many of our modules a decode step enters. Newcomers read this path, so the bounds may fall but must not rise."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_i
 class Modules:
     """The modules of hf_paged that are entered between `start` and `stop`.
 
-    Generated methods of records do not count, and the kernels count as one: how many files they take depends on the
-    machine.
+    Generated methods of records do not count. All kernels count as one module: their files depend on the machine.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from hf_paged.kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True)
 class Case:
-    """lens: (query_len, seq_len) of each sequence. `shared`: leading blocks that all sequences have in common."""
+    """lens: (query_len, seq_len) of each sequence. shared: number of leading blocks that all sequences share."""
 
     lens: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (4, 2)
@@ -47,7 +47,7 @@ class Batch:
         )
 
     def only(self, seqs: list[int]) -> Batch:
-        """The same K/V and the same queries, for some of the sequences."""
+        """The batch restricted to these sequences."""
         m = self.metadata
         starts = m.query_start_loc.tolist()
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in seqs])
@@ -95,7 +95,7 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
         where = (where[0][fresh], where[1][fresh])
         key_cache[where] = randn(int(fresh.sum()), num_kv_heads, case.head_dim)
         value_cache[where] = randn(int(fresh.sum()), num_kv_heads, v_head_dim)
-        if case.sliding_window is not None:  # blocks that no query of this step can see have been given back
+        if case.sliding_window is not None:  # blocks outside every query's window have been freed
             dropped = max(0, seq_len - query_len - case.sliding_window + 1) // bs
             if dropped > case.shared:
                 key_cache[table[i, case.shared : dropped].long()] = torch.nan
@@ -133,7 +133,7 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
 
 
 def unwritten(batch: Batch) -> tuple[Batch, dict[str, torch.Tensor]]:
-    """The same batch before its step's K/V is in the blocks, and that K/V, strided as a model's own."""
+    """The batch before its step's K/V is written, and that K/V with the strides of a model's tensors."""
     slots = batch.metadata.slot_mapping
     caches = [batch.key_cache.clone(), batch.value_cache.clone()]
     new_kv = {}
@@ -145,7 +145,7 @@ def unwritten(batch: Batch) -> tuple[Batch, dict[str, torch.Tensor]]:
 
 
 def check(batch: Batch, impl: str) -> None:
-    """Compare with the reference; fp32 closely, half precision against twice what rounding the result alone costs."""
+    """Compare with the reference: fp32 closely, half precision within twice the error of rounding the result."""
     expected, expected_lse = batch.run("reference", return_lse=True)
     exact, exact_lse = expected.double(), expected_lse.double()
     actual, lse = batch.run(impl, return_lse=True)

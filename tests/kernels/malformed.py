@@ -1,5 +1,5 @@
-"""Calls with one malformed argument each, run as a program: every one must raise ValueError. An access outside a tensor
-may end the process or go unnoticed, so the names of the calls are printed first and nothing is caught but exceptions.
+"""Calls with one malformed argument each, each of which must raise ValueError. This file runs as a program that prints
+the name of each call before making it, because an access outside a tensor may end the process.
 
     python tests/kernels/malformed.py ROUNDS SEED IMPL...
 
@@ -24,7 +24,7 @@ Mutation = Callable[[Arguments, random.Random], None]
 
 
 def metadata(**changes: Callable[[torch.Tensor], Any]) -> Mutation:
-    """Changes copies of some fields of the metadata."""
+    """A mutation that changes copies of some fields of the metadata."""
 
     def mutate(arguments: Arguments, _: random.Random) -> None:
         old = arguments["metadata"]
@@ -51,7 +51,7 @@ def put(index: Any, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values, every second element of the last dimension."""
+    """The same values with a stride of 2 in the last dimension."""
     return torch.stack([x, x], dim=-1)[..., 0]
 
 

@@ -1,6 +1,6 @@
-"""Compile a kernel launch for a chip that is not there and measure the machine code.
+"""Compile kernel launches for a chip that is not present and measure the machine code.
 
-Runs in a process of its own without TRITON_INTERPRET: `python offline.py CHIP` prints one JSON object a line.
+Runs in a separate process without TRITON_INTERPRET: `python offline.py CHIP` prints one JSON object per line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TYPES = {
 
 
 def source_of(launch: Launch) -> ASTSource:
-    """What triton would specialise this launch on: types, constants, divisibility by 16."""
+    """The source as triton would specialise it for this launch: types, constants, divisibility by 16."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -62,7 +62,7 @@ def source_of(launch: Launch) -> ASTSource:
 
 
 def measure(launch: Launch, chip: str) -> dict[str, Any]:
-    """registers, spills (bytes or registers), shared (bytes), and the counts of the instructions that matter."""
+    """registers, spills (bytes or registers), shared (bytes), and counts of the relevant instructions."""
     target, _ = CHIPS[chip]
     compiled = triton.compile(
         source_of(launch), target=GPUTarget(target.backend, target.arch, target.warp_size), options=launch.options
@@ -86,9 +86,9 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
 
 
 def _copies_in_flight(ptx: str) -> list[int]:
-    """For each innermost loop with matrix instructions: groups of copies that may be under way while it computes.
+    """For each innermost loop with matrix instructions: the number of copy groups in flight while it computes.
 
-    0 where the loop waits for everything it has asked for: double buffering at best, no pipeline at worst.
+    0 means that the loop waits for all of its copies: double buffering at best, no pipeline at worst.
     """
     lines = ptx.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\$L__BB\w+):", line))}
@@ -150,7 +150,7 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
 
 
 def variants(chip: str) -> dict[str, Launch]:
-    """Every kernel at the shapes it is tuned for; on sm90 more of them, the other chips share its code paths."""
+    """Every kernel at the shapes for which it is tuned; more of them on sm90, whose code paths other chips share."""
     every_feature = {"sliding_window": 1024, "softcap": 30.0}
     prefix, plan, decode, reduce = _attention(chip, 1, 128)
     found = {"prefix": prefix, "plan": plan, "decode d128": decode, "reduce": reduce}

@@ -1,4 +1,4 @@
-"""A pytest plugin: the native kernels of a library with sanitizers, $HF_PAGED_SANITIZED, and workspaces of exact size.
+"""A pytest plugin that loads the native kernels from $HF_PAGED_SANITIZED, built with sanitizers, with exact workspaces.
 
 Needs the sanitizers' runtime in LD_PRELOAD; `test_sanitizers.py` builds the library and runs pytest with this plugin.
 """
@@ -22,7 +22,7 @@ _kept: list[torch.Tensor] = []
 
 
 def exact_workspace(num_bytes: int) -> int:
-    """As `native_ops.workspace`, but fresh memory with nothing behind it."""
+    """Like `native_ops.workspace`, but new memory of exactly this size."""
     _kept[:] = [torch.empty(num_bytes, dtype=torch.uint8)]
     return _kept[0].data_ptr()
 

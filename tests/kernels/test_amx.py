@@ -1,5 +1,5 @@
-"""The code for matrix units on machines without one: its tests, run in processes of their own with an emulation of the
-tile instructions; and the emulation against the definition of the instruction.
+"""The AMX code on machines without AMX: its tests run in subprocesses with an emulation of the tile instructions. The
+emulation itself is compared with the definition of the instruction.
 """
 
 from __future__ import annotations

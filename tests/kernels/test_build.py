@@ -1,4 +1,4 @@
-"""How the native kernels are compiled, kept, found and loaded, and that a process decides once."""
+"""How the native kernels are compiled, cached, found and loaded, and that a process decides once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def built() -> Path:
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A process that has not asked yet, and an empty cache; returns the directory where the kernels will be."""
+    """The state of a new process with an empty cache; returns the directory of the future library."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(native_build.SWITCH, raising=False)
     monkeypatch.setattr(native_build, "_decision", None)
@@ -47,7 +47,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def compiler(tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """$CC: a program that "compiles" by copying the kernels that this machine has. Its calls are lines of `calls`."""
+    """$CC: a program that "compiles" by copying the existing library. It appends a line to `calls` for each call."""
     path = tmp_path / "compiler"
     copy = f'while [ "$1" != -o ]; do shift; done; cp {built} "$2"'
     write_script(path, f'echo "$*" >> {tmp_path / "calls"}; {_AS_ALWAYS}; {copy}')
@@ -92,7 +92,7 @@ def test_the_next_process_compiles_nothing(fresh: Path, compiler: Path, monkeypa
 def test_a_build_in_progress_is_waited_for(
     fresh: Path, built: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process is this thread: it holds the lock, and has the kernels ready before it lets go."""
+    """This thread plays the other process: it holds the lock and installs the kernels before it releases the lock."""
     directory, waits = store.open_directory(), threading.Event()
     path = directory / native_build._file_name(find_toolchain())
     monkeypatch.setattr(logging.getLogger("hf_paged"), "warning", lambda *_: waits.set())
@@ -108,8 +108,8 @@ def test_a_build_in_progress_is_waited_for(
 
 
 def test_attention_and_layers_are_native_together(fresh: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has asked in vain keeps to torch for everything, although the kernels are there by now; one that
-    builds them has everything native."""
+    """A process that found no kernels uses torch for everything, even if they exist later. A process that builds them
+    uses native code for everything."""
     monkeypatch.setenv("CC", "no-such-compiler")
     assert ops.default_impl("cpu") == "torch" and not fused_ops.is_available()
     monkeypatch.setenv("CC", str(compiler))
@@ -161,7 +161,7 @@ def test_a_failure_is_kept_for_an_hour(fresh: Path, compiler: Path, monkeypatch:
     write_script(compiler, f"echo x >> {calls}; {_AS_ALWAYS}; {_BROKEN}")
 
     def ask() -> int:
-        """How often the compiler runs for a new process."""
+        """Number of compiler runs in a new process."""
         calls.write_text("")
         monkeypatch.setattr(native_build, "_decision", None)
         assert native_build.library() is None
@@ -208,14 +208,14 @@ def test_a_killed_build_leaves_nothing_in_the_way(fresh: Path, compiler: Path) -
 
 
 def test_what_was_hashed_is_compiled(fresh: Path, compiler: Path) -> None:
-    """Not the installed files, which an upgrade may change meanwhile."""
+    """Later changes of the installed files, for example by an upgrade, have no effect."""
     native_build.build()
     commands = (fresh.parents[1] / "calls").read_text()
     assert "attention" in commands and str(native_build._PACKAGE) not in commands
 
 
 def test_links_keep_their_names(fresh: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ccache is told by its name which compiler is meant."""
+    """ccache recognises the compiler by the name of the link."""
     links = tmp_path / "links"
     links.mkdir()
     write_script(tmp_path / "ccache", f'[ "$(basename "$0")" = gcc ] && exec {compiler} "$@"; exit 1')
@@ -237,7 +237,7 @@ def test_a_chosen_compiler_that_is_missing_is_not_replaced(fresh: Path, monkeypa
 
 
 def test_clang_is_refused_beside_the_library_of_gcc(tmp_path: Path) -> None:
-    """Its code calls functions that libgomp does not have: the library would not load."""
+    """clang's code calls functions that libgomp lacks, so the library would not load."""
     write_script(tmp_path / "clang", "echo '#define __clang__ 1'")
     toolchain = Toolchain((str(tmp_path / "clang"),), (), Path("/torch/lib/libgomp.so.1"))
     with pytest.raises(NativeBuildError, match=r"clang.*libgomp\.so\.1; use gcc"):
@@ -246,7 +246,7 @@ def test_clang_is_refused_beside_the_library_of_gcc(tmp_path: Path) -> None:
 
 
 def test_one_build_for_every_environment(compiler: Path) -> None:
-    """Where torch lies is of no matter, as long as its OpenMP library has the same name."""
+    """torch's location does not matter as long as its OpenMP library has the same name."""
     first, second, other = (
         replace(find_toolchain(), openmp=Path(path))
         for path in ("/one/torch/lib/libgomp.so.1", "/two/torch/lib/libgomp.so.1", "/two/torch/lib/libomp.so")

@@ -1,4 +1,4 @@
-"""A performance test that needs no GPU: every kernel compiled for four chips, and what the machine code looks like."""
+"""A performance test without a GPU: every kernel is compiled for four chips and its machine code is checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHIPS = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB of shared 
 
 @pytest.fixture(scope="module", params=CHIPS)
 def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, Any]]]:
-    """(chip, measurements by variant). In a process of its own: this one may run the interpreter."""
+    """(chip, measurements by variant), from a subprocess, because this process may use the interpreter."""
     folder = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder.parent.parent), os.environ.get("PYTHONPATH")]))
@@ -29,10 +29,10 @@ def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, A
 
 
 def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
-    """What is wrong with one variant's machine code."""
+    """The rules that one variant's machine code breaks."""
     attends = name.split()[0] in ("decode", "prefill", "verify", "short")
     wanted = {
-        # One register parked outside the loops costs nothing; ptxas does that at its own discretion.
+        # One register spilled outside the loops costs nothing, and ptxas sometimes does that.
         "no spills": found["spills"] <= (0 if chip == "gfx942" else 8),
         "fits shared memory": found["shared"] <= CHIPS[chip] * 1024,
     }
@@ -43,7 +43,7 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
     elif attends:
         wanted["asynchronous copies"] = found["cp_async"] > 0
         if not name.startswith("prefill") and "fp32" not in name:
-            # K and V of the next tile are under way while this one is multiplied: paging costs no pipeline stage.
+            # K and V of the next tile are loaded while this one is multiplied: paging costs no pipeline stage.
             wanted["pipelined"] = bool(found["in_flight"]) and min(found["in_flight"]) >= 2
         if chip == "sm90" and name.startswith(("prefill", "verify")) and "d512" not in name:
             wanted["wgmma"] = found["wgmma"] > 0

@@ -1,4 +1,4 @@
-"""Both CPU implementations of paged attention against the fp64 reference, with NaN in every slot nobody owns."""
+"""Both CPU implementations of paged attention against the fp64 reference, with NaN in every unowned slot."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ NEIGHBOURS = [
 
 @functools.cache
 def _equal_heads_give_equal_bits(dtype: torch.dtype, threads: int) -> bool:
-    """Whether torch's attention rounds alike in all threads.
+    """Whether torch's attention rounds equally in all threads.
 
-    MKL on AMD CPUs does not: its products depend on the alignment of a thread's scratch memory, unless MKL_CBWR is set.
+    On AMD CPUs, MKL's products depend on the alignment of a thread's scratch memory unless MKL_CBWR is set.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -136,7 +136,7 @@ def _equal_heads_give_equal_bits(dtype: torch.dtype, threads: int) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", NEIGHBOURS, ids=_name)
 def test_neighbours_do_not_matter(case: Case, dtype: torch.dtype, threads: int, impl: str) -> None:
-    """Bit for bit: a sequence alone gives what it gives in company."""
+    """A sequence gives the same bits alone and in a batch."""
     if impl == "torch" and not _equal_heads_give_equal_bits(dtype, threads):
         pytest.skip("torch's own attention gives equal inputs different bits on this CPU with so many threads")
     batch = make_batch(replace(case, dtype=dtype))
@@ -181,7 +181,7 @@ def test_write_kv(dtype: torch.dtype, impl: str) -> None:
 
 
 def test_write_kv_from_a_head_major_view(impl: str) -> None:
-    """As a model hands it over: [1, heads, tokens, dim] transposed; and into a cache of another dtype."""
+    """K/V as a model passes it, [1, heads, tokens, dim] transposed; and a cache of another dtype."""
     states = torch.randn(1, 3, 20, 16)
     key = states[0].transpose(0, 1)
     slots = torch.randperm(32)[:20]
@@ -208,7 +208,7 @@ def test_copy_blocks(impl: str) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_copy_blocks_into_other_tensors(impl: str, whole: bool) -> None:
-    """Into tensors that lie block by block beside one another, and back into others. `whole`: blocks are runs."""
+    """Into tensors that are interleaved block by block, and back into others. `whole`: blocks are contiguous."""
     shapes, dtypes = [(16, 2, 8), (4,), (16, 1, 40)], [torch.float32, torch.bfloat16, torch.uint8]
     caches = [torch.randint(0, 99, (32, *s)).to(d) for s, d in zip(shapes, dtypes)]
     if not whole:
@@ -232,7 +232,7 @@ def test_copy_blocks_into_other_tensors(impl: str, whole: bool) -> None:
 
 
 def test_offsets_beyond_two_to_the_31(impl: str) -> None:
-    """Block ids whose element offsets do not fit 32 bits. The memory is reserved, and touched in three blocks only."""
+    """Block ids whose element offsets exceed 32 bits. The memory is reserved, but only three blocks are touched."""
     blocks = (1 << 31) // (16 * 64) + 4
     key_cache, value_cache = (torch.empty(blocks, 16, 1, 64, dtype=torch.bfloat16) for _ in range(2))
     small = make_batch(Case(((1, 40),), heads=(4, 1), head_dim=64, dtype=torch.bfloat16))
@@ -251,7 +251,7 @@ def test_offsets_beyond_two_to_the_31(impl: str) -> None:
 
 
 def test_the_plan_is_made_once_a_step(impl: str) -> None:
-    """All layers of a step share it: the second call adds nothing to the scratch."""
+    """All layers of a step share the plan: the second call adds nothing to the scratch."""
     batch = make_batch(Case(MIXED))
     kwargs = {"impl": impl, **batch.options}
     first = ops.paged_attention(batch.query, batch.key_cache, batch.value_cache, batch.metadata, **kwargs)
@@ -262,7 +262,7 @@ def test_the_plan_is_made_once_a_step(impl: str) -> None:
 
 
 def test_what_a_neighbour_wrote_behind_us_in_a_shared_block_is_never_read(impl: str) -> None:
-    """Two sequences in the same blocks, one of them shorter: the longer one's values may be anything."""
+    """Two sequences in the same blocks: the values after the end of the shorter one may be anything."""
     batch = make_batch(Case(((1, 400), (1, 140)), heads=(4, 2), shared=25))
     batch.metadata.block_tables[1] = batch.metadata.block_tables[0]
     expected = batch.only([1]).run("reference")
@@ -273,7 +273,7 @@ def test_what_a_neighbour_wrote_behind_us_in_a_shared_block_is_never_read(impl: 
 
 
 def test_new_kv_of_another_dtype(impl: str) -> None:
-    """What was written counts, in the dtype of the blocks."""
+    """Attention uses the K/V as written, in the dtype of the blocks."""
     batch = make_batch(Case(MIXED, dtype=torch.bfloat16))
     before, new_kv = unwritten(batch)
     got = before.run(impl, **{name: x.double() for name, x in new_kv.items()})

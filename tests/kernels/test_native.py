@@ -1,4 +1,4 @@
-"""The native kernels: every instruction set this machine runs, sharing, threads. test_build.py has their making."""
+"""The native kernels: every instruction set that this machine runs, sharing, threads. test_build.py tests the build."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def built() -> Path:
 # -- the kernel -------------------------------------------------------------------------------------------------------
 
 
-# What each target is called, and the flag that tells whether a machine runs it.
+# The name of each target, and the CPU flag that it requires.
 TARGETS = {
     "x86-64": (b"128-bit vectors", "sse2"),
     "haswell": (b"AVX2", "avx2"),
@@ -87,7 +87,7 @@ def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest
     ids=["group-3", "group-1", "group-4", "block-1", "group-8", "k-128-v-64", "group-20", "tokens", "ends", "v-48"],
 )
 def test_shapes_of_matrix_tiles(case: Case) -> None:
-    """Head sizes that matrix units take, and one that they do not, with everything a call can ask for."""
+    """Head sizes that matrix units support, and one that they do not, with every feature of a call."""
     batch = make_batch(replace(case, dtype=torch.bfloat16))
     check(batch, "native")
     together = batch.run("native")
@@ -129,7 +129,7 @@ def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_equal_ids_in_other_places_are_not_shared() -> None:
-    """Two sequences that hold the same block at different positions, as no engine would: each reads its own."""
+    """Two sequences with the same block at different positions, which no engine makes: each reads its own keys."""
     batch = make_batch(Case(((1, 256), (1, 256)), heads=(2, 1)))
     table = batch.metadata.block_tables.clone()
     table[1, :8], table[1, 8:16] = table[0, 8:16], table[0, :8].clone()

@@ -1,4 +1,4 @@
-"""The reference itself, against attention written down differently: dense, with torch's own fused function."""
+"""The reference against an independent implementation: dense attention with torch's fused function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels.cases import Case, make_batch
 
 
 def _dense(batch, seq: int, visible: torch.Tensor) -> torch.Tensor:
-    """Attention of one sequence over K/V read slot by slot, in fp64."""
+    """Attention of one sequence in fp64, over K/V that is read slot by slot."""
     metadata, bs = batch.metadata, batch.key_cache.shape[1]
     rows, seq_len = batch.rows(seq), int(metadata.seq_lens[seq])
     slots = [int(metadata.block_tables[seq, j // bs]) * bs + j % bs for j in range(seq_len)]

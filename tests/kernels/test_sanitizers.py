@@ -1,4 +1,4 @@
-"""The tests of the C code once more, under AddressSanitizer and UndefinedBehaviorSanitizer: minutes.
+"""The tests of the C code under AddressSanitizer and UndefinedBehaviorSanitizer. They take minutes.
 
 python -m pytest -m slow tests/kernels/test_sanitizers.py
 """
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where AVX-512 with BF16 allows it, with the code for AMX on its emulation."""
+    """The environment of the tests; on a CPU with AVX-512 and BF16 it includes the emulation of AMX."""
     toolchain = find_toolchain()
     paths = [
         subprocess.run([*toolchain.command, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()

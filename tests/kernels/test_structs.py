@@ -1,4 +1,4 @@
-"""The structs of Python lie in memory as those of C."""
+"""The ctypes structs have the memory layout of the C structs."""
 
 from __future__ import annotations
 

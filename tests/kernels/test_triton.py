@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference: in the interpreter on a CPU at small sizes, on a GPU where there is one."""
+"""The Triton kernels against the reference: at small sizes in the interpreter on a CPU, or on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def name(options: dict[str, object]) -> str:
 
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every decode step is planned and split, however short."""
+    """Every decode step is planned and split, even a short one."""
     monkeypatch.setattr(triton_ops, "MAX_WHOLE_TILES", 0)
     monkeypatch.setattr(triton_plan, "MIN_TILES", 1)
     monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
@@ -148,7 +148,7 @@ def test_same_bits_twice() -> None:
 
 
 def planned(batch: Batch) -> triton_plan.Plan:
-    """Run with poisoned scratch memory and compare; the plan that was used."""
+    """Run with poisoned scratch memory, compare with the reference, and return the plan."""
     batch.metadata.scratch.clear()
     arguments = batch.query, batch.key_cache, batch.value_cache, batch.metadata
     ops.paged_attention(*arguments, impl="triton", **batch.options)
@@ -183,7 +183,7 @@ def test_plan_leaves_out_what_the_window_hides() -> None:
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "softcap": 3.0, "alibi": True}, {"block_size": 48}], ids=name)
 @pytest.mark.usefixtures("split")
 def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
-    """Three sequences with 192 keys in common, one alone, two with one more new token than may share."""
+    """Three sequences with 192 common keys, one without, and two that cannot share because they have two new tokens."""
     shared = 192 // int(options.get("block_size", 16))
     lens = ((1, 250), (1, 200), (1, 321), (2, 300), (1, 193))
     plan = planned(make_batch(Case(lens, head_dim=16, shared=shared, **options), DEVICE))
@@ -198,7 +198,7 @@ def test_more_sequences_share_than_fit_a_tile() -> None:
     assert units_of(plan)[0] == (0, 11, 0, 1)
 
 
-# -- launches that are kept, as a CUDA graph keeps them --------------------------------------------------------------
+# -- recorded launches, as in a CUDA graph ---------------------------------------------------------------------------
 
 STEPS = [
     ((1, 1),),
@@ -222,7 +222,7 @@ STEPS = [
 def test_launches_of_one_step_compute_any_other(
     longest: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was decided on the host for eight sequences of padding holds for others: grids, kernels, plans, tables."""
+    """Launches decided on the host for eight padding sequences are valid for others: grids, kernels, plans, tables."""
     monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
     options = {"head_dim": 16, **options}
     size, example = 8, make_batch(Case(((1, 1),), **options), DEVICE)
@@ -276,7 +276,7 @@ def test_launches_of_one_step_compute_any_other(
         expected = batch.run("reference")
         for layer in out:
             torch.testing.assert_close(layer[:count], expected, atol=2e-5, rtol=2e-5)
-            assert layer.isfinite().all()  # padding too: it may meet operations that look at all rows
+            assert layer.isfinite().all()  # padding rows too, because other operations may read all rows
         for cache, whole in ((key_cache, batch.key_cache), (value_cache, batch.value_cache)):
             assert torch.equal(cache[: len(whole)].nan_to_num(nan=7.0), whole.nan_to_num(nan=7.0))
             assert cache[len(whole) :].isnan().all()
@@ -312,7 +312,7 @@ def test_write_kv(
 
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.int8, torch.bfloat16)], ids=str)
 def test_copy_blocks(dtypes: tuple[torch.dtype, ...]) -> None:
-    """Caches of different dtypes and sizes, one inside a larger tensor, sizes that are no multiple of a word."""
+    """Caches of different dtypes and sizes, one inside a larger tensor; sizes that are not multiples of a word."""
     caches = [torch.randint(-99, 99, (7, 16, 2, 5), device=DEVICE).to(dtype) for dtype in dtypes]
     caches.append(torch.randint(-99, 99, (7, 2, 3001), device=DEVICE).to(dtypes[0])[:, 1])
     for group in (caches, caches[1:2]):
@@ -326,7 +326,7 @@ def test_copy_blocks(dtypes: tuple[torch.dtype, ...]) -> None:
 
 @pytest.mark.parametrize("gap", [0, 3, 16])
 def test_copy_blocks_into_other_tensors(gap: int) -> None:
-    """Into tensors that lie block by block beside one another, `gap` bytes apart, and back into others."""
+    """Into tensors that are interleaved block by block, `gap` bytes apart, and back into others."""
     caches = [torch.randint(-99, 99, (7, 16, 2, n), device=DEVICE).to(torch.int8) for n in (64, 5, 48)]
     beside = torch.zeros(5, 16 * 2 * 117 + 3 * gap, dtype=torch.int8, device=DEVICE)
     parts, start = [], 0
@@ -354,7 +354,7 @@ def test_copy_blocks_needs_contiguous_blocks() -> None:
 
 
 def test_offsets_past_two_to_the_31() -> None:
-    """Blocks so far apart that element offsets need 64 bits; the memory between them is never touched."""
+    """Blocks whose element offsets need 64 bits; the memory between them is never touched."""
     num_blocks, stride = 6, 2**29 + 64
     pool = torch.empty(num_blocks * stride, dtype=torch.float16, device=DEVICE)
     key_cache = pool.as_strided((num_blocks, 4, 1, 16), (stride, 32, 16, 1))

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU at real sizes: nothing waits for the host, nothing is compiled twice, graphs replay."""
+"""The Triton kernels on a GPU at real sizes: no waits for the device, no kernel is compiled twice, graphs replay."""
 
 from __future__ import annotations
 

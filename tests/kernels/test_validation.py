@@ -41,7 +41,7 @@ def test_malformed_arguments_raise_in_triton() -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "native"])
 def test_what_no_query_sees_may_be_anything(impl: str) -> None:
-    """Blocks that left the window, and entries behind the last block, are not block ids."""
+    """Entries of blocks that left the window, and entries after the last block, need not be valid block ids."""
     if impl == "native":
         if not native_build.has_compiler():
             pytest.skip("no C compiler on this machine")
@@ -53,7 +53,7 @@ def test_what_no_query_sees_may_be_anything(impl: str) -> None:
 
 
 def test_native_writes_in_any_layout() -> None:
-    """A named implementation never falls back: it converts dtypes and follows strides itself."""
+    """An explicit implementation never falls back: it converts dtypes and handles strides itself."""
     if not native_build.has_compiler():
         pytest.skip("no C compiler on this machine")
     native_build.build()

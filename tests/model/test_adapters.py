@@ -1,4 +1,4 @@
-"""Requests with adapters of their own in one engine, against `generate` with that adapter active."""
+"""Requests with different adapters in one engine, against `generate` with that adapter active."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TARGETS = {"x": ["q_proj", "v_proj", "down_proj"], "y": ["v_proj", "o_proj", "up
 
 
 def lora(targets: Any, **options: Any) -> Any:
-    """With random weights, strong enough to change the text."""
+    """A LoRA config with random weights, large enough to change the text."""
     return peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False, **options)
 
 
@@ -58,7 +58,7 @@ def inner(model: Any) -> Any:
 
 @contextmanager
 def activated(model: Any, name: str | None) -> Iterator[None]:
-    """PEFT's own way to have only that adapter at work; the model is as it was afterwards."""
+    """Activate only this adapter with PEFT's own methods; the model is restored afterwards."""
     layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
     before = [(m._active_adapter, m._disable_adapters) for m in layers]
     gradients = [p.requires_grad for p in model.parameters()]
@@ -89,7 +89,7 @@ def tokens(output: hf_paged.RequestOutput) -> list[list[int]]:
 
 
 def state(model: Any) -> list[Any]:
-    """All that a step may touch, down to which attributes a layer has of its own."""
+    """All state that a step may change, including the instance attributes of layers."""
     own = [
         {name: value for name, value in vars(module).items() if name in ("_active_adapter", "_disable_adapters")}
         for module in model.modules()
@@ -106,7 +106,7 @@ def finish(engine: Engine) -> dict[str, hf_paged.RequestOutput]:
 
 
 def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Forwards of every step to come."""
+    """The number of forwards of every later step."""
     counts: list[int] = []
     model, run = engine._runner._model, engine._runner.run
     forward = model.forward
@@ -128,7 +128,7 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def wanted(count: int, seed: int = 0) -> list[tuple[str | None, torch.Tensor, GenerationConfig]]:
-    """Every way to decode with every adapter, in the end; what is active on the model too."""
+    """Requests that cover every decoding mode with every adapter, including the model's active one."""
     names = itertools.cycle([*NAMES, None])
     lengths = [1 + (7 * n) % 37 for n in range(count)]
     options = itertools.cycle(map(config, OPTIONS))
@@ -189,7 +189,7 @@ def test_models_that_cannot_run_packed() -> None:
 
 
 def test_packed_weights_of_linear_layers() -> None:
-    """The copies are of the layers that adapters wrap, and of those that they bring along."""
+    """Copies are made of the layers that adapters wrap and of the adapters' own layers."""
     model = with_peft()
     (prompt,) = models.prompts(9)
     with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
@@ -198,7 +198,7 @@ def test_packed_weights_of_linear_layers() -> None:
 
 
 def test_modules_that_an_adapter_replaces() -> None:
-    """modules_to_save and trainable tokens: PEFT keeps them in wrappers, not in layers."""
+    """modules_to_save and trainable tokens, which PEFT keeps in wrappers, not in layers."""
     model = peft.get_peft_model(models.build("llama"), lora(TARGETS["x"], modules_to_save=["lm_head"]), "x")
     model.add_adapter("y", lora(TARGETS["y"]))
     model.add_adapter("z", lora(TARGETS["z"], trainable_token_indices=[3, 4, 5, 6, 7]))

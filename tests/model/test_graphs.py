@@ -1,4 +1,4 @@
-"""Decode steps as graphs, with tapes for CUDA graphs: the tokens of plain generate, and Python where it is due."""
+"""Decode steps as graphs, with tapes for CUDA graphs: the tokens of plain generate, and eager steps when required."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _taped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(model: Any, num_blocks: int = 200, scheduler: SchedulerConfig | None = None, **options: Any) -> Engine:
-    """An engine of small blocks, with NaN in every slot."""
+    """An engine with small blocks and NaN in every slot."""
     engine = Engine(model, CacheConfig(num_blocks=num_blocks, block_size=4), scheduler, **options)
     for tensor in tensors_of(engine):
         tensor.fill_(torch.nan)
@@ -133,7 +133,7 @@ def test_arrivals_and_aborts_over_all_sizes() -> None:
 
 
 def test_tables_grow_between_replays(family: str) -> None:
-    """From one block to many, and past the window of those that have one; three rows in a graph of four."""
+    """From one block to many, and past the window of families that have one; three rows in a graph of four."""
     model = models.shared(family)
     prompts = models.prompts(1, 2, 9)
     with opened(model) as engine:
@@ -209,7 +209,7 @@ def test_a_hook_is_called_in_every_step_while_it_is_there() -> None:
             try:
                 with pytest.warns(RuntimeWarning, match="without CUDA graphs: .* forward hook"):
                     engine.step()
-                engine.step()  # nothing is said twice
+                engine.step()  # the warning is not repeated
             finally:
                 handle.remove()
             assert calls[0] >= 2 and engine.stats().graph_replays == replays
@@ -297,7 +297,7 @@ def test_the_active_adapter_is_the_one_that_computes() -> None:
         model.merge_adapter()
         compare()
         replays = engine.stats().graph_replays
-    assert len({str(tokens) for tokens in seen}) == 4  # a merged adapter says what it said before
+    assert len({str(tokens) for tokens in seen}) == 4  # a merged adapter gives the same tokens as before
     assert replays == 5 * 9 and TapedGraphs.captures == 5
 
 
@@ -322,7 +322,7 @@ def test_every_adapter_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         return [output.outputs[0].token_ids for output in engine.generate(prompts, made, adapter=chosen)]
 
     with opened(model, scheduler=NO_PREFIXES) as engine:
-        # All three in every step: what one replay gives must outlive the next one.
+        # All three in every step: the results of one replay must survive the next one.
         assert run(engine) == run(engine) == expected
         assert TapedGraphs.captures == 3 and engine.stats().graph_replays == 2 * 9 * 3
     monkeypatch.setattr(graphs, "MOST_VARIANTS", 2)
@@ -374,7 +374,7 @@ def test_sequences_longer_than_the_tables() -> None:
 
 
 class Asking(nn.Module):
-    """Looks at a value, as routers of experts do."""
+    """Reads a value on the host, as routers of experts do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class Asking(nn.Module):
 
 
 class Replacing(nn.Module):
-    """Keeps what it saw last in a buffer."""
+    """Keeps its last input in a buffer."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -488,7 +488,7 @@ def test_a_later_engine_takes_over_graphs_whose_memory_is_where_it_was(monkeypat
         assert generated(second, prompts) == expected and TapedGraphs.captures == 2
 
     def settle(engine: Engine) -> None:
-        """Where the second had its K/V."""
+        """Free the memory that the second engine used for its K/V."""
         for group, other in zip(engine._memory.groups, second._memory.groups):
             group.pool._layers = other.pool._layers
 
@@ -554,7 +554,7 @@ def test_what_does_not_wait_is_not_refused() -> None:
 
 @pytest.mark.parametrize("family, longest", [("llama", 96), ("gemma3", 96), ("mistral", models.MAX_POSITIONS)])
 def test_tables_are_as_long_as_a_sequence_can_be(family: str, longest: int) -> None:
-    """What no layer sees any more takes no block, so that windows alone do not bound a sequence."""
+    """Positions that no layer attends to take no block, so the pool does not bound a sequence with windows."""
     with opened(models.shared(family), num_blocks=24) as engine:
         assert engine._graphs._longest == longest
 
@@ -580,7 +580,7 @@ def test_padding_reads_a_slot_that_the_step_owns() -> None:
 
 
 def test_seeded_samples_and_beams_beside_each_other() -> None:
-    """Steps of one request with several sequences: as many rows, one graph's."""
+    """A request with several sequences has as many rows in a graph."""
     model = models.shared("llama")
     wanted = [(p, config(name)) for p, name in zip(models.prompts(6, 11), ("four samples", "beams to the end"))]
     with opened(model, cuda_graphs=True) as engine:

@@ -1,4 +1,4 @@
-"""CUDA graphs on a device: the tokens of eager steps, replays that do not wait or compile, failures that do no harm."""
+"""CUDA graphs on a device: the tokens of eager steps, replays that neither wait nor compile, safe failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_same_outputs_with_and_without(family: str) -> None:
 
 
 def compiled() -> int:
-    """Versions of our kernels so far."""
+    """Number of compiled versions of our kernels so far."""
     from hf_paged.kernels.triton import plan as triton_plan
     from hf_paged.kernels.triton import split as triton_split
     from hf_paged.kernels.triton import whole as triton_whole
@@ -91,7 +91,7 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("scheduling", [True, False])
 @pytest.mark.parametrize("name", ["greedy", "sample"])
 def test_a_step_waits_for_nothing_but_its_tokens(name: str, scheduling: bool) -> None:
-    """And for these at an event of their own, which the debug mode does not mind."""
+    """It waits for the tokens with an event, which the debug mode permits."""
     scheduler = hf_paged.SchedulerConfig(async_scheduling=scheduling)
     options = {"temperature": 0.8, "top_p": 0.9, "top_k": 20} if name == "sample" else {}
     with opened(models.build("llama").cuda(), scheduler_config=scheduler) as engine:
@@ -120,7 +120,7 @@ def test_async_scheduling_changes_no_token(family: str) -> None:
 
 
 def test_swaps_between_replays() -> None:
-    """Blocks are on their way to the host while graphs are replayed, and come back between them."""
+    """Blocks are swapped out while graphs are replayed, and swapped in between replays."""
     model = models.build("llama").cuda()
     results = []
     for num_blocks in (400, 24):

@@ -1,4 +1,4 @@
-"""Models as people have them: offloaded by accelerate, compiled, quantised, changed under a living engine."""
+"""Models in unusual states: offloaded by accelerate, compiled, quantised, changed while an engine uses them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_offloaded_by_accelerate(model_type: str, to_disk: bool, tmp_path: Path)
 
 
 def test_partly_offloaded(tmp_path: Path) -> None:
-    """The first weights are where they belong: the model's device tells nothing about the others."""
+    """Only the first weights are on their device, so `model.device` does not show that others are offloaded."""
     accelerate = pytest.importorskip("accelerate")
     model = tiny_model("llama")
     plain = generate(model)
@@ -188,7 +188,7 @@ def test_int8_weights(quantise: Any, dtype: torch.dtype) -> None:
     assert type(weight).__name__ != "Parameter" and weight.__tensor_flatten__()
     plain = generate(model)
     if dtype == torch.float32:
-        assert not torch.equal(plain, exact)  # else the test would not see unquantised weights
+        assert not torch.equal(plain, exact)  # otherwise the test would not notice unquantised weights
         assert_both_doors(model, plain)
     else:
         assert hf_paged.check(model).native
@@ -197,7 +197,7 @@ def test_int8_weights(quantise: Any, dtype: torch.dtype) -> None:
         hf_paged.Engine(model, prepack=True)
 
 
-# -- changed under a living engine ---------------------------------------------------------------------------------
+# -- changed while an engine uses the model ------------------------------------------------------------------------
 
 
 def test_half_under_a_living_engine() -> None:

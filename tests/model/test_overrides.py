@@ -1,4 +1,4 @@
-"""Overrides go in where they fit and come out again; what other code sets on a model stays in force and in place."""
+"""Overrides are applied where they fit and removed again; what other code sets on a model stays in effect."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ NEW_TOKENS = 4
 
 
 class Foreign:
-    """A forward of other code: it calls what it found, halves the result, and counts its calls."""
+    """A forward of other code: it calls the previous forward, halves the result and counts its calls."""
 
     def __init__(self, module: nn.Module) -> None:
         self.calls = 0
@@ -123,7 +123,7 @@ class Foreign:
 
 
 def with_accelerate(module: nn.Module) -> Any:
-    """As `device_map` and offloading do."""
+    """Wrap the forward as accelerate does for `device_map` and offloading."""
     hooks = pytest.importorskip("accelerate.hooks")
 
     class Hook(hooks.ModelHook):  # type: ignore[misc]
@@ -155,7 +155,7 @@ def build() -> Any:
 
 
 def run(model: Any, engine: Engine | None) -> list[int]:
-    """Of an engine, or else of a call of generate."""
+    """Tokens from the engine, or from `generate` if there is none."""
     (prompt,) = models.prompts(9)
     options = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
     if engine is None:
@@ -173,7 +173,7 @@ def plain(model: Any) -> list[int]:
 
 @pytest.fixture(params=["engine", "generate"])
 def prepacked(request: pytest.FixtureRequest) -> Any:
-    """A model with packed weights and what runs it."""
+    """A model with packed weights, and the engine that runs it (None: `generate`)."""
     model = build()
     if request.param == "generate":
         hf_paged.prepack(model)
@@ -295,7 +295,7 @@ def test_an_implementation_set_in_a_step_stays() -> None:
 
 
 def test_engines_in_other_threads_keep_their_overrides() -> None:
-    """The first of two overlapping steps that ends leaves the packed copies to the other."""
+    """When the first of two overlapping steps ends, the other one still uses the packed copies."""
     model = build()
     entered, go = threading.Event(), threading.Event()
     seen: list[bool] = []

@@ -1,1 +1,1 @@
-"""Random load on engines, and what each request must yield: shared by the tests and `scripts/soak.py`."""
+"""Random load on engines, and the expected result of each request: shared by the tests and `scripts/soak.py`."""

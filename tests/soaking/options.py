@@ -1,4 +1,4 @@
-"""What a request may ask for: a finite number of random combinations of options, so that solo runs are remembered."""
+"""Options of requests: a finite number of random combinations, so that the results of solo runs can be cached."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FAULT = "the fault of this request"
 
 
 class Nudge(LogitsProcessor):
-    """A processor of the caller's: which tokens it prefers depends on the last one."""
+    """A custom processor that prefers tokens depending on the last one."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores + 3.0 * ((torch.arange(scores.shape[1]) + input_ids[:, -1:]) % 5 == 0)
 
 
 class Unlucky(StoppingCriteria):
-    """A criterion of the caller's: stop after some pairs of tokens."""
+    """A custom criterion that stops after some pairs of tokens."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return input_ids[:, -2:].sum(dim=1) % 9 == 0
@@ -80,7 +80,7 @@ class Option:
 
     @property
     def is_plain(self) -> bool:
-        """Greedy, and every token depends on those before it alone: the run can be cut in two anywhere."""
+        """Greedy, with every token depending only on previous tokens, so that a run can be split at any token."""
         return set(self.fields) <= {"do_sample", "max_new_tokens"} and not (self.nudges or self.has_criterion)
 
     def processors(self) -> list[Any]:

@@ -1,6 +1,6 @@
 """One round of the soak: some hundred random requests through one engine, each compared with its solo run.
 
-Everything random comes from the number of the round. Rounds of one World share models, as a long-lived process does.
+All random choices are seeded by the number of the round. Rounds of one World share models, as in a long-lived process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.soaking.options import FAULT, RaisingCriterion, RaisingProcessor, opt
 from tests.soaking.world import ADAPTERS, BASE, KINDS, NUM_PROMPTS, NUM_VERSIONS, UNNOTICED, World, prompts
 
 PROMPT_TOKENS, NEW_TOKENS, WIDTH = 34, 13, 4
-"""Of the largest request, and one more: the pool holds it, and not much more."""
+"""Blocks of the largest request and one more: the pool holds little more than that request."""
 
 MODES = ("steps", "steps", "steps", "steps", "threads", "stream")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one request asks for, and the weights that it is to be computed with."""
+    """The options of one request, and the weights with which it must be computed."""
 
     number: int
     prompt: int
@@ -44,7 +44,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Flight:
-    """A request under way. changes: (version, token ids so far, whether their K/V is computed again)."""
+    """A request in progress. changes: (version, token ids so far, whether their K/V is computed again)."""
 
     ask: Ask
     aborted: bool = False
@@ -117,7 +117,7 @@ class Round:
             with self.engine:
                 run()
                 self.report.leaked = self._leaked()
-        except Exception:  # whatever it is, it is a finding; the next round has an engine of its own
+        except Exception:  # any error is a finding; the next round uses a new engine
             self.report.wrong.append({"round": self.report.first, "what": traceback.format_exc()})
         return self.report
 
@@ -147,7 +147,7 @@ class Round:
             self._collect(self.engine.step())
 
     def _happen(self) -> None:
-        """Whatever else may happen between two steps."""
+        """Other random events between two steps."""
         rng, engine = self.rng, self.engine
         event = rng.random()
         if event < 0.02:
@@ -178,7 +178,7 @@ class Round:
             engine._scheduler.force_preempt(rng.choice(list(self.flights)), mode)
 
     def _threads(self) -> None:
-        """Three threads add requests and do steps, one aborts and pauses."""
+        """Three threads add requests and run steps; one aborts requests and pauses the engine."""
         errors: list[BaseException] = []
         asks = [self._ask(self.report.first + i) for i in range(self.count)]
 
@@ -203,7 +203,7 @@ class Round:
         def guarded(function: Callable[..., None], *args: Any) -> None:
             try:
                 function(*args)
-            except BaseException as error:  # told by the thread that joins
+            except BaseException as error:  # reported by the thread that joins
                 errors.append(error)
                 raise
 
@@ -218,7 +218,7 @@ class Round:
             raise errors[0]
 
     def _stream(self) -> None:
-        """`stream` and `generate`; some streams are closed before their end."""
+        """Use `stream` and `generate`; some streams are closed before their end."""
         rng, left = self.rng, [self._ask(self.report.first + i, whole=True) for i in range(self.count)]
         while left:
             part, left = left[: (size := rng.randrange(1, 12))], left[size:]
@@ -243,7 +243,7 @@ class Round:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _ask(self, number: int, *, whole: bool = False) -> Ask:
-        """whole: with nothing that only `add_request` takes."""
+        """A random request. whole: without options that only `add_request` takes."""
         rng, adapter, option = self.rng, None, rng_option(self.rng, whole=whole)
         if self.kind == "lora":
             adapter = rng.choice([*ADAPTERS, BASE, None])
@@ -287,7 +287,7 @@ class Round:
                     self._wrong(flight.ask, f"refused: {error}", None)
 
     def _at_present(self, ask: Ask) -> Ask:
-        """With the weights and the adapter of this moment."""
+        """The request with the current weights and adapter."""
         adapter = self.active if ask.adapter is None else ask.adapter
         fields = {name: getattr(ask, name) for name in Ask.__slots__}
         return Ask(**{**fields, "adapter": adapter, "version": self.world.version[self.kind]})
@@ -306,7 +306,7 @@ class Round:
         self.engine.abort(name)
 
     def _change_weights(self) -> None:
-        """With requests in flight, inside a pause; else as the caller of an idle engine may."""
+        """Change the weights: inside a pause if requests are in flight, else in any way that an idle engine permits."""
         flights = [flight for name, flight in self.flights.items()]
         if not flights:
             way = self.world.change(self.kind, self.rng)
@@ -328,7 +328,7 @@ class Round:
         return tuple(outputs[0].token_ids) if outputs else ()
 
     def _call_generate(self) -> None:
-        """The other door, on the same model."""
+        """Call `generate` on the same model."""
         rng = self.rng
         option, prompt = rng_option(rng, whole=True), rng.randrange(NUM_PROMPTS)
         made, ids = options()[option], torch.tensor([prompts()[prompt]])
@@ -395,7 +395,7 @@ class Round:
             self._wrong(ask, "tokens before an abort", rows)
 
     def _check_changed(self, flight: Flight, rows: tuple[tuple[int, ...], ...]) -> None:
-        """Weights changed on the way: plain greedy runs can be cut in two where they did."""
+        """Weights changed during the request: check plain greedy runs, which can be split at the change."""
         ask, made = flight.ask, options()[flight.ask.option]
         self.report.counts["changed in flight"] += 1
         if len(flight.changes) > 2 or not made.is_plain:

@@ -1,7 +1,7 @@
-"""Models whose weights change, and what `generate` yields for a request with weights of any version.
+"""Models whose weights change, and the result of `generate` for a request with any version of the weights.
 
-All in fp64: in fp32 the order of a sum depends on the number of rows in a step, and of 10^5 requests one meets two
-tokens between which the last bit decides.
+All in fp64: in fp32 the order of a sum depends on the number of rows in a step, and in one of 10^5 requests two logits
+differ only in the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests import models
 from tests.soaking.options import options
 
 KINDS = {"llama": 6, "mistral": 3, "gemma3": 3, "gpt2": 3, "bloom": 1, "lfm2": 1, "lora": 5}
-"""Kinds of models and how often they are chosen: bloom and lfm2 are computed one sequence at a time."""
+"""Kinds of models and their weights in the random choice; bloom and lfm2 are computed one sequence at a time."""
 
 NUM_VERSIONS = 3
 NUM_PROMPTS = 14
@@ -63,7 +63,7 @@ def _with_adapters(model: Any) -> Any:
 
 
 def _row_by_row(kind: str) -> Any:
-    """Models that are served through the dense view: without and with a recurrent state."""
+    """A model that is served through the dense view, without or with a recurrent state."""
     import transformers
 
     sizes = {"vocab_size": models.VOCAB, "hidden_size": 32, "initializer_range": 0.6, "eos_token_id": models.EOS}
@@ -79,7 +79,7 @@ def _row_by_row(kind: str) -> Any:
 
 @functools.cache
 def prompts() -> tuple[tuple[int, ...], ...]:
-    """Some are the beginning of others, over several blocks."""
+    """Prompts, some of which are prefixes of others over several blocks."""
     rng = random.Random("prompts")
     system = [rng.randrange(3, models.VOCAB) for _ in range(20)]
     made = []
@@ -90,7 +90,7 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 
 class World:
-    """The live model of each kind, which engines serve, and what its weights yield in each of their versions."""
+    """The live model of each kind, which engines serve, and the expected results for each version of its weights."""
 
     def __init__(self) -> None:
         self.live: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class World:
         return self.live[kind]
 
     def weights(self, kind: str, version: int) -> dict[str, torch.Tensor]:
-        """Version n is version 0 with about half of the weights STEP higher."""
+        """Version n is version 0 with about half of the weights increased by STEP."""
         base = dict(self._twin(kind, 0).named_parameters())
         if version == 0:
             return {name: p.detach() for name, p in base.items()}
@@ -125,7 +125,7 @@ class World:
         return twin
 
     def change(self, kind: str, rng: random.Random) -> str:
-        """Give the live model other weights, in one of many ways; returns the name of the way."""
+        """Give the live model other weights by a random method; returns the method's name."""
         return self.set_version(kind, rng.choice([v for v in range(NUM_VERSIONS) if v != self.version[kind]]), rng)
 
     def set_version(self, kind: str, version: int, rng: random.Random) -> str:
@@ -166,7 +166,7 @@ class World:
                 tokenizer=models.tokenizer(),
             )
         except (RuntimeError, ValueError):
-            return None  # no token is left, say
+            return None  # for example because every token is forbidden
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         rows = []
         for row in result[:, len(prompt) :].tolist():
@@ -219,7 +219,7 @@ def _vector(model: Any, weights: Weights) -> None:
 
 
 def _twice(model: Any, weights: Weights) -> None:
-    """Replaced, and once more: the second may lie where the first was."""
+    """Replace the weights twice: the second copy may get the address of the first."""
     for value in (0.0, None):
         for name, target in weights.items():
             model.get_parameter(name).data = target.clone() if value is None else torch.zeros_like(target)
@@ -263,4 +263,4 @@ WAYS: dict[str, Callable[[Any, Weights], None]] = {
 }
 
 UNNOTICED = {"data.copy_"}
-"""Ways that an engine need not notice by itself: it must be told."""
+"""Methods that an engine need not notice: the caller must report them."""
