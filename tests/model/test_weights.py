@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,6 +244,30 @@ def test_a_weight_with_the_address_and_version_of_another(prepack: bool) -> None
         expected = plain(model)
         assert not is_close(before, expected)
         assert is_close(served(engine), expected)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP")
+def test_full_parameters_of_a_sharded_model(tmp_path: Path) -> None:
+    """Parameters that are views of FSDP's flat one, after a step and after writes in `summon_full_params`."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp").FullyShardedDataParallel
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = models.build("llama")
+        sharded = fsdp(model, use_orig_params=True, device_id=torch.device("cpu"))
+        with engine_on(model) as engine:
+            with fsdp.summon_full_params(sharded):
+                before = served(engine)
+                assert is_close(before, plain(model))
+            for change in (CHANGES["fused adamw"], write_data):
+                with fsdp.summon_full_params(sharded):
+                    change(model)
+                with fsdp.summon_full_params(sharded):
+                    expected = plain(model)
+                    assert not is_close(before, expected)
+                    assert is_close(served(engine), expected)
+                    before = expected
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not fused_ops.is_available(), reason="needs the native layers")
