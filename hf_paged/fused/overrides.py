@@ -1,4 +1,4 @@
-"""Which faster parts a model's packed steps get, for whoever makes a PackedModel. Knows models, never requests."""
+"""Selects the overrides (faster parts) that a PackedModel applies in its steps. Knows models, never requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_paged.model.overrides import Override
 
 
 def overrides_for_engine(model: Any, prepack: bool | None) -> list[Override]:
-    """For an engine's steps. prepack: as for `Engine`; raises ValueError for True where it cannot be done."""
+    """Overrides for an engine's steps. prepack: as for `Engine`; raises ValueError for True if it is impossible."""
     return _overrides(model, packed_weights(model, prepack))
 
 
 def overrides_for_calls(model: Any) -> list[Override]:
-    """For calls of `generate`: with packed weights where `hf_paged.prepack` has asked for them."""
+    """Overrides for calls of `generate`: with packed weights if `hf_paged.prepack` was called for the model."""
     return _overrides(model, weights_for_calls(model))
 
 

@@ -1,6 +1,6 @@
-"""Which PEFT adapters compute a request, and how a model is switched to them for the time of a forward.
+"""Which PEFT adapters compute a request, and how a model is switched to them during a forward.
 
-Knows PEFT's layers and nothing else; as long as a model has no adapters, not even PEFT, which is optional.
+Knows only PEFT's layers. PEFT is optional and is not imported while a model has no adapters.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
 
 BASE = "__base__"
-"""PEFT's own word, in its argument `adapter_names`, for the model without adapters."""
+"""PEFT's name, in its argument `adapter_names`, for the model without adapters."""
 
-_CALL_KINDS = ("POLY", "XLORA")  # take arguments of their own in every call of the PEFT model
+_CALL_KINDS = ("POLY", "XLORA")  # their PEFT models take additional arguments in every call
 
 _Names = dict[torch.nn.Module, tuple[str, ...]]
 _Result = TypeVar("_Result")
 
 
 class AdapterChoice:
-    """The adapters that compute a request, layer by layer; a layer that is not in `names` computes without.
+    """The adapters that compute a request, by layer; a layer that is not in `names` computes without adapters.
 
-    `configs` are those of the adapters when they were chosen: another object is another adapter of that name. `key`
-    tells the choice apart from all others that one Adapters has ever made, None is the model without adapters.
+    `configs` are the adapters' configs at the time of the choice: a different object means that another adapter has
+    taken the name. `key` is unique among all choices of one Adapters; None is the model without adapters.
     """
 
     __slots__ = ("configs", "key", "names")
@@ -39,14 +39,14 @@ class AdapterChoice:
 
 
 class Adapters:
-    """The adapters of one model, as they come and go. Equal choices are one object.
+    """The adapters of one model. Equal choices are one object.
 
-    Adapters are loaded, deleted and set on the model between steps, not while one runs in another thread.
+    Adapters may be loaded, deleted or activated on the model between steps, not while a step runs in another thread.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # No `return` of a call's result under it: between the call and the release, Ctrl-C would leave it held.
+        # Do not return a call's result while holding it: Ctrl-C between the call and the release would leave it held.
         self._lock = state_of(model).lock
         self._base = AdapterChoice({}, {}, None)
         self._keys = itertools.count()
@@ -57,14 +57,14 @@ class Adapters:
 
     @property
     def seen(self) -> bool:
-        """False while the model has never had adapters: there is nothing to choose or switch."""
+        """False if the model has never had adapters, so that there is nothing to choose or switch."""
         self._seen = self._seen or bool(vars(self._model).get("peft_config"))
         return self._seen
 
     def choose(self, adapter: str | None) -> AdapterChoice:
-        """What computes a request: the adapter of that name alone, BASE, or None, all that is active at this moment.
+        """The adapters for a request: the one of that name alone, BASE (none), or None for all that are active now.
 
-        Raises ValueError for what is not loaded or cannot be chosen.
+        Raises ValueError if the adapter is not loaded or cannot be chosen.
         """
         with self._lock:
             self._look()
@@ -72,9 +72,9 @@ class Adapters:
         return choice
 
     def run(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
-        """What `compute` returns with the choice switched on; the model is left as it was, whatever happens.
+        """Return the result of `compute` with the choice activated; the model is restored even after an error.
 
-        Raises RuntimeError if adapters of the choice are no more, or if merged ones cannot be switched.
+        Raises RuntimeError if an adapter of the choice has been deleted, or if merged adapters cannot be switched off.
         """
         with self._lock:
             self._look()
@@ -137,7 +137,7 @@ class Adapters:
         }
 
     def _active(self) -> _Names:
-        """What is switched on in the model now."""
+        """The adapters that are active in the model now."""
         names: _Names = {}
         for layer, available in self._layers.items():
             if not layer._disable_adapters:
@@ -170,7 +170,7 @@ class Adapters:
 
 
 def _refuse(name: str, config: Any) -> None:
-    """Adapters whose effect depends on more than the rows that a layer is given."""
+    """Refuse adapters whose effect depends on more than a layer's input rows. Raises ValueError."""
     kind = getattr(getattr(config, "peft_type", None), "value", None)
     if getattr(config, "is_prompt_learning", False):
         obstacle = f"is of the kind {kind}, which changes the inputs of generate"

@@ -13,21 +13,21 @@ _OF_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "
 
 
 def cache_of_call(model: Any, paged: Cache, model_kwargs: dict[str, Any]) -> Cache:
-    """What a call gives the model as `past_key_values`: the paged cache, or one beside it for cross-attention too."""
+    """The `past_key_values` of a call: the paged cache, if necessary paired with a second one for cross-attention."""
     return EncoderDecoderCache(paged, DynamicCache()) if keeps_cross_attention_apart(model, model_kwargs) else paged
 
 
 def paged_part(cache: Any) -> Any:
-    """The cache of the tokens, where another one beside it is of cross-attention."""
+    """The self-attention part of a cache that may also have one for cross-attention."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 @torch.no_grad()
 def keeps_cross_attention_apart(model: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the model makes an EncoderDecoderCache of the DynamicCache that plain generate gives it.
+    """Whether the model wraps the DynamicCache that plain generate passes in an EncoderDecoderCache.
 
-    Some models do so for a DynamicCache only; given another cache they would write the K/V of the encoder's states
-    into the same layers as that of the tokens. Tried on one token of each row, if the call has such states at all.
+    Some models do so only for a DynamicCache. Given another cache they would write the K/V of the encoder's states into
+    the same layers as that of the tokens. If the call has encoder states, one token of each row is run to find out.
     """
     states = next((model_kwargs[name] for name in _STATES if model_kwargs.get(name) is not None), None)
     if states is None:

@@ -1,5 +1,5 @@
-"""Where a model computes, which is not always where its weights are: accelerate can keep them in host memory or on disk
-and move each module's in for its forward."""
+"""On which device a model computes. It need not hold the weights: accelerate can keep them in host memory or on disk
+and load each module's weights for its forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def device_of(model: Any) -> torch.device:
-    """The device of the model's inputs and of its K/V. `meta` only if nothing brings the weights in."""
+    """The device of the model's inputs and of its K/V; `meta` only if no hook loads the weights."""
     device: torch.device = model.device
     if device.type != "meta":
         return device
@@ -18,12 +18,12 @@ def device_of(model: Any) -> torch.device:
 
 
 def is_offloaded(model: Any) -> bool:
-    """Whether some weights are elsewhere between forwards: what the model's parameters hold then is no data."""
+    """Whether some weights are offloaded between forwards, when the model's parameters hold no data."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _execution_devices(model: Any) -> Iterator[torch.device]:
-    """Of accelerate's hooks, in the order of the modules."""
+    """The execution devices of accelerate's hooks, in the order of the modules."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", (hook,)):

@@ -1,7 +1,7 @@
-"""Whole decode steps of a packed model as CUDA graphs, one for each of some batch sizes, captured when first needed.
+"""Whole decode steps of a packed model as CUDA graphs, one per padded batch size, captured when first needed.
 
-A replay runs no Python: it is used only while Python would do what it did at the capture (see `watch`); all other steps
-are left to the caller. Knows models and a step's arrays; never sequences, requests or sampling.
+A replay runs no Python. It is used only while an eager step would launch the same operations as the capture did (see
+`guards`); the caller computes all other steps. Knows models and a step's arrays; never sequences, requests or sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_paged.model.support import told
 
 
 class CudaGraphs:
-    """Graphs of one device, in memory that they share: they run one at a time, and none needs what it left there."""
+    """Graphs of one device in a shared memory pool. They run one at a time and keep no data there between replays."""
 
     device_type = "cuda"
 
@@ -39,7 +39,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, compute: Callable[[], None]) -> None:
-        """Run it as it will be captured: kernels are compiled and libraries set up, which no capture may do."""
+        """Run `compute` once before its capture, so that kernels are compiled and libraries initialised."""
         self._aside(compute)
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
@@ -59,15 +59,15 @@ class CudaGraphs:
         return graph.replay
 
     def _end_broken_capture(self) -> None:
-        """What CUDA itself has refused has ended for CUDA, but not for torch's allocator."""
+        """After CUDA itself has aborted a capture, end it for torch's allocator too."""
         try:
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         except RuntimeError:
-            return  # it has: the error was Python's
+            return  # the capture has ended properly: the error was raised by Python
         torch._C._cuda_releasePool(self._device.index, self._pool)
 
     def _aside(self, work: Callable[[], None]) -> None:
-        """Do it on the stream of captures, which follows the current one and is followed by it."""
+        """Run `work` on the capture stream, ordered after and before the work on the current stream."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -80,9 +80,10 @@ class CudaGraphs:
 
 
 class NoHostValues(TorchDispatchMode):
-    """Refuses what no graph can do: operations whose value or shape the host must know, copies between host and device.
+    """Refuses what no graph can do: operations that need a value or a shape on the host, and host-device copies.
 
-    Raises RuntimeError before they are done, which leaves the capture whole; an error of CUDA's would break it.
+    Raises RuntimeError before such an operation runs, so that the capture stays intact; an error from CUDA would break
+    it.
     """
 
     _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -90,7 +91,7 @@ class NoHostValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # in inference mode an operation made of others comes as a whole; its parts tell
+        with self:  # in inference mode a composite operation arrives whole; check its parts
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -105,9 +106,9 @@ class NoHostValues(TorchDispatchMode):
         if name is torch.ops.aten.copy_:
             return bool(args[0].device.type != args[1].device.type)
         if name in self._PUTS and args[2].numel() == 1 and args[2].device.type == "cpu":
-            return False  # torch makes a masked_fill of it
+            return False  # torch implements it as masked_fill
         if name in self._PUTS or name is torch.ops.aten.index:
-            # Positions are taken as they are; a mask is counted first.
+            # Indices are used directly, but a mask must first be counted on the host.
             return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
         return not self._TAGS.isdisjoint(func.tags)
 
@@ -116,21 +117,21 @@ class NoHostValues(TorchDispatchMode):
 
 
 class _Inputs:
-    """What a step tells the device, at addresses that stay: room for `most` sequences of one new token each.
+    """A step's inputs on the device at fixed addresses, for up to `max_seqs` sequences with one new token each.
 
-    Rows beyond a step's sequences are sequences too, of one token that reads one slot somebody owns and writes none: so
-    every row has a result, and nothing undefined meets operations that look at all rows (scales of quantised models).
+    Padding rows are sequences with one token, which reads one owned slot and writes none. Every row therefore has a
+    defined result, also for operations that read all rows (such as the scales of quantised models).
     """
 
-    def __init__(self, memory: PagedMemory, most: int, longest: int, device: torch.device) -> None:
+    def __init__(self, memory: PagedMemory, max_seqs: int, max_len: int, device: torch.device) -> None:
         self._block_size = memory.block_size
-        # Rows at multiples of 64 bytes: kernels are compiled for aligned addresses and strides.
-        columns, width = -(-most // 16) * 16, -(-longest // memory.block_size // 16) * 16
-        self.longest = width * memory.block_size
-        # Row 0: tokens, 1: positions, 2: lengths (int32, in its first half), from 3 on: slots, a row each group.
+        # Rows are aligned to 64 bytes, because kernels are compiled for aligned addresses and strides.
+        columns, width = -(-max_seqs // 16) * 16, -(-max_len // memory.block_size // 16) * 16
+        self.max_len = width * memory.block_size
+        # Row 0: tokens, 1: positions, 2: lengths (int32, in its first half), from 3 on: slots, one row per group.
         self._numbers = torch.zeros(3 + len(memory.groups), columns, dtype=torch.int64, device=device)
-        self._tables = [torch.zeros(most, width, dtype=torch.int32, device=device) for _ in memory.groups]
-        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._tables = [torch.zeros(max_seqs, width, dtype=torch.int32, device=device) for _ in memory.groups]
+        self._starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
 
     def fill(self, tokens: np.ndarray, step: StepArrays, size: int) -> None:
         """Send a step padded to `size` sequences, without waiting for the device."""
@@ -147,17 +148,17 @@ class _Inputs:
         for target, table, slots in zip(self._tables, step.block_tables, step.slots):
             padded = torch.empty(size, table.shape[1], dtype=torch.int32, device="cpu", pin_memory=pin)
             padded.numpy()[:count] = table
-            # The first slot of the block that the first sequence writes to: written now or before.
+            # The first slot of the block to which the first sequence writes: it is written in this step or earlier.
             padded.numpy()[count:] = slots[0] // self._block_size if count else 0
             target[:size, : table.shape[1]].copy_(padded, non_blocking=True)
 
     @property
     def tokens(self) -> torch.Tensor:
-        """int64 [at least `most`]."""
+        """int64 [at least `max_seqs`]."""
         return self._numbers[0]
 
     def of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[AttentionMetadata]]:
-        """Tokens and positions int64 [size], and metadata, one record a group, with nothing derived from it yet."""
+        """Tokens and positions int64 [size], and metadata with empty `scratch`, one record per group."""
         tokens, positions, lengths, *slots = self._numbers
         return tokens[:size], positions[:size], [
             AttentionMetadata(
@@ -166,7 +167,7 @@ class _Inputs:
                 query_start_loc=self._starts[: size + 1],
                 slot_mapping=row[:size],
                 max_query_len=1,
-                max_seq_len=self.longest,  # of all steps to come: launches are sized by it
+                max_seq_len=self.max_len,  # a bound for all later steps, because launches are sized by it
                 in_bounds=True,
             )
             for table, row in zip(self._tables, slots)
@@ -177,7 +178,7 @@ class _Inputs:
 class _Captured:
     """Graphs by batch size, and all that they read and write beside the model's weights and the K/V at `key`.
 
-    logits [most, vocab]: one buffer for all, or each graph would keep its own.
+    logits [max_seqs, vocab]: one buffer for all, or each graph would keep its own.
     """
 
     key: tuple[object, ...]
@@ -196,34 +197,34 @@ _parked: Slot[_Captured] = Slot("CUDA graphs")
 # -- decode steps --------------------------------------------------------------------------------------------------
 
 
-MOST_VARIANTS = 8
-"""Each takes memory for its graphs and time for capturing them; the steps of further ones are computed eagerly."""
+MAX_VARIANTS = 8
+"""Limit of variants (sets of adapters) with graphs, which cost memory and time to capture. Others run eagerly."""
 
 
-def padded_size(count: int, most: int) -> int:
-    """The batch size whose graph computes `count` sequences: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., at most `most`."""
+def padded_size(count: int, max_seqs: int) -> int:
+    """The batch size of the graph for `count` sequences: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., at most `max_seqs`."""
     power = 1 << max(count - 1, 0).bit_length()
     if count <= 8:
-        return min(power, most)
+        return min(power, max_seqs)
     step = max(8, power // 16)
-    return min(-(-count // step) * step, most)
+    return min(-(-count // step) * step, max_seqs)
 
 
 class GraphedSteps:
-    """Decode steps of one packed model, at most `most` sequences of at most `longest` tokens (rounded up) in each.
+    """Decode steps of one packed model, at most `max_seqs` sequences of at most `max_len` tokens (rounded up) in each.
 
-    `must`: raise UnsupportedModelError where a step cannot be a graph's; otherwise it is declined, with a warning for
-    each reason. replays: how many steps graphs have computed.
+    required: raise UnsupportedModelError for a step that cannot be a graph. Otherwise such a step is declined, with one
+    warning for each reason. replays: number of steps that graphs have computed.
     """
 
-    def __init__(self, packed: PackedModel, most: int, longest: int, *, must: bool) -> None:
+    def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
         self._packed = packed
-        self._most = most
-        self._longest = longest
-        self._must = must
+        self._max_seqs = max_seqs
+        self._max_len = max_len
+        self._required = required
         self._captured: dict[object, _Captured] = {}  # by variant
         self._is_off = False
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.replays = 0
 
     def forward(
@@ -233,31 +234,31 @@ class GraphedSteps:
         variant: object = None,
         late: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
-        """tokens int64 [num_seqs], one new token of each sequence -> logits [num_seqs, vocab], until the next call for
-        this variant. None: compute this step without a graph.
+        """tokens int64 [num_seqs], one new token of each sequence -> logits [num_seqs, vocab].
 
-        late: fills in, in the device's tokens int64 [at least num_seqs], those that the host does not know.
+        The logits are valid until the next call with the same variant. None: the caller must compute the step eagerly.
 
-        variant: which of several things, known to the caller, the model computes in turn (with which adapters, say).
-        Each has graphs of its own, up to MOST_VARIANTS of them.
+        late: writes the tokens that the host does not know yet into the device's tokens, int64 [at least num_seqs].
+        variant: identifies what the model computes, for example its set of adapters. Each variant has its own graphs;
+        at most MAX_VARIANTS have any.
         """
         if self._is_off:
             return None
         captured = self._captured.get(variant)
-        if captured is None and len(self._captured) == MOST_VARIANTS:
-            self._decline(f"there are graphs for {MOST_VARIANTS} sets of adapters already")
+        if captured is None and len(self._captured) == MAX_VARIANTS:
+            self._decline(f"there are graphs for {MAX_VARIANTS} sets of adapters already")
             return None
         captured = captured or self._take()
         if captured.watch.changed():
             captured = self._new()
         self._captured[variant] = captured
         obstacle = captured.watch.obstacle or _obstacle_of_modes(self._packed.model.device.type)
-        if step.max_seq_len > captured.inputs.longest:
-            obstacle = f"a sequence is longer than the {captured.inputs.longest} tokens that there are tables for"
+        if step.max_seq_len > captured.inputs.max_len:
+            obstacle = f"a sequence is longer than the {captured.inputs.max_len} tokens of the block tables"
         if obstacle is not None:
             self._decline(obstacle)
             return None
-        size = padded_size(len(tokens), self._most)
+        size = padded_size(len(tokens), self._max_seqs)
         captured.inputs.fill(tokens, step, size)
         if late is not None:
             late(captured.inputs.tokens)
@@ -270,19 +271,19 @@ class GraphedSteps:
 
     @torch.inference_mode()
     def try_one(self) -> None:
-        """Capture a step of one sequence now (all padding: nothing is written), to find out whether it can be done."""
+        """Capture a step of one padding sequence, which writes nothing, to find out whether capturing works."""
         self.forward(np.zeros(0, dtype=np.int64), self._packed.memory.step_arrays([], []))
         self.replays = 0
 
     def close(self) -> None:
-        """Leave the graphs to the next engine on the model."""
+        """Keep the graphs for the next engine on the model."""
         captured = max(self._captured.values(), key=lambda captured: len(captured.replays), default=None)
         self._captured, self._is_off = {}, True
         if captured is not None and captured.replays:
             _parked.put(self._packed.model, captured)
 
     def _key(self) -> tuple[object, ...]:
-        return self._most, self._longest, self._packed.memory.block_size, self._packed.memory.layout
+        return self._max_seqs, self._max_len, self._packed.memory.block_size, self._packed.memory.layout
 
     def _take(self) -> _Captured:
         captured = _parked.take(self._packed.model)
@@ -290,16 +291,16 @@ class GraphedSteps:
 
     def _new(self) -> _Captured:
         model = self._packed.model
-        inputs = _Inputs(self._packed.memory, self._most, self._longest, model.device)
+        inputs = _Inputs(self._packed.memory, self._max_seqs, self._max_len, model.device)
         return _Captured(self._key(), CudaGraphs(model.device), inputs, ModelWatch(model))
 
     def _capture(self, captured: _Captured, size: int) -> bool:
-        """Capture a step of `size` sequences, with the inputs as they are; its K/V is written on the way."""
+        """Capture a step of `size` sequences with the current inputs. The warm-up writes the step's K/V."""
 
         def compute() -> None:
             logits = self._packed.forward(*captured.inputs.of(size))
             if captured.logits is None:
-                captured.logits = logits.new_empty(self._most, logits.shape[1])
+                captured.logits = logits.new_empty(self._max_seqs, logits.shape[1])
             captured.logits[:size].copy_(logits)
 
         def without_the_host() -> None:
@@ -316,21 +317,21 @@ class GraphedSteps:
             if not captured.watch.changed():
                 captured.replays[size] = replay
                 return True
-            reason = f"{name} replaces tensors of its own at every step"
+            reason = f"{name} replaces tensors at every step"
         self._captured, self._is_off = {}, True
         self._decline(reason)
         return False
 
     def _decline(self, reason: str) -> None:
-        if self._must:
+        if self._required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._warned:
+            self._warned.add(reason)
             warnings.warn(f"decode steps run without CUDA graphs: {reason}", RuntimeWarning, stacklevel=2)
 
 
 def _obstacle_of_modes(device_type: str) -> str | None:
-    """Modes of this thread that a replay would not see."""
+    """A mode of this thread that a replay would ignore."""
     if torch.is_autocast_enabled(device_type):
         return "autocast is on"
     if torch._C._len_torch_dispatch_stack():
@@ -338,11 +339,10 @@ def _obstacle_of_modes(device_type: str) -> str | None:
     return None
 
 
-def graphed_steps(model: PackedModel | RowModel, most: int, cuda_graphs: bool | None) -> GraphedSteps | None:
-    """Graphs for the decode steps of an engine whose K/V has its final place. None if there shall be none.
+def graphed_steps(model: PackedModel | RowModel, max_seqs: int, cuda_graphs: bool | None) -> GraphedSteps | None:
+    """Graphs for the decode steps of an engine whose K/V tensors have their final addresses. None: run eagerly.
 
-    cuda_graphs: True or False, or None: on a CUDA device, where it can be done. Raises ValueError for True where it
-    cannot.
+    cuda_graphs: True, False, or None (on a CUDA device, if possible). Raises ValueError for True if it is impossible.
     """
     if cuda_graphs is False:
         return None
@@ -351,17 +351,17 @@ def graphed_steps(model: PackedModel | RowModel, most: int, cuda_graphs: bool | 
     if device.type != CudaGraphs.device_type:
         obstacle = f"the model is on {device}, not on a CUDA device"
     elif not isinstance(model, PackedModel):
-        obstacle = "the model computes one sequence at a time (hf_paged.check tells why)"
+        obstacle = "the model computes one sequence at a time (hf_paged.check says why)"
     if obstacle is not None:
         if cuda_graphs:
             raise ValueError(f"cuda_graphs=True: {obstacle}; leave it out")
         return None
     assert isinstance(model, PackedModel)
-    longest = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    max_len = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     capacity = model.memory.groups[0].pool.num_blocks * model.memory.block_size
-    if longest is None or any(manager.sliding_window is None for manager in model.memory.managers):
-        longest = min(longest or capacity, capacity)  # layers that see everything hold it all
-    steps = GraphedSteps(model, most, longest, must=bool(cuda_graphs))
+    if max_len is None or any(manager.sliding_window is None for manager in model.memory.managers):
+        max_len = min(max_len or capacity, capacity)  # full-attention layers keep all tokens
+    steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs))
     if cuda_graphs:
         steps.try_one()
     return steps

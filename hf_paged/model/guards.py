@@ -1,6 +1,6 @@
-"""ModelWatch: whether Python would still compute a model's forward as it once did, told without running it.
+"""ModelWatch: checks, without running it, whether a model's forward would still launch the same operations.
 
-For what keeps the outcome of Python, as a CUDA graph does. Knows modules; never graphs.
+A captured CUDA graph is valid only as long as that is so. Knows modules; never graphs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hf_paged.model.state import state_of
 
 
 class ModelWatch:
-    """What a forward of the model depends on beside its inputs, as it was when this was made: the layout of its weights
-    (see `Weights`), modes, adapters. Weights that change in place, as an optimizer changes them, are the same weights.
+    """A record of what a forward of the model depends on besides its inputs: the layout of its weights (see `Weights`),
+    modes and adapters. In-place changes of weights, such as an optimizer's, do not count.
 
-    `obstacle`: why every forward had to be Python then; None if it had not. Holds parts of the model but not the model,
-    so that it may be kept for as long as the model lives.
+    `obstacle`: why forwards had to run eagerly at that time; None if they could be captured. Holds parts of the model
+    but not the model itself, so that it may be kept as long as the model lives.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,12 +38,12 @@ class ModelWatch:
         self.obstacle = self._obstacle(modules)
 
     def changed(self) -> bool:
-        """Whether anything is other than it was: about 0.1 ms for a model of 32 layers."""
+        """Whether anything differs from the record. Takes about 0.1 ms for a model of 32 layers."""
         self._weights.look()
         return self._weights.layout != self._layout or self._look() != self._settings
 
     def _look(self) -> list[Any]:
-        """What is told by its value."""
+        """The recorded values that are compared with `==`."""
         model = self._model()
         return [
             torch.get_float32_matmul_precision(),

@@ -1,4 +1,4 @@
-"""What a step of generate gives a model beside its tokens, where the model prepares its inputs in its own way."""
+"""The inputs besides tokens that a step of generate passes to a model which prepares its own inputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hf_paged.errors import UnsupportedModelError
 def step_positions(
     model: Any, ids: torch.Tensor, positions: torch.Tensor | None, *, is_first: bool
 ) -> torch.Tensor | None:
-    """What a step of generate gives the model where its tokens are at `positions` int64 [batch, length].
+    """The `position_ids` that a step of generate passes for tokens at `positions` int64 [batch, length].
 
-    Some models count from another number, or leave the positions out and count themselves (None).
+    Some models start from another number. None: the model leaves `position_ids` out and computes positions itself.
     """
     from transformers import GenerationMixin
 
@@ -32,14 +32,14 @@ def step_positions(
 
 
 def takes_ordinary_inputs(model: Any) -> bool:
-    """Whether generate is the one of all models, which calls prepare_inputs_for_generation with ordinary arguments."""
+    """Whether the model uses transformers' generate, which passes prepare_inputs_for_generation ordinary arguments."""
     from transformers import GenerationMixin
 
     return type(model).generate is GenerationMixin.generate
 
 
 def refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
-    """A model that prepares its inputs in its own way must come to what transformers' own way comes to."""
+    """Refuse a model whose prepare_inputs_for_generation does not return what transformers' default returns."""
     from transformers import DynamicCache, GenerationMixin
 
     if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
@@ -57,7 +57,7 @@ def refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
         own = model.prepare_inputs_for_generation(**options)
         plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
         numbers.append(own.get("position_ids"))
-        for name in (own.keys() | plain.keys()) - {"position_ids"}:  # those, the logits are compared for
+        for name in (own.keys() | plain.keys()) - {"position_ids"}:  # the comparison of logits covers positions
             a, b = own.get(name), plain.get(name)
             if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
                 same = torch.equal(a, b)

@@ -1,6 +1,6 @@
-"""One reversible list of patches: values put in place of others in some namespaces, and taken out again.
+"""One reversible list of patches, each of which replaces a value in a namespace.
 
-Everything hf_paged changes in a model for the time of a forward is changed here: forwards of modules, functions of
+All temporary changes that hf_paged makes to a model during a forward are made here: forwards of modules, functions of
 modeling modules, fields of configs, PEFT's switches. Standard library only; knows nothing of models.
 """
 
@@ -14,23 +14,23 @@ from operator import is_, is_not
 from typing import Any, Final, NamedTuple, Protocol
 
 ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
-"""As a value: the namespace does not have the name."""
+"""The value of a name that the namespace does not have."""
 
 _lock = threading.RLock()
-_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # overrides -> what each replaces
+_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # override -> what it replaces
 
 
 class Override(Protocol):
-    """Parts of a model replaced for the time of one packed forward, the `user`. Any number of them may overlap."""
+    """Replaced parts of a model during a packed forward, the `user`. Any number of forwards may overlap."""
 
     def apply(self, user: object) -> None: ...
 
     def undo(self, user: object) -> None:
-        """Undo `apply`, or the part of it that was done; may be called again."""
+        """Undo `apply`, even if it was interrupted. Idempotent."""
 
 
 class Patch(NamedTuple):
-    """`namespace[name]` is to be `value` instead of `replaces`. Values are compared by identity."""
+    """Set `namespace[name]` to `value` in place of `replaces`. Values are compared by identity."""
 
     namespace: dict[str, Any]
     name: str
@@ -41,11 +41,11 @@ class Patch(NamedTuple):
 class Overrides:
     """Patches that are applied and undone together.
 
-    A patch is put in place only where the namespace holds what it replaces, and undone only where the namespace holds
-    what the patch put there. A value that other code has set, before or meanwhile, stays in force and in place.
+    A patch is applied only if the namespace holds the value that it replaces, and undone only if the namespace holds
+    the value that it set. A value that other code has set, before or meanwhile, stays in effect.
 
     The patches are in place from the first user's `apply` to the last user's `undo`. Ctrl-C may interrupt both methods
-    between any two instructions: `undo` takes out whatever part of the list is in place, and may be called again.
+    between any two instructions: `undo` removes all patches that are in place, and may be called again.
     """
 
     __slots__ = ("_added", "_replaced", "_users")
@@ -64,7 +64,7 @@ class Overrides:
         return bool(self._users)
 
     def apply(self, user: object) -> list[Any]:
-        """Returns what the names that are to be added hold now: the patch's value, or what other code has set."""
+        """Apply the patches; returns the current value of each added name, which other code may have set."""
         with _lock:
             self._users.add(id(user))
             for namespace, name, value, replaces in self._replaced:
@@ -78,14 +78,14 @@ class Overrides:
                 self._take_out()
 
     def withdraw(self) -> None:
-        """Undo for all users."""
+        """Undo the patches for all users."""
         with _lock:
             self._users.clear()
             self._take_out()
 
     def _take_out(self) -> None:
         namespaces, names, values = self._added
-        if all(map(is_, map(dict.get, namespaces, names), values)):  # as always
+        if all(map(is_, map(dict.get, namespaces, names), values)):  # the usual case
             list(map(dict.pop, namespaces, names, repeat(None)))
         else:
             for namespace, name, value in zip(namespaces, names, values, strict=True):
@@ -107,35 +107,37 @@ def _swap(namespace: dict[str, Any], name: str, old: Any, new: Any) -> None:
 
 
 def mark(function: Any, replaced: Any = None) -> Any:
-    """Remember that a function is an override, and which function it replaces, if that is one. A mark on the function
-    itself would be copied by `functools.wraps`: a wrapper that other code has made of an override is not ours."""
+    """Register a function as an override, with the function that it replaces, if any.
+
+    An attribute of the function would not do: `functools.wraps` would copy it to a wrapper of other code.
+    """
     _functions[function] = replaced
     return function
 
 
 def is_override(value: Any) -> bool:
-    """Whether a function, or the function of a bound method, is marked."""
+    """Whether a function, or the function of a bound method, is registered as an override."""
     function = getattr(value, "__func__", value)
     try:
         return function in _functions
-    except TypeError:  # what other code has set need not be hashable
+    except TypeError:  # a value that other code has set need not be hashable
         return False
 
 
 def without_override(value: Any) -> Any:
-    """What an override replaces; any other value as it is."""
+    """The value that an override replaces; any other value unchanged."""
     return _functions[value] if is_override(value) else value
 
 
 def foreign_forward(module: Any) -> bool:
-    """Whether other code has set a `forward` on this module, in place of its class's."""
+    """Whether other code has replaced the class's `forward` on this module."""
     own = vars(module).get("forward")
     return own is not None and not is_override(own)
 
 
 class ClassForwards:
-    """The forwards of some classes, as they were. An override of a module computes what the class's forward did then,
-    and must not hide one that other code has put into the class since."""
+    """A record of the forwards of some classes. An override of a module computes what the class's forward computed at
+    that time, and must not hide a forward that other code has since set on the class."""
 
     __slots__ = ("_classes", "_forwards")
 

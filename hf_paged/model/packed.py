@@ -28,19 +28,19 @@ from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.model.overrides import ABSENT, Override, Overrides, Patch
 from hf_paged.model.state import state_of
 
-_routes: dict[int, Overrides] = {}  # by the id of a config that packed forwards in progress use
+_routes: dict[int, Overrides] = {}  # by the id of a config; for packed forwards in progress
 _lock = threading.RLock()
 
 
 class PackedStep:
     """One packed forward: routes the attention of these configs to the paged kernels and applies the overrides.
 
-    Other threads may use the same model meanwhile: outside a packed forward the functions that these put in place do
-    what the model's own do.
+    Other threads may use the same model meanwhile: outside a packed forward, the functions that are put in place behave
+    like the model's own.
 
-    Ctrl-C may strike between any two instructions, and what it left behind would break the model for plain calls too.
-    So both methods can be interrupted anywhere: `leave` undoes any part of `enter`, and may be called again. A context
-    manager could not promise that, because its own exit can be interrupted before its first instruction.
+    Ctrl-C may arrive between any two instructions, and a partial change would break the model for plain calls too. Both
+    methods may therefore be interrupted anywhere: `leave` undoes any part of `enter` and may be called again. A context
+    manager cannot guarantee that, because its own exit can be interrupted before its first instruction.
     """
 
     def __init__(self, cache: PackedCache, configs: list[Any], overrides: Sequence[Override] = ()) -> None:
@@ -79,19 +79,19 @@ class PackedStep:
 
 
 def uncompiled(model: Any) -> Callable[..., Any]:
-    """What to call for the model's forward: of one that `model.compile()` has compiled, the forward in Python.
+    """The model's forward without compilation, if `model.compile()` has compiled it.
 
-    Lengths differ from step to step, and each new one would compile it again. Modules in it that were compiled by
-    themselves stay so.
+    Lengths differ from step to step, and each new length would compile the model again. Modules inside it that were
+    compiled separately stay compiled.
     """
     call: Callable[..., Any] = model if model._compiled_call_impl is None else model._call_impl
     return call
 
 
 class PackedModel:
-    """A model bound to a PagedMemory. `forward` runs one step; the model itself is left as it was.
+    """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in their order for the time of each forward.
+    `overrides` are applied in order during each forward.
     """
 
     def __init__(self, model: Any, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
@@ -104,7 +104,7 @@ class PackedModel:
         self._configs = configs_of(model)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        # A composite model hands what it does not name to the language model in it.
+        # A composite model passes arguments that it does not name to its language model.
         if "position_ids" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             raise UnsupportedModelError(
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be packed in one row"
@@ -125,13 +125,13 @@ class PackedModel:
         self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
         if self._keeps_logits:
-            # All rows as indices too: a model may drop rows early where it is told of a number of last ones.
+            # Pass indices even for all rows: given a number of last rows, a model may drop other rows early.
             every = logits_indices is None
             kwargs["logits_to_keep"] = (
                 torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
             )
         if self._overrides:
-            self._weights.look()  # once a step, before anything is overridden
+            self._weights.look()  # once per step, before anything is overridden
         step = PackedStep(self.cache, self._configs, self._overrides)
         try:
             step.enter()

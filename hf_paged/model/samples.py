@@ -1,6 +1,7 @@
-"""ContentSample: whether tensors hold what they held, told from a few elements of each.
+"""ContentSample: detects changes of tensors by comparing a few elements of each.
 
-Writes through `.data` bump no version. Most of them change a tensor everywhere, so that a few elements tell.
+Writes through `.data` do not increase a tensor's version. Most of them change the whole tensor, so a few elements show
+them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ POINTS = 3
 """Elements of each tensor, evenly spaced."""
 
 PART = 32
-"""Tensors on an accelerator that one look compares: each costs as much there as twenty on a CPU."""
+"""Tensors on an accelerator that one look compares; each costs as much as twenty on a CPU."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as bits: a NaN equals itself
 
 
 class ContentSample:
-    """Elements of `tensors`, as they were at the last look. Until `drop_views`, it holds the tensors' memory."""
+    """Some elements of `tensors`, as of the last look. Keeps the tensors' memory alive until `drop_views`."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -49,7 +50,7 @@ class ContentSample:
         return changed
 
     def look_at(self, ids: Container[int]) -> list[torch.Tensor]:
-        """Those of the tensors with these ids that have changed since the last look, or may have. Reads no other."""
+        """The tensors with these ids that have, or may have, changed since the last look. Reads no others."""
         if self._known is None:
             return []
         if self._parts is None:
@@ -85,7 +86,7 @@ def _parts(tensors: list[torch.Tensor]) -> Iterator[_HostPart | _DevicePart]:
 
 @torch.no_grad()
 def _view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """int [1 to POINTS], a view of some elements. None of a tensor that has none, or none that can be read."""
+    """int [1 to POINTS], a view of some elements. None for an empty tensor or one that cannot be viewed."""
     bits = _BITS.get(tensor.element_size())
     if bits is None or tensor.numel() == 0 or tensor.device.type == "meta" or not tensor.data_ptr():
         return None
@@ -101,7 +102,7 @@ def _view(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class _HostPart:
-    """Tensors on the CPU: numpy reads them ten times as fast as torch would."""
+    """Tensors on the CPU, read by numpy, which is ten times as fast as torch here."""
 
     def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._tensors = [tensor for tensor, _ in pairs]

@@ -1,8 +1,7 @@
-"""One sequence at a time through the model's own attention: what serves models that cannot run packed.
+"""Computes one sequence at a time with the model's own attention, for models that cannot run packed.
 
-K/V is in the same blocks as in a packed step, gathered for each layer (the dense view); what layers keep beside it
-(recurrent states, convolutions) is kept here for each sequence. Knows models and the ids of sequences; never requests
-or sampling.
+K/V is in the same blocks as in a packed step and is gathered for each layer (the dense view). Other states of layers
+(recurrent, convolution) are kept here per sequence. Knows models and the ids of sequences; never requests or sampling.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from hf_paged.model.inputs import step_positions
 from hf_paged.model.packed import uncompiled
 from hf_paged.model.support import PROBE_ERRORS, logits_tolerance, told
 
-_ERRORS = (*PROBE_ERRORS, AssertionError)  # some models assert that a prompt comes in one piece
+_ERRORS = (*PROBE_ERRORS, AssertionError)  # some models assert that a prompt is not split
 
 
 class RowModel:
     """A model bound to a PagedMemory of one group. `forward` computes the next tokens of one sequence.
 
-    Invariant: a sequence that has been computed at all has its states in `_caches`, as they are after its computed
-    tokens; `fork` and `free` follow what happens to its block table.
+    Invariant: `_caches` has the states of every sequence with computed tokens, as of the last computed token. `fork`
+    and `free` must be called together with those of the block tables.
 
-    `is_incremental`: results depend on how a sequence is cut into forwards (a recurrent layer takes up its state for
-    one token only, a windowed cache hands out what it then holds, some models take no second piece of a prompt). Such
-    a sequence must be computed as generate does it: the whole prompt, then one token at a time.
+    `is_incremental`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
+    for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
+    Such a sequence must be computed as generate does: the whole prompt, then one token at a time.
     """
 
     def __init__(self, model: Any, memory: PagedMemory) -> None:
@@ -48,9 +47,9 @@ class RowModel:
 
     @torch.no_grad()
     def _probe(self) -> bool:
-        """Whether a prompt in two pieces comes to what it comes to in one.
+        """Whether a prompt in two pieces gives the same logits as in one.
 
-        Raises UnsupportedModelError if not even generate's own cut comes to what generate computes.
+        Raises UnsupportedModelError if even generate's own split does not give the logits of generate.
         """
         ids = torch.arange(5, device=device_of(self.model))[None]
         plain = self.model.generate(
@@ -81,7 +80,7 @@ class RowModel:
     def _logits(self, tokens: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
         """Logits fp32 [len(cuts), vocab] after each piece of tokens int64 [1, sum(cuts)].
 
-        Another sequence is computed between the pieces: a model that keeps a state in its modules cannot do that.
+        Another sequence is computed between the pieces, to detect models that keep a state in their modules.
         """
         cache, done, logits = PagedKVCache(self.model.config), 0, []
         other, others = PagedKVCache(self.model.config), tokens.flip(1)
@@ -105,7 +104,7 @@ class RowModel:
         )
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """`child_id` has computed what `parent_id` has."""
+        """Copy the states of `parent_id` to `child_id`."""
         if self._has_states:
             self._caches[child_id] = self._caches[parent_id].copy_states()
 
@@ -132,7 +131,7 @@ class RowModel:
         kwargs: dict[str, Any] = {}
         if "logits_to_keep" in self._parameters:
             kwargs["logits_to_keep"] = 1
-        # As generate does: not every model asks its cache where it is.
+        # Pass positions as generate does: not every model derives them from its cache.
         end = num_computed + input_ids.shape[1]
         positions = torch.arange(num_computed, end, device=input_ids.device)[None]
         given = step_positions(self.model, input_ids, positions, is_first=num_computed == 0)

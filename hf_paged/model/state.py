@@ -1,6 +1,6 @@
 """ModelState: everything that hf_paged keeps about one transformers model, in one registry.
 
-Rooms above this one keep what is theirs in slots: a `Slot` is a typed place in the state of every model.
+Packages above this one keep their values in slots: a `Slot` is a typed place in the state of every model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _Value = TypeVar("_Value")
 
 
 class ModelState:
-    """What is kept about one model, for as long as the model lives.
+    """What is kept about one model as long as the model lives.
 
-    lock: held while the model computes with adapters switched, so that engines on one model take turns. weights: see
-    `Weights`. The values of slots may be dropped at any time (`release`): they are only kept to save work or memory.
-    No value may refer to the model itself; it would keep the model alive.
+    lock: held while the model computes with other adapters activated, so that engines on one model take turns. weights:
+    see `Weights`. The values of slots only save work or memory and may be dropped at any time (`release`). No value may
+    refer to the model itself, because it would keep the model alive.
     """
 
     __slots__ = ("__weakref__", "lock", "values", "weights")
@@ -33,7 +33,7 @@ class ModelState:
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()  # a model may be collected, and another registered, while it is held
+_lock = threading.RLock()  # reentrant: a finalizer may run in the thread that holds it
 
 
 def unwrapped(model: Any) -> Any:
@@ -53,7 +53,7 @@ def state_of(model: nn.Module) -> ModelState:
 
 
 def release(model: nn.Module | None = None) -> None:
-    """Drop what takes memory of the values that are kept for a model, or for all models."""
+    """Drop the kept values that take memory, for one model or for all models."""
     with _lock:
         known = _states.get(model) if model is not None else None
         states = list(_states.values()) if model is None else [] if known is None else [known]
@@ -65,18 +65,20 @@ def release(model: nn.Module | None = None) -> None:
 
 
 def weights_changed(model: Any) -> None:
-    """Say that the weights of a model have changed where it may not be noticed.
+    """Report that the weights of a model have changed in a way that hf_paged may not notice.
 
-    model: a transformers model, or a PEFT model over one. What has been derived from the weights is made anew: packed
-    copies, and the cached prefixes of all engines on the model. To be called between steps; `Engine.pause` is for a
-    change with requests in flight.
+    model: a transformers model, or a PEFT model over one. Everything derived from the weights is invalidated: packed
+    copies, and the cached prefixes of all engines on the model. Call it between steps; use `Engine.pause` for a change
+    while requests are running.
 
-    There is no need to call it after steps of torch's optimizers, after autograd has seen the change in place
-    (`with torch.no_grad(): weight.mul_(2)`), or when parameters, buffers, modules, `forward`s, hooks or the adapters of
-    PEFT were replaced, merged or scaled. Other writes (`weight.data.mul_(2)`, another library's optimizer, weights
-    loaded in place) are noticed by a sample of each tensor, and only when an engine has no request in flight or a
-    `generate` call after `prepack` begins; a write to a few elements, such as one row of an embedding, is not. Nor is a
-    plain attribute of a module, such as the `eps` of a norm.
+    These changes are always noticed: steps of torch's optimizers, in-place operations that increase a tensor's version
+    (`with torch.no_grad(): weight.mul_(2)`), and parameters, buffers, modules, `forward`s, hooks or PEFT adapters that
+    were replaced, merged or scaled.
+
+    Other writes (`weight.data.mul_(2)`, another library's optimizer, weights loaded in place) are noticed by comparing
+    a sample of each tensor, but only while an engine has no running request, or at the start of a `generate` call after
+    `prepack`. A write to a few elements, such as one row of an embedding, is not noticed, nor is a change of a plain
+    attribute of a module, such as the `eps` of a norm.
     """
     state_of(unwrapped(model)).weights.changed()
 
@@ -84,7 +86,7 @@ def weights_changed(model: Any) -> None:
 class Slot(Generic[_Value]):
     """A place for one value in the state of every model. Each method is atomic.
 
-    is_released: whether `release` drops the value, as it should where that takes memory.
+    is_released: whether `release` drops the value, as it should if the value takes memory.
     """
 
     __slots__ = ("is_released", "name")
@@ -101,12 +103,12 @@ class Slot(Generic[_Value]):
         state_of(model).values[self] = value
 
     def setdefault(self, model: nn.Module, value: _Value) -> _Value:
-        """Get the value; put this one if there is none."""
+        """Return the value, after setting it to `value` if there is none."""
         kept: _Value = state_of(model).values.setdefault(self, value)
         return kept
 
     def take(self, model: nn.Module) -> _Value | None:
-        """Get the value and remove it."""
+        """Remove the value and return it."""
         value: _Value | None = state_of(model).values.pop(self, None)
         return value
 

@@ -1,6 +1,6 @@
-"""What hf_paged can do with a model, found by mechanism: by running it on a handful of tokens, never by its name.
+"""How hf_paged can run a model. This is decided by running the model on a few tokens, never by its name.
 
-`check(model)` is the public answer; the generate hook and the engine ask the same function before they allocate.
+`check(model)` is the public function; `generate` and the engine use the same result before they allocate memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mode = Literal["native", "dense view", "state", "none"]
 
 @dataclass(frozen=True, slots=True)
 class LayerSupport:
-    """One layer: how its cache is kept, and why. Sizes are None where the layer keeps no K/V of its own."""
+    """How one layer's cache is kept, and why. Sizes are None if the layer keeps no K/V of its own."""
 
     index: int
     mode: Mode
@@ -39,12 +39,13 @@ class LayerSupport:
 
 @dataclass(frozen=True, slots=True)
 class SupportReport:
-    """What will happen when this model is asked for a paged cache.
+    """How a model runs with a paged cache.
 
-    `supported`: it will run, with the results of plain generate. `native`: in our kernels, sequences packed;
-    otherwise through the dense view (K/V in blocks, gathered for the model's own attention: exact, slower).
-    `native_length`: native only for sequences of at most so many tokens (None: no such limit).
-    `counts_padding`: the model numbers tokens of a left-padded batch with the padding; packed rows have none.
+    supported       it runs, with the results of plain generate
+    native          it runs with packed sequences in our kernels; otherwise through the dense view (K/V in blocks,
+                    gathered for the model's own attention), which is exact but slower
+    native_length   maximum length in tokens of sequences that run natively (None: no limit)
+    counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have
     """
 
     model: str
@@ -58,7 +59,7 @@ class SupportReport:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers, not bytes, of K and V that the cache keeps for one token, over all layers."""
+        """Elements (not bytes) of K and V that the cache keeps for one token, over all layers."""
         return sum(
             layer.num_kv_heads * ((layer.head_dim or 0) + (layer.v_head_dim or 0))
             for layer in self.layers
@@ -87,7 +88,7 @@ class SupportReport:
 
 
 def _runs(layers: tuple[LayerSupport, ...]) -> list[tuple[int, int]]:
-    """(first, last) of consecutive layers that say the same."""
+    """(first, last) of each run of consecutive layers with equal descriptions."""
     runs: list[tuple[int, int]] = []
     for index, layer in enumerate(layers):
         if runs and _same(layers[runs[-1][0]], layer):
@@ -106,10 +107,10 @@ _reports: Slot[tuple[object, SupportReport]] = Slot("support report", is_release
 
 
 def check(model: Any) -> SupportReport:
-    """Say, layer by layer, what `cache_implementation="paged"` and the engine will do with `model`, and why.
+    """Report, layer by layer, how `cache_implementation="paged"` and the engine will run `model`, and why.
 
-    Runs the model on a few tokens the first time (no gradient, no change to the model or the random state) and
-    remembers the answer. Raises TypeError for something that is not a transformers model.
+    The first call runs the model on a few tokens, without gradients and without changing the model or the random state;
+    the report is cached. Raises TypeError if `model` is not a transformers model.
     """
     from transformers import PreTrainedModel
 
@@ -192,7 +193,7 @@ def _examine(model: Any) -> SupportReport:
     except UnsupportedModelError as error:
         return _examine_dense(model, str(error))
     except PROBE_ERRORS as error:
-        # A model that cannot run packed is not an error of ours to raise: the dense view is there for it.
+        # A model that cannot run packed is not an error: the dense view may serve it.
         return _examine_dense(model, f"it does not run on a packed row ({told(error)})")
     return SupportReport(
         name,
@@ -207,7 +208,7 @@ def _examine(model: Any) -> SupportReport:
 
 
 def _kind(layer: Any) -> str:
-    """The transformers class that a cache layer is, or was made from."""
+    """The name of the transformers class of a cache layer, or of the class from which it was made."""
     return str(getattr(layer, "kind", type(layer).__name__))
 
 
@@ -278,7 +279,7 @@ _LENGTHS = (5, 3)
 
 
 def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
-    """Two left-padded rows, as generate would give them to the model: int64 [2, 5] each."""
+    """Model inputs of two left-padded rows, as generate would pass them: int64 [2, 5] each."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=device_of(model)) % vocab
     mask = torch.ones_like(ids)
@@ -291,14 +292,14 @@ def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _without_drawing(model: Any) -> Any:
-    """Leave the random state as it is, whatever the model draws."""
+    """Restore the random state after the model has drawn random numbers."""
     device = device_of(model)
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @torch.no_grad()
 def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
-    """Run two sequences packed, prefill and one decode step, and compare with the model's own padded forward."""
+    """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward."""
     memory = PagedMemory(2, growable=True)
     packed = PackedModel(model, memory)
     batch = _padded_batch(model)
@@ -354,7 +355,7 @@ def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
 
 @torch.no_grad()
 def _probe_dense(model: Any, cache: PagedKVCache) -> None:
-    """Prefill and one decode step over `cache`, compared with the same over the model's own cache."""
+    """Run prefill and one decode step over `cache`, and compare with the same over the model's own cache."""
     from transformers import DynamicCache
 
     batch = _padded_batch(model)
@@ -367,7 +368,7 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
                 "cache_implementation"
             ) from None
         actual = _two_steps(model, batch, cache)
-    # Under gradient checkpointing transformers drops every cache that is given in training.
+    # With gradient checkpointing in training mode, transformers drops the cache.
     if not cache.num_rows and not drops_cache(model):
         raise UnsupportedModelError(
             "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
@@ -377,7 +378,7 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
 
 
 def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
-    """Logits of the last token after a prefill of all tokens but one, and after that one."""
+    """Logits of the last position after a prefill of all tokens but the last, and after a step with the last one."""
     logits = []
     for start, stop in ((0, 4), (4, 5)):
         inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
@@ -394,7 +395,7 @@ def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch
 
 
 def logits_tolerance(dtype: torch.dtype) -> float:
-    """Share of the largest logit by which two ways of computing the same may differ in this dtype."""
+    """Tolerated difference of logits in this dtype, as a share of the largest logit."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 

@@ -1,7 +1,7 @@
-"""Weights: whether a model still computes with the weights that something was derived from.
+"""Weights: detects whether a model's weights have changed since something was derived from them.
 
-Cached prefixes, packed copies, CUDA graphs and the support report are all derived from a model's weights. Each of them
-remembers one of the counters below and is made anew when the counter has moved on. Knows modules and tensors, never
+Cached prefixes, packed copies, CUDA graphs and the support report are all derived from a model's weights. Each stores
+the value of one of the counters below and is renewed when the counter has increased. Knows modules and tensors; never
 what is derived from them.
 """
 
@@ -22,7 +22,7 @@ from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
 
 MAX_COMPARED_BUFFER = 65_536
-"""Elements of the largest buffer that is compared by value: some models replace `inv_freq` by an equal one."""
+"""Buffers with at most this many elements are compared by value: some models replace `inv_freq` by an equal tensor."""
 
 _CONTENTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -31,16 +31,16 @@ _address_of = torch.Tensor.data_ptr
 
 
 class Weights:
-    """The weights of one model. `look` finds out what has changed and moves the counters on:
+    """The weights of one model. `look` detects changes and increases these counters:
 
-    - `epoch`: the model may compute something else: a tensor was replaced or changed, or one of the reasons below;
-    - `layout`: a tensor lies elsewhere, or one of the reasons below;
-    - `structure`: a module or a `forward` was added, replaced or removed.
+    - `structure`: a module or a `forward` was added, replaced or removed;
+    - `layout`: as for `structure`, or a tensor has another address;
+    - `epoch`: as for `layout`, or a tensor was replaced or changed, so that the model may compute other values.
 
-    Noticed are: parameters, buffers and submodules that were replaced; addresses and versions of tensors, of the inner
-    tensors too where a tensor wraps others; `forward` attributes and forward hooks; merged PEFT adapters and their
-    scalings; steps of torch's optimizers. With `contents`, some elements of each tensor are compared as well: that
-    tells of most writes through `.data`, which leave no other trace. Everything else must be told (`changed`).
+    These changes are detected: replaced parameters, buffers and submodules; addresses and versions of tensors, and of
+    the inner tensors of a tensor that wraps others; `forward` attributes and forward hooks; merged PEFT adapters and
+    their scalings; steps of torch's optimizers. With `contents`, some elements of each tensor are compared as well,
+    which detects most writes through `.data`. All other changes must be reported by calling `changed`.
 
     Holds the model weakly; any method may be called from any thread.
     """
@@ -51,14 +51,14 @@ class Weights:
         self._picture: _Picture | None = None
         self._sample: ContentSample | None = None
         self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
-        self._all_moved = 0  # epoch in which all of them did
+        self._all_moved = 0  # epoch in which all of them last changed
         self.epoch = self.layout = self.structure = 0
 
     def look(self, *, contents: bool = False) -> int:
-        """Find out whether the weights have changed since the last look, and return the epoch.
+        """Detect changes since the last look and return the epoch.
 
-        contents: compare samples of all tensors with those of the last look with `contents` (on a CPU; elsewhere a
-        rotating part of them, so that a change of few tensors is noticed some looks later).
+        contents: also compare samples of all tensors with those of the last look with `contents`. On an accelerator
+        each look compares only some of the tensors in turn, so a change of few tensors is detected some looks later.
         """
         with self._lock:
             model = self._model()
@@ -81,28 +81,28 @@ class Weights:
             return self.epoch
 
     def changed(self) -> None:
-        """The caller knows that the weights have changed."""
+        """Report that the weights have changed."""
         with self._lock:
             self._move_all()
 
     def changed_by(self, parameters: Iterable[torch.Tensor]) -> None:
-        """An optimizer has changed these tensors; those of other models do not matter."""
+        """Report that an optimizer has changed these tensors; tensors of other models are ignored."""
         with self._lock:
             if self._picture is not None:
                 ids = self._picture.ids
                 self._move(parameter for parameter in parameters if id(parameter) in ids)
 
     def moved_at(self, tensor: torch.Tensor) -> int:
-        """The epoch in which this tensor of the model last changed, as far as the last look knows."""
+        """The epoch in which this tensor of the model last changed, as of the last look."""
         return max(self._all_moved, self._moved.get(id(tensor), 0))
 
     def rest(self) -> None:
-        """Hold no tensor that the model has given up, until the next look with `contents`."""
+        """Release tensors that the model no longer has, until the next look with `contents`."""
         with self._lock:
             if self._sample is not None:
                 self._sample.drop_views()
 
-    # The counters move first: an interrupt in between then costs a renewal too many, not one too few.
+    # Increase the counters first: an interrupt then causes a superfluous renewal instead of a missed one.
 
     def _move(self, tensors: Iterable[torch.Tensor]) -> None:
         ids = [id(tensor) for tensor in tensors]
@@ -149,10 +149,10 @@ class Weights:
 
 
 class _Picture:
-    """What a model was made of when this was made. Holds its parts, but not the model.
+    """A record of a model's parts. Holds the parts, but not the model itself.
 
-    tensors: all parameters and buffers; in place of one that wraps others, those. addresses: of these. versioned:
-    those that count their changes in place.
+    tensors: all parameters and buffers; a tensor that wraps others is replaced by its inner tensors. addresses: their
+    addresses. versioned: those tensors that count in-place changes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -212,8 +212,8 @@ class _Picture:
         self.known_versions = self.versions()
 
     def is_whole(self, model: nn.Module) -> bool:
-        """Whether every part is still the object that it was, and where it was. For 272 weights in 30 layers, some
-        tens of microseconds: it is asked for in every step."""
+        """Whether every part is the same object at the same address. Called in every step, so it must be fast: some
+        tens of microseconds for 272 weights in 30 layers."""
         if self._has_forwards:
             forwards = all(map(is_, map(dict.get, self._attributes, self._forward_names), self._forwards))
         else:
@@ -243,7 +243,7 @@ class _Picture:
         return list(map(_version_of, self.versioned))
 
     def settings(self) -> list[tuple[list[str], Any]]:
-        """Of the adapters in each layer: which are merged into the weights, and the scaling of each."""
+        """For each layer with adapters: the merged adapters, and the scaling of each adapter."""
         return [([*a["merged_adapters"]], copy.copy(a.get("scaling"))) for a in self._adapters]
 
     def has_structure_of(self, other: _Picture) -> bool:
@@ -264,7 +264,7 @@ class _Picture:
         return [*modules, *self._forwards]
 
     def equal_buffers(self, other: _Picture) -> set[int]:
-        """Ids of buffers that hold what those in their places held when `other` was made."""
+        """Ids of buffers with the same values as the corresponding buffers in `other`."""
         equal = set()
         for place, (buffer, content) in self._buffers.items():
             old = other._buffers.get(place)
@@ -279,7 +279,7 @@ def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _inner_names(tensor: torch.Tensor) -> Sequence[str]:
-    """Attributes of a tensor that wraps others (torchao, DTensor) which hold those; none of an ordinary one."""
+    """Attributes that hold the inner tensors of a wrapper (torchao, DTensor); none for an ordinary tensor."""
     if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return ()
     names: Sequence[str] = tensor.__tensor_flatten__()[0]
@@ -289,17 +289,17 @@ def _inner_names(tensor: torch.Tensor) -> Sequence[str]:
 def _address(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # it has no memory of its own: its identity has to do
+    except RuntimeError:  # it has no memory of its own: use its identity
         return None
 
 
 def _not_ours(forward: Any) -> Any:
-    """None for an override of hf_paged's own, in a step of another thread."""
+    """`forward`, or None if it is an override that hf_paged has applied in a step of another thread."""
     return None if is_override(forward) else forward
 
 
 def _token(forward: Any) -> tuple[int, Any] | None:
-    """Tells a `forward` from others without holding it."""
+    """A value that identifies a `forward` without keeping it alive."""
     if forward is None:
         return None
     try:
@@ -316,7 +316,7 @@ _hook: Any = None
 
 
 def watch_optimizers(weights: Weights) -> None:
-    """Tell `weights` from now on of the steps of all torch optimizers: fused ones change tensors without a trace."""
+    """Report the steps of all torch optimizers to `weights`, because fused ones do not increase tensors' versions."""
     global _hook
     with _watched_lock:
         _watched.add(weights)

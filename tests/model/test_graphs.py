@@ -164,15 +164,15 @@ def test_a_replay_writes_the_slots_of_its_tokens_only(family: str) -> None:
         assert changed == expected
 
 
-@pytest.mark.parametrize("most", [1, 3, 8, 20, 256, 1000])
-def test_padded_sizes(most: int) -> None:
-    sizes = [padded_size(count, most) for count in range(1, most + 1)]
-    assert all(count <= size <= most for count, size in enumerate(sizes, 1))
-    assert sizes == sorted(sizes) and sizes[-1] == most
+@pytest.mark.parametrize("max_seqs", [1, 3, 8, 20, 256, 1000])
+def test_padded_sizes(max_seqs: int) -> None:
+    sizes = [padded_size(count, max_seqs) for count in range(1, max_seqs + 1)]
+    assert all(count <= size <= max_seqs for count, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes) and sizes[-1] == max_seqs
     for count, size in enumerate(sizes, 1):
         assert size < 2 * count if count <= 8 else size - count < max(8, count / 8)
     assert len(set(sizes)) < 50
-    if most == 256:
+    if max_seqs == 256:
         assert sorted(set(sizes))[:6] == [1, 2, 4, 8, 16, 24]
 
 
@@ -325,7 +325,7 @@ def test_every_adapter_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         # All three in every step: the results of one replay must survive the next one.
         assert run(engine) == run(engine) == expected
         assert TapedGraphs.captures == 3 and engine.stats().graph_replays == 2 * 9 * 3
-    monkeypatch.setattr(graphs, "MOST_VARIANTS", 2)
+    monkeypatch.setattr(graphs, "MAX_VARIANTS", 2)
     with opened(model, scheduler=NO_PREFIXES) as engine:
         with pytest.warns(RuntimeWarning, match="without CUDA graphs: there are graphs for 2 sets of adapters"):
             assert run(engine) == expected
@@ -365,7 +365,7 @@ def test_sequences_longer_than_the_tables() -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(50)
     with opened(model) as engine, pytest.warns(RuntimeWarning, match="longer than the 64 tokens"):
-        engine._graphs._longest = 50
+        engine._graphs._max_len = 50
         assert generated(engine, [prompt], max_new_tokens=40) == plain(model, [prompt], max_new_tokens=40)
         assert engine.stats().graph_replays == 14
 
@@ -556,7 +556,7 @@ def test_what_does_not_wait_is_not_refused() -> None:
 def test_tables_are_as_long_as_a_sequence_can_be(family: str, longest: int) -> None:
     """Positions that no layer attends to take no block, so the pool does not bound a sequence with windows."""
     with opened(models.shared(family), num_blocks=24) as engine:
-        assert engine._graphs._longest == longest
+        assert engine._graphs._max_len == longest
 
 
 def test_padding_reads_a_slot_that_the_step_owns() -> None:

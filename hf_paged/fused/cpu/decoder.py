@@ -1,11 +1,12 @@
-"""Whole decoder layers done natively in packed steps, and in decode steps all that follow each other in one call.
+"""Whole decoder layers in native kernels during packed steps; in decode steps, one call for consecutive layers.
 
-Beside streaming the weights of a decode step, every module call and small operation of torch runs with cold caches;
-together they take half as long again. A layer made of known parts (an RMS norm before its attention and one before a
-gated MLP with SiLU) is computed both ways once, on random rows, and left alone for good if one bit of the results
-differs. Then it takes three native calls: what is before attention, attention (the way it always goes), what is after.
+A decode step streams the weights through the caches, so every module call and small operation of torch runs with cold
+caches; together they add half of the streaming time. A layer with known parts (an RMS norm before its attention, and
+one before a gated MLP with SiLU) is computed both ways once, on random rows. If a single bit of the results differs,
+the model's own layer stays in use. Otherwise the layer takes three calls: before attention, attention as usual, after
+attention.
 
-`walk` says when the first layer of a decode step may compute those behind it too.
+`walk` decides when the first layer of a decode step may compute the following ones too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_fo
 from hf_paged.model.state import Slot
 
 TRIAL_TOKENS = 8
-"""A shorter step decides nothing: of one token, at position 0, the rotated heads are the heads themselves."""
+"""A shorter step does not suffice for the comparison: a token at position 0 is not rotated at all."""
 
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -40,13 +41,13 @@ _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 _NATIVE = attrgetter("native")
 
-_Seen = tuple[list[Any], list[int], list[Any]]  # modules and functions; addresses; weights, which have no plain ==
+_Seen = tuple[list[Any], list[int], list[Any]]  # modules and functions; addresses; weights (compared by identity)
 
 _known: Slot[tuple[weakref.ref[PackedWeights], NativeDecoder]] = Slot("native decoder layers")
 
 
 def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDecoder | None:
-    """Overrides for the model's layers, shared by all that use these packed weights."""
+    """Overrides for the model's layers, shared by all users of these packed weights. None without packed weights."""
     if weights is None or not fused_ops.is_available():
         return None
     known = _known.get(model)
@@ -57,14 +58,14 @@ def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDec
 
 
 class NativeDecoder:
-    """Overrides for the decoder layers of a model that are made of known parts."""
+    """Overrides for those decoder layers of a model that consist of known parts."""
 
     def __init__(self, model: nn.Module, weights: PackedWeights) -> None:
         layers = (_known_layer(module, weights) for module in model.modules())
         self._layers = [layer for layer in layers if layer is not None]
         self._ready: list[Layer] = []
-        self._overrides = Overrides()  # of the ready ones
-        self._seen: _Seen | None = None  # when these were found ready
+        self._overrides = Overrides()  # of the ready layers
+        self._seen: _Seen | None = None  # the result of `_look` when they were found ready
         self._in_force: list[Any] = []
         places = [place for layer in self._layers for place in layer.places]
         self._tables = [modules for modules, _, _ in places]
@@ -78,8 +79,8 @@ class NativeDecoder:
         self._rotary = list({id(layer.namespace): layer.namespace for layer in self._layers}.values())
 
     def apply(self, user: object) -> None:
-        """Until `undo`, native kernels compute the layers in packed steps of this thread. After the `apply` of the
-        weights and norms, which are parts of the layers."""
+        """Until `undo`, native kernels compute the layers in packed steps of this thread. Call it after the `apply` of
+        the weights and norms, because these are parts of the layers."""
         seen = None if any(self._hooks) else self._look()
         if seen is None or self._seen is None or not _same(seen, self._seen):
             self._choose([layer for layer in self._layers if layer.is_ready()])
@@ -91,7 +92,7 @@ class NativeDecoder:
             self._in_force = in_force
 
     def undo(self, user: object) -> None:
-        """Undo `apply`, or the part of it that was done; may be called again."""
+        """Undo `apply`, even if it was interrupted. Idempotent."""
         self._overrides.undo(user)
 
     def _choose(self, ready: list[Layer]) -> None:
@@ -105,7 +106,7 @@ class NativeDecoder:
         self._ready = ready
 
     def _look(self) -> _Seen:
-        """What `is_ready` depends on beside hooks. Of all layers at once, because it is needed in every step."""
+        """Everything but hooks on which `is_ready` depends, for all layers at once, because every step compares it."""
         parts = list(map(dict.get, self._tables, self._names))
         parts += map(dict.get, self._children, repeat("forward"))
         parts += [owner.forward for owner in self._classes]
@@ -120,7 +121,7 @@ def _same(seen: _Seen, before: _Seen) -> bool:
 
 
 def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
-    """None unless the layer has the parts that the kernels know, and no others."""
+    """The layer, if it has exactly the parts that the kernels implement; else None."""
     attention, mlp = layer._modules.get("self_attn"), layer._modules.get("mlp")
     if attention is None or mlp is None:
         return None
@@ -142,7 +143,7 @@ def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
 
 
 def _sizes_fit(attention: nn.Module, parts: dict[str, nn.Module], norms: dict[str, fused_ops.Norm]) -> bool:
-    """What the kernels take for granted: they only get addresses."""
+    """Check the sizes that the kernels presuppose, because they get only addresses."""
     head_dim = getattr(attention, "head_dim", None)
     if not isinstance(head_dim, int) or not isinstance(getattr(attention, "layer_idx", None), int):
         return False
@@ -185,16 +186,16 @@ class Layer:
         self._linears: dict[str, fused_ops.PackedLinear] = {}
         self._before: fused_ops.LayerIn
         self._after: fused_ops.LayerOut
-        self._options: dict[str, Any] = {}  # what the layer passes to its attention beside tensors
+        self._options: dict[str, Any] = {}  # arguments of its attention call other than tensors
         self.classes = list(dict.fromkeys([type(layer), *(type(child) for _, _, child in self.places)]))
         self._class_forwards = ClassForwards(self.classes)
         self.namespace: dict[str, Any] = vars(sys.modules[type(self._attention).__module__])
-        self._rotary: Any = None  # the modeling module's function, which the kernels compute too
+        self._rotary: Any = None  # the modeling module's function, which the kernels implement too
         self.link = Link(self._attention.layer_idx)
 
     def is_ready(self) -> bool:
-        """False while the kernels are not for this layer: parts are replaced or hooked, or other code has set forwards
-        or a rotary function of its own."""
+        """False while the kernels cannot replace this layer: a part is replaced or has hooks, or other code has set a
+        forward or a rotary function."""
         if self._verdict is False or _module._global_forward_hooks or _module._global_forward_pre_hooks:
             return False
         for modules, name, child in self.places:
@@ -210,7 +211,7 @@ class Layer:
         return self._take_weights()
 
     def _take_weights(self) -> bool:
-        """Look at the weights again, which may have been replaced; False if they do not fit the kernels any more."""
+        """Read the weights again, which may have been replaced; False if the kernels no longer support them."""
         changed = False
         for name, parameters in self.norm_parameters.items():
             norm, weight = self._norms[name], parameters["weight"]
@@ -247,7 +248,7 @@ class Layer:
             self.link.native = StackLayer(self._before, native.attention, self._after)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """In place of the layer's own, which computes whatever the kernels cannot."""
+        """Replaces the layer's own forward, which it calls for everything that the kernels do not support."""
         cache = kwargs.get("past_key_values")
         if args or self._verdict is False or not isinstance(cache, PackedCache) or not in_packed_step():
             return self._plain(hidden_states, *args, **kwargs)
@@ -292,7 +293,7 @@ class Layer:
         return fused_ops.layer_out(self._after, attended.flatten(2), hidden_states)
 
     def _note_mask(self, mask: Any) -> None:
-        """Take note of how the layer is asked to attend, for decode steps in which it is computed ahead."""
+        """Record the pattern of the layer's mask, for decode steps in which the layer is computed ahead."""
         if self._verdict is True and (self.link.native is None or mask is not self.link.mask):
             options = self._options
             pattern = pattern_of_call(self._attention, mask, options["sliding_window"])
@@ -302,7 +303,7 @@ class Layer:
             self.link.mask = mask
 
     def _try(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        """Compute both ways, if the step is long enough, for random rows: a step's own may be all the same, or zero."""
+        """Compute random rows both ways, if the step is long enough; the step's own rows may all be equal or zero."""
         handles = kwargs["past_key_values"].handles
         if hidden_states.shape[1] >= TRIAL_TOKENS:
             generator = torch.Generator().manual_seed(self.link.layer_idx)
@@ -311,9 +312,9 @@ class Layer:
             self._verdict = False
             if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self.link.layer_idx:
                 self._options = handles[-1].options
-                if self._options["s_aux"] is None:  # a parameter of the layer: it would not be one of known parts
+                if self._options["s_aux"] is None:  # attention sinks would be a parameter outside the known parts
                     self._verdict = torch.equal(self._compute(rows, kwargs), expected)
-        # Last, so that what is in the blocks then is the K/V of the step's own rows, computed in the layer's own way.
+        # Run the layer's own forward last, so that the blocks finally hold the K/V of the step's own rows.
         return self._plain(hidden_states, **kwargs)
 
 

@@ -1,8 +1,8 @@
-"""Norms and rotary embeddings of a model done by one kernel each in packed steps, where that gives the same bits.
+"""One kernel each for a model's norms and rotary embeddings during packed steps, if it gives the same bits.
 
-Between the matrix products of a decode step torch spends longer on calling small operations than on computing them.
-What a module or function computes is not guessed from its name: it is run beside the kernel on random numbers, and
-left alone unless every bit agrees.
+Between the matrix products of a decode step, calling torch's small operations takes longer than computing them. What a
+module or function computes is not guessed from its name: it is compared with the kernel on random numbers, and is
+replaced only if every bit is equal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _lock = threading.RLock()
 
 
 def native_layers(model: Any) -> NativeLayers | None:
-    """What kernels can do of the model, found out once; None if there is nothing."""
+    """Overrides for the parts of the model that kernels can compute, determined once; None if there are none."""
     if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not fused_ops.is_available():
         return None
     known = _native.get(model)
@@ -46,7 +46,7 @@ class NativeLayers:
     def __init__(self, model: nn.Module) -> None:
         modules = _norms(model)
         self._norms = [weakref.ref(module) for module in modules]
-        # One list for each class, which is left alone once its forward is another.
+        # One list per class: it is not applied after the class's forward has been replaced.
         self._lists: list[tuple[ClassForwards, Overrides]] = []
         for owner in dict.fromkeys(map(type, modules)):
             patches = [Patch(vars(m), "forward", _forward_of(m)) for m in modules if type(m) is owner]
@@ -55,11 +55,11 @@ class NativeLayers:
         self._functions = [f for name in sorted(names) if (f := rotary_override(sys.modules.get(name))) is not None]
 
     def is_of(self, model: nn.Module) -> bool:
-        """False when norms of the model have been replaced since."""
+        """False if norms of the model have been replaced since this was made."""
         return [norm() for norm in self._norms] == _norms(model)
 
     def apply(self, user: object) -> None:
-        """Until `undo`, kernels compute in packed steps of this thread; all else is as always."""
+        """Until `undo`, kernels compute these parts in packed steps of this thread; other calls are unaffected."""
         for classes, norms in self._lists:
             if classes.changed():
                 norms.withdraw()
@@ -69,7 +69,7 @@ class NativeLayers:
             function.apply(user)
 
     def undo(self, user: object) -> None:
-        """Undo `apply`, or the part of it that was done; may be called again."""
+        """Undo `apply`, even if it was interrupted. Idempotent."""
         for _, norms in self._lists:
             norms.undo(user)
         for function in self._functions:
@@ -82,7 +82,7 @@ _probed: dict[tuple[type, Any, int, float], bool] = {}  # by class, forward, siz
 
 
 def norm_of(module: nn.Module) -> fused_ops.Norm | None:
-    """The kernel's norm that computes, bit for bit, what the module's class does; None if there is none."""
+    """The kernel's norm that gives the same bits as the module's class; None if there is none."""
     return fused_ops.Norm(module._parameters["weight"], _epsilon(module)) if _is_norm(module) else None
 
 
@@ -105,7 +105,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _epsilon(module: nn.Module) -> float:
-    """NaN: it is no norm."""
+    """The epsilon of a norm; NaN if the module is not a norm."""
     found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return float(found) if isinstance(found, float | int) else math.nan
 
@@ -120,12 +120,12 @@ def _probe_norm(module: nn.Module, size: int, eps: float) -> bool:
         weight = torch.randn(size, generator=generator).bfloat16()
         probe._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
         return torch.equal(type(probe).forward(probe, rows), fused_ops.rms_norm(fused_ops.Norm(weight, eps), rows))
-    except Exception:  # whatever a module of that shape may do with rows: it is none of ours
+    except Exception:  # a foreign module may raise anything on such rows; then it is not a norm that we know
         return False
 
 
 def _forward_of(module: nn.Module) -> Callable[..., torch.Tensor]:
-    # By reference, the module would keep the model alive that is the key of its overrides.
+    # A weak reference: a strong one would keep the model alive, which is the key of its overrides.
     owner, reference = type(module), weakref.ref(module)
     parameters, eps, bfloat16 = module._parameters, _epsilon(module), torch.bfloat16
 
@@ -147,14 +147,14 @@ _rotations: dict[tuple[str, Callable[..., Any]], Overrides | None] = {}  # by th
 
 
 def own_rotary(namespace: dict[str, Any]) -> Callable[..., Any] | None:
-    """The rotary function of a modeling module; None if it has none, or if other code has put another one there."""
+    """The rotary function of a modeling module; None if it has none, or if other code has replaced it."""
     function: Callable[..., Any] | None = without_override(namespace.get(_ROTARY))
     home = getattr(function, "__globals__", {})  # of the module that defines it
     return function if function is not None and without_override(home.get(_ROTARY)) is function else None
 
 
 def rotary_override(module: Any) -> Overrides | None:
-    """Of a modeling module's rotary function; None if the kernel does not compute what that does."""
+    """The override of a modeling module's rotary function; None if the kernel does not give the same bits."""
     if module is None or (function := own_rotary(vars(module))) is None:
         return None
     key = module.__name__, function
@@ -187,7 +187,7 @@ def _probe_rotary(function: Callable[..., Any]) -> bool:
     try:
         theirs = function(q, k, cos, sin)
         return all(map(torch.equal, theirs, fused_ops.rotate(q, k, cos, sin)))
-    except Exception:  # another signature, other shapes
+    except Exception:  # a foreign function may have another signature or other shapes, and raise anything
         return False
 
 

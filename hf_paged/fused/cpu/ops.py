@@ -1,5 +1,6 @@
-"""What decoder layers compute beside attention, in bf16 on a CPU with AMX: linear layers with packed weights, and the
-small operations between them, each one native call. They give the bits that torch gives; `norms` and `decoder` compare.
+"""The operations of decoder layers other than attention, in bf16 on a CPU with AMX: linear layers with packed weights,
+and the small operations between them, each as one native call. `norms` and `decoder` check that they give torch's
+bits.
 
 Knows tensors, not modules.
 """
@@ -33,10 +34,10 @@ def _library() -> ctypes.CDLL:
 
 
 class WeightArena:
-    """Memory for the packed copies of some weights, side by side, so that they lie in large pages."""
+    """Contiguous memory for packed copies of weights, so that they are in large pages."""
 
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
-        """shapes: of the weights, [columns, depth] each."""
+        """shapes: [columns, depth] of each weight."""
         sizes = [int(_library().hfp_packed_bytes(*shape)) for shape in shapes]
         memory = torch.empty(sum(sizes) + _LARGE_PAGE, dtype=torch.uint8)
         memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
@@ -74,8 +75,8 @@ def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
-    """rows bf16 [..., depth] -> bf16 [..., columns]. Every sum is taken in the order of the depth in fp32, so a row's
-    result does not depend on the others. Raises ValueError on rows of another depth or dtype.
+    """rows bf16 [..., depth] -> bf16 [..., columns]. Sums are in fp32 in the order of the depth, so that a row's result
+    does not depend on other rows. Raises ValueError if the rows have another depth or dtype.
     """
     library = _library()
     part, bias, columns, depth = layer
@@ -94,8 +95,10 @@ def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
-    """weight * (rows / sqrt(mean(rows^2) + eps)), rounded to bf16 before the product: rows bf16 [..., n], weight [n],
-    n a multiple of 16."""
+    """weight * (rows / sqrt(mean(rows^2) + eps)), rounded to bf16 before the product with the weight.
+
+    rows bf16 [..., n], weight bf16 [n]; n is a multiple of 16.
+    """
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     size = rows.shape[-1]
@@ -109,8 +112,8 @@ def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding: query, key bf16 [1, (kv_)heads, tokens, dim], strided as they like, cos, sin bf16
-    [1, tokens, dim], contiguous; dim a multiple of 32. The results lie in memory as [tokens, heads, dim]."""
+    """Rotary position embedding: query, key bf16 [1, (kv_)heads, tokens, dim] with any strides; cos, sin bf16
+    [1, tokens, dim], contiguous; dim is a multiple of 32. The results have the memory layout [tokens, heads, dim]."""
     _, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     new_query, new_key = query.new_empty((1, tokens, heads, dim)), key.new_empty((1, tokens, kv_heads, dim))
@@ -125,7 +128,7 @@ def rotate(
 
 @dataclass(frozen=True, slots=True)
 class LayerIn:
-    """What a decoder layer does before its attention. `call`: the fields that are the same for every call."""
+    """The part of a decoder layer before its attention. `call`: the struct fields that are equal for every call."""
 
     norm: Norm
     query: PackedLinear
@@ -149,9 +152,9 @@ class LayerIn:
 def layer_in(
     layer: LayerIn, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm, projections, norms of heads, rotation: rows bf16 [1, tokens, depth], contiguous, cos and sin bf16
-    [1, tokens, head_dim], contiguous -> query, key, value [1, (kv_)heads, tokens, head_dim], in memory [tokens, heads,
-    head_dim]. depth and head_dim are multiples of 32.
+    """Norm, projections, norms of heads, rotation: rows bf16 [1, tokens, depth], cos, sin bf16 [1, tokens, head_dim],
+    all contiguous -> query, key, value [1, (kv_)heads, tokens, head_dim] with memory layout [tokens, heads, head_dim].
+    depth and head_dim are multiples of 32.
     """
     library = _library()
     tokens, dim = rows.shape[1], layer.head_dim
@@ -169,7 +172,7 @@ def layer_in(
 
 @dataclass(frozen=True, slots=True)
 class LayerOut:
-    """What a decoder layer does after its attention. `call`: the fields that are the same for every call."""
+    """The part of a decoder layer after its attention. `call`: the struct fields that are equal for every call."""
 
     output: PackedLinear
     norm: Norm

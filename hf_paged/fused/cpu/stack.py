@@ -1,5 +1,5 @@
-"""Decoder layers one after the other in one native call, their attention included: a decode step of a small model is
-mostly calling. A step's addresses are filled in for all layers at once.
+"""Consecutive decoder layers, attention included, in one native call, because calls dominate a decode step of a small
+model. A step's addresses are filled in for all layers at once.
 
 Knows tensors, not modules.
 """
@@ -20,12 +20,12 @@ from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.structs import Call
 
-# A record for each layer, of the structs that the kernels take.
+# One record per layer, of the structs that the kernels take.
 _LAYER_IN, _CALL, _LAYER_OUT = np.dtype(structs.LayerIn), np.dtype(Call), np.dtype(structs.LayerOut)
 
 
 class Attention(NamedTuple):
-    """How a layer attends, as for `ops.paged_attention`."""
+    """The options of a layer's attention, as for `ops.paged_attention`."""
 
     scale: float
     softcap: float | None
@@ -34,7 +34,7 @@ class Attention(NamedTuple):
 
 
 class StackLayer(NamedTuple):
-    """A decoder layer: what comes before its attention, how it attends, what comes after."""
+    """A decoder layer: the part before its attention, the options of its attention, and the part after it."""
 
     before: LayerIn
     attention: Attention
@@ -42,12 +42,12 @@ class StackLayer(NamedTuple):
 
 
 class Stack:
-    """Decoder layers of the same sizes (`layer_sizes`), each of which takes what the one before it gives."""
+    """Decoder layers of equal sizes (`layer_sizes`), each of which takes the result of the previous one."""
 
     def __init__(self, layers: Sequence[StackLayer]) -> None:
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
-        self._layers = list(layers)  # keeps their tensors, of which only addresses are used below
-        # What stays from step to step; `run` fills in the rest of a copy.
+        self._layers = list(layers)  # keeps their tensors alive, because only addresses are used below
+        # The fields that are equal in every step; `run` fills in the others in a copy.
         self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])
         self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])
         self._in_eps = np.array([tuple(layer.before.eps) for layer in layers])
@@ -56,7 +56,7 @@ class Stack:
         self._windows = [(layer.attention.sliding_window, layer.attention.chunk_size) for layer in layers]
 
     def is_of(self, layers: Sequence[StackLayer]) -> bool:
-        """Whether it was made of these very objects."""
+        """Whether the stack was made from these same objects."""
         return len(layers) == len(self._layers) and all(map(is_, layers, self._layers))
 
     def run(
@@ -67,10 +67,10 @@ class Stack:
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         step: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
-        """rows bf16 [1, tokens, depth], cos and sin bf16 [1, tokens, head_dim], all contiguous -> what each layer
-        gives, bf16 [layers, 1, tokens, depth]. The tokens, one of each sequence, are written into the blocks.
+        """rows bf16 [1, tokens, depth], cos and sin bf16 [1, tokens, head_dim], all contiguous -> the result of each
+        layer, bf16 [layers, 1, tokens, depth]. The K/V of the tokens, one of each sequence, is written into the blocks.
 
-        caches: key_cache and value_cache of each layer; step: its metadata.
+        caches: key_cache and value_cache of each layer. step: the metadata of each layer.
         """
         library = native_build.library()
         assert library is not None
@@ -79,7 +79,7 @@ class Stack:
         query = rows.new_empty((tokens, before.query.columns // dim, dim))
         key = rows.new_empty((tokens, before.key.columns // dim, dim))
         value, attended = torch.empty_like(key), torch.empty_like(query)
-        with torch.inference_mode(False):  # so that it counts its changes, which the caller wants to know of
+        with torch.inference_mode(False):  # so that the result has a version counter, which the caller reads
             results = torch.empty((count, *rows.shape), dtype=rows.dtype)
 
         calls = np.zeros(count, _CALL)
@@ -104,7 +104,7 @@ class Stack:
 
         ends = results.data_ptr() + np.arange(count) * rows.nbytes
         starts = np.concatenate(([rows.data_ptr()], ends[:-1]))
-        ins, outs = self._ins.copy(), self._outs.copy()  # other threads may be running them too
+        ins, outs = self._ins.copy(), self._outs.copy()  # other threads may be running this stack too
         ins["x"], outs["residual"], outs["out"] = starts, starts, ends
         ins["cos"], ins["sin"] = cos.data_ptr(), sin.data_ptr()
         ins["new_query"], ins["new_key"], ins["new_value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -119,6 +119,6 @@ class Stack:
 
 
 def layer_sizes(before: LayerIn, after: LayerOut) -> tuple[int, ...]:
-    """What must be the same for the layers of a Stack."""
+    """The sizes that must be equal for all layers of a Stack."""
     linears = before.query, before.key, before.value, after.output, after.gate, after.up, after.down
     return before.head_dim, *(size for linear in linears for size in (linear.columns, linear.depth))

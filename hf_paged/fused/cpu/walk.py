@@ -1,9 +1,9 @@
-"""Decode steps in which the first decoder layer computes those behind it too, in one native call.
+"""Decode steps in which the first decoder layer also computes the following ones, in one native call.
 
-The model still calls layer after layer, and may do between them what it likes. If in the last step each layer was given
-the unchanged result of the one before it, the first one computes them all. When its turn comes, each of the others
-returns its result if it is given what was expected, and otherwise computes as usual. The model cannot tell: the results
-in between are there, and K/V that was written in vain is written again.
+The model still calls its layers one by one, and may run other code between them. If in the previous step each layer got
+the unchanged result of the one before it, the first layer computes all of them ahead. When the model calls one of the
+others, that layer returns its precomputed result if its input is the expected one, and otherwise computes as usual.
+This is invisible to the model: it gets the result of every layer, and K/V from wrong inputs is overwritten.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hf_paged.cache.packed_cache import LayerHandle, PackedCache
 from hf_paged.fused.cpu.stack import Stack, StackLayer
 
 MOST_AHEAD = 256
-"""Tokens of a step up to which layers are computed ahead: all results are kept, and calls matter less."""
+"""Maximum tokens of a step in which layers are computed ahead. In larger steps the results of all layers take more
+memory, and the calls matter less."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,15 +27,15 @@ class Link:
     """A decoder layer as a walk sees it."""
 
     layer_idx: int
-    in_force: bool = False  # the model calls the native layer, not one that other code has put in its place
-    sizes: tuple[int, ...] = ()  # `layer_sizes`; layers of the same sizes can be computed in one call
-    native: StackLayer | None = None  # None until it is known how the layer attends
-    mask: Any = None  # that it was given in the last step
-    next: Link | None = None  # the layer that was given this one's unchanged result in the last step
-    stack: Stack | None = None  # of this layer and those behind it, kept for the next step
+    in_force: bool = False  # the model calls the native layer, not a replacement by other code
+    sizes: tuple[int, ...] = ()  # `layer_sizes`; layers of equal sizes can be computed in one call
+    native: StackLayer | None = None  # None until the options of the layer's attention are known
+    mask: Any = None  # its mask in the last step
+    next: Link | None = None  # the layer that got this one's unchanged result in the last step
+    stack: Stack | None = None  # of this layer and the following ones, kept for the next step
 
     def stack_of(self, line: list[Link]) -> Stack:
-        """The stack of these layers, of which this is the first."""
+        """The stack of the layers in `line`, the first of which is this one."""
         layers = [link.native for link in line if link.native is not None]
         if self.stack is None or not self.stack.is_of(layers):
             self.stack = Stack(layers)
@@ -43,18 +44,18 @@ class Link:
 
 @dataclass(slots=True)
 class Walk:
-    """The model's way from layer to layer in the packed step in progress."""
+    """The sequence of layer calls in the packed step in progress."""
 
     last: Link | None = None
-    result: Any = None  # of the last one
-    version: int = 0  # of that result, or of all that was computed ahead: it is one tensor
-    angles: tuple[torch.Tensor, ...] = ()  # that the last one was given
-    # Of layers computed ahead: the one before, its result, the own result.
+    result: Any = None  # of the last layer
+    version: int = 0  # of that result; results computed ahead are one tensor and share a version
+    angles: tuple[torch.Tensor, ...] = ()  # cos and sin that the last layer got
+    # For each layer computed ahead: the previous layer, that layer's result, and its own result.
     ahead: dict[Link, tuple[Link, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cache: PackedCache) -> Walk:
-        """Lives as long as the step's metadata."""
+        """The walk of the current step, which is stored in the step's metadata."""
         scratch = cache.step[0].scratch
         walk: Walk | None = scratch.get("native walk")
         if walk is None:
@@ -62,7 +63,7 @@ class Walk:
         return walk
 
     def take(self, link: Link, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The layer's result if it was computed ahead, from just this."""
+        """The layer's result if it was computed ahead from exactly these inputs, else None."""
         ahead = self.ahead.get(link)
         if ahead is None:
             return None
@@ -74,20 +75,20 @@ class Walk:
         return None
 
     def begin_layer(self, link: Link, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Before a layer is computed: remember what it follows."""
+        """Call before a layer is computed: records which layer it follows."""
         if self.last is not None:
             follows = self._passes_on(self.result, hidden_states, kwargs) and link.layer_idx > self.last.layer_idx
             self.last.next = link if follows else None
         self.angles = kwargs["position_embeddings"]
 
     def end_layer(self, link: Link, result: Any) -> None:
-        """After it was computed alone."""
+        """Call after a layer was computed alone: records its result."""
         self.last, self.result = link, result
         counts = isinstance(result, torch.Tensor) and not result.is_inference()
         self.version = result._version if counts else 0
 
     def line(self, first: Link, cache: PackedCache) -> list[Link]:
-        """A layer and those that came after it the last time, as far as one native call can compute them."""
+        """A layer and those that followed it in the last step, as far as one native call can compute them."""
         line = [first]
         if cache.step[0].num_tokens > MOST_AHEAD or any(metadata.max_query_len > 1 for metadata in cache.step):
             return line
@@ -98,7 +99,7 @@ class Walk:
         return line
 
     def run(self, line: list[Link], cache: PackedCache, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute the first of these layers and the others ahead."""
+        """Compute the first of these layers, and the others ahead of their calls; returns the first one's result."""
         groups = [cache.group_of(link.layer_idx) for link in line]
         pools = [group.pool for group in cache.memory.groups]
         caches = [pools[group][link.layer_idx] for group, link in zip(groups, line, strict=True)]
@@ -112,7 +113,7 @@ class Walk:
         return outputs[0]
 
     def _passes_on(self, result: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a layer is given the result of the one before it as it was, and the same angles."""
+        """Whether a layer gets the unchanged result of the previous layer and the same angles."""
         if hidden_states is not result or not (result.is_inference() or result._version == self.version):
             return False
         angles = kwargs.get("position_embeddings", ())

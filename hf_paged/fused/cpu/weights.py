@@ -1,9 +1,9 @@
-"""Weights of linear layers laid out once the way matrix units want them (CPU only): for the native kernels in bf16 on
-AMX, else for oneDNN.
+"""Copies of linear weights in the memory layout of matrix units (CPU only): for the native kernels in bf16 on AMX, else
+for oneDNN.
 
-At the few rows of a decode step a linear layer is bound by reading its weights; packed, they are read 1.3 to 2.5 times
-faster. In bf16 the results are bit for bit those of the layer itself for up to 32 rows (beyond, torch takes the sums in
-another order, the native kernels in the same); in fp32 the sums are in another order.
+With the few rows of a decode step, a linear layer takes as long as reading its weights, and packed weights are read 1.3
+to 2.5 times as fast. In bf16 the results are bit-identical for up to 32 rows. For more rows, torch sums in another
+order, while the native kernels keep theirs. In fp32 the order of the sums differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.weights import Weights
 
 AUTO_SHARE = 0.25
-"""Packed copies may take this share of the free memory before `prepack=None` leaves them out."""
+"""With `prepack=None`, copies are made only if they take at most this share of the free memory."""
 
 _Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,10 +35,10 @@ _for_calls: Slot[bool] = Slot("prepack was called")
 
 
 def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
-    """Packed copies of the model's linear weights, shared by every engine on it; None if there shall be none.
+    """Packed copies of the model's linear weights, shared by all engines on it. None: use the weights themselves.
 
-    prepack: True or False, or None: bf16 on a CPU with bf16 matrix units, if the memory allows. Raises ValueError for
-    True where it cannot be done.
+    prepack: True, False, or None (pack bf16 weights on a CPU with bf16 matrix units if the memory suffices). Raises
+    ValueError for True if packing is impossible.
     """
     if prepack is False:
         return None
@@ -54,7 +54,7 @@ def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
 
 
 def _linears(model: nn.Module) -> list[nn.Linear]:
-    """Those that compute what nn.Linear does: other code has not set a forward of its own on them."""
+    """The layers that compute what nn.Linear does, so that other code has not replaced their forward."""
     return [module for module in model.modules() if type(module) is nn.Linear and not foreign_forward(module)]
 
 
@@ -69,12 +69,12 @@ def _copies(model: Any, layers: list[nn.Linear]) -> PackedWeights:
 
 
 def prepack(model: Any) -> None:
-    """Let paged `generate` calls on a model, too, compute with packed copies of its linear weights (CPU, bf16 or fp32).
+    """Make paged `generate` calls compute with packed copies of the model's linear weights (CPU, bf16 or fp32).
 
-    They take as much memory as the weights, until `release_memory(model)`. At a few rows a call is two to three times
-    faster; sums may come in another order, as with `Engine(prepack=True)`. Weights that have changed are packed again
-    when the next call begins; see `weights_changed` for the changes that must be told. Raises ValueError where it
-    cannot be done.
+    The copies take as much memory as the weights, until `release_memory(model)`. With few rows a call is two to three
+    times as fast. Sums may be in another order, as with `Engine(prepack=True)`. Changed weights are packed again at the
+    start of the next call; see `weights_changed` for the changes that must be reported. Raises ValueError if the
+    weights cannot be packed.
     """
     model = unwrapped(model)
     packed_weights(model, True)
@@ -82,7 +82,7 @@ def prepack(model: Any) -> None:
 
 
 def weights_for_calls(model: Any) -> PackedWeights | None:
-    """What `prepack` has asked for. Raises ValueError if the model is such now that it cannot be done."""
+    """The copies that `prepack` has requested, or None. Raises ValueError if the weights can no longer be packed."""
     if not _for_calls.get(model):
         return None
     layers = _linears(model)
@@ -104,9 +104,9 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
         if layer.weight.device.type != "cpu":
             return f"weights on {layer.weight.device} cannot be packed, only those on a CPU"
         if layer.weight.is_inference():
-            return "weights made in inference mode do not tell when they change"
+            return "weights made in inference mode have no version counter, so changes cannot be noticed"
         if type(layer.weight) not in (torch.Tensor, nn.Parameter):
-            return f"weights of type {type(layer.weight).__name__}, as quantization makes them, cannot be packed"
+            return f"weights of type {type(layer.weight).__name__} (quantized, for example) cannot be packed"
         if layer.weight.dtype not in (torch.bfloat16, torch.float32):
             return f"weights of {layer.weight.dtype} cannot be packed, only bfloat16 and float32"
     return None
@@ -126,7 +126,7 @@ def _pays(layers: list[nn.Linear]) -> bool:
 class PackedWeights:
     """Packed copies of the weights of some linear layers.
 
-    A copy is renewed when its weight has changed since, as far as `weights` knows.
+    A copy is renewed when `weights` has detected a change of its weight.
     """
 
     def __init__(self, layers: list[nn.Linear], weights: Weights) -> None:
@@ -137,13 +137,13 @@ class PackedWeights:
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
         self._layers = [PackedLayer(layer, parts.get(id(layer))) for layer in layers]
         self._weights = weights
-        self._seen: tuple[int, int, list[Any]] | None = None  # when the copies were last renewed
+        self._seen: tuple[int, int, list[Any]] | None = None  # state of the weights when the copies were last renewed
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
         self._classes = ClassForwards([nn.Linear])
         self._overrides = Overrides(Patch(packed.attributes, "forward", packed.forward) for packed in self._layers)
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
-        """Whether each of these layers has a copy here. (False when layers of the model have been replaced since.)"""
+        """Whether each of these layers has a copy here; False after layers of the model have been replaced."""
         return all(layer in self._of for layer in layers)
 
     def of(self, layer: nn.Module) -> PackedLayer | None:
@@ -151,7 +151,7 @@ class PackedWeights:
         return self._of.get(layer)
 
     def apply(self, user: object) -> None:
-        """Until `undo`, the layers compute with the packed copies in packed steps of this thread, else as always."""
+        """Until `undo`, the layers use the packed copies in packed steps of this thread; other calls are unaffected."""
         if self._classes.changed():
             self._overrides.withdraw()
             return
@@ -162,22 +162,23 @@ class PackedWeights:
             self._seen = seen
 
     def undo(self, user: object) -> None:
-        """Undo `apply`, or the part of it that was done; may be called again."""
+        """Undo `apply`, even if it was interrupted. Idempotent."""
         self._overrides.undo(user)
 
 
 class PackedLayer:
-    """One linear layer's copy: of the native kernels, in `part` of their arena (then `native` describes it), or else
-    of oneDNN.
+    """One linear layer's copy: for the native kernels in `part` of their arena (then `native` describes it), or for
+    oneDNN.
 
-    `forward` is in place of the layer's own while the copy is used. It computes as the layer does outside packed steps,
-    and whenever there is no copy: while other code has set a forward on the layer, which may call this one.
+    `forward` replaces the layer's own while the copy is used. Outside packed steps, and while there is no copy, it
+    computes what the layer itself computes. (There is no copy while other code has set a forward on the layer, which
+    may call this one.)
     """
 
     __slots__ = ("_compute", "_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "layer", "native")
 
     def __init__(self, layer: nn.Linear, part: torch.Tensor | None) -> None:
-        # By reference, the layer would keep the model alive that is the key of its packed weights.
+        # A weak reference: a strong one would keep the model alive, which is the key of its packed weights.
         self.layer = weakref.ref(layer)
         self.attributes = layer.__dict__
         self._parameters = parameters = layer._parameters
@@ -185,7 +186,7 @@ class PackedLayer:
         self._part = part
         self._shape = layer.weight.shape
         self._stamp: tuple[int, ...] | None = None
-        # In a list of its own: with a reference to this object, the function would keep the copy until the garbage
+        # The function refers to this list only: a reference to this object would keep the copy until the garbage
         # collector runs.
         self._compute = compute = [_NO_COPY]
         plain = nn.functional.linear
@@ -199,7 +200,7 @@ class PackedLayer:
         self.forward: _Linear = mark(forward)
 
     def renew(self, weights: Weights) -> None:
-        """Pack the weight if that has changed, or if the bias lies elsewhere."""
+        """Pack the weight again if it has changed or if the bias has another address."""
         if self.attributes.get("forward") is not self.forward:
             self._compute[0] = self._stamp = self.native = None
             return

@@ -1,5 +1,5 @@
-/* The two parts of a decoder layer, around its attention, and whole layers. All depths are multiples of 32. The caller
- * compares them with the model's own layers once (fused/cpu/decoder.py). */
+/* The two parts of a decoder layer, before and after its attention, and whole layers. All depths are multiples of 32.
+ * The caller compares them with the model's own layers once (fused/cpu/decoder.py). */
 #include "layers.h"
 #include "kernels.h"
 #if HAS_AMX
@@ -13,7 +13,7 @@ HFP_EXPORT int64_t hfp_layer_in_workspace(int64_t rows, int64_t depth) {
     return round_up(rows * depth * 2, 64) + hfp_linear_workspace(rows, depth);
 }
 
-/* What comes before attention: norm, projections, norms of heads, rotation. eps: of all three norms. */
+/* The part before attention: norm, projections, norms of heads, rotation. eps: of all three norms. */
 HFP_EXPORT void hfp_layer_in(const LayerIn *l, const double *eps) {
     const int64_t rows = l->rows, depth = l->depth, dim = l->head_dim, threads = l->threads;
     const int64_t heads = l->query.columns / dim, kv_heads = l->key.columns / dim;
@@ -33,7 +33,7 @@ HFP_EXPORT void hfp_layer_in(const LayerIn *l, const double *eps) {
 /* gate[i] = gate[i] / (1 + exp(-gate[i])) * up[i] */
 INLINE void gate_vector(uint16_t *gate, const uint16_t *up) {
     const vf x = load_bf16(gate);
-    /* Beyond these bounds the result is 0 or x. NaN stays: the second operand is taken then. */
+    /* Beyond these bounds the result is 0 or x. NaN is preserved, because min and max return their second operand. */
     const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(104), _mm512_max_ps(_mm512_set1_ps(-104), (__m512)-x));
     vf power;
     const vf y = exp_parts((vf)bounded, &power);
@@ -53,7 +53,7 @@ static void add_rows(uint16_t *to, const uint16_t *x, int64_t n, int64_t threads
     for (int64_t i = 0; i < n; i += 16) store_bf16(to + i, load_bf16(to + i) + load_bf16(x + i));
 }
 
-/* What comes after attention: output projection, residual, norm, gated MLP, residual. */
+/* The part after attention: output projection, residual, norm, gated MLP, residual. */
 HFP_EXPORT void hfp_layer_out(const LayerOut *l, double eps) {
     const int64_t rows = l->rows, depth = l->depth, inner = l->gate.columns, size = rows * inner, threads = l->threads;
     uint16_t *middle = (uint16_t *)(void *)l->workspace, *normed = middle + round_up(rows * depth * 2, 64) / 2;
@@ -64,7 +64,7 @@ HFP_EXPORT void hfp_layer_out(const LayerOut *l, double eps) {
     hfp_rms_norm(middle, l->norm, normed, rows, depth, eps, threads);
     apply(&l->gate, normed, rows, depth, gate, rest, threads);
     apply(&l->up, normed, rows, depth, up, rest, threads);
-    /* Memory would be idle meanwhile: the first of what the next layer of weights needs comes to L2. */
+    /* The memory bus would be idle here, so prefetch the first weights of the next linear layer to L2. */
     const char *next = (const char *)l->down.weight, *last = next + (depth * inner * 2 < AHEAD ? depth * inner * 2 : AHEAD);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size >= FORK_ELEMENTS)
     for (int64_t i = 0; i < size; i += 16) {
@@ -78,8 +78,9 @@ HFP_EXPORT void hfp_layer_out(const LayerOut *l, double eps) {
     add_rows(l->out, middle, rows * depth, threads);
 }
 
-/* `count` decoder layers of a decode step, in bf16: each one's LayerIn, Call and LayerOut name the same buffers, and it
- * takes what the one before it gives. eps: three for each LayerIn, one for each LayerOut; scales: scale and softcap. */
+/* `count` decoder layers of a decode step in bf16. A layer's LayerIn, Call and LayerOut refer to the same buffers, and
+ * its input is the previous layer's result. in_eps: three per LayerIn; out_eps: one per LayerOut; scales: scale and
+ * softcap. */
 HFP_EXPORT void hfp_decode_layers(const LayerIn *ins, const double *in_eps, const Call *calls, const double *scales,
                                   const LayerOut *outs, const double *out_eps, int64_t count) {
     for (int64_t i = 0; i < count; i++) {

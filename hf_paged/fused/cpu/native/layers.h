@@ -1,13 +1,13 @@
-/* What the units for decoder layers share: the arguments of their entry points, filled by the caller as 64-bit words in
- * this order (fused/cpu/structs.py), and rounding to bf16. Everything here needs a matrix unit (or its emulation). */
+/* Shared by the units for decoder layers: the arguments of their entry points, which the caller fills as 64-bit words
+ * in this order (fused/cpu/structs.py), and rounding to bf16. Everything here needs a matrix unit (or its emulation). */
 #ifndef HFP_LAYERS_H
 #define HFP_LAYERS_H
 #include "amx.h"
 #include "vectors.h"
 #if HAS_AMX
 
-#define FORK_ELEMENTS (1 << 15) /* fewer are done before a second thread has begun */
-#define AHEAD (256 << 10)       /* bytes that may come to L2 before they are needed */
+#define FORK_ELEMENTS (1 << 15) /* with fewer elements, one thread is faster than starting a second one */
+#define AHEAD (256 << 10)       /* bytes that may be prefetched to L2 before they are needed */
 
 typedef struct {
     const uint16_t *x; /* [rows, depth] */
@@ -63,7 +63,7 @@ void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int6
                   int64_t threads);
 void hfp_rotate(const Rotate *r);
 
-/* Rounds to the nearest even, as torch does; subnormal numbers too, which the instructions for it flush. */
+/* Round to nearest even, as torch does, including subnormal numbers, which the hardware instructions flush to zero. */
 INLINE vf round_bf16(vf x) {
     const __m512i u = (__m512i)x, odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(u, odd), _mm512_set1_epi32(0x7fff));

@@ -1,12 +1,12 @@
-/* Linear layers in bf16 on the matrix unit. A decode step reads every weight once and computes little with it, so a
- * linear layer is as fast as its weights arrive: they lie in the order in which tiles are loaded.
+/* Linear layers in bf16 on the matrix unit. A decode step reads every weight once and computes little with it, so the
+ * memory bandwidth limits it: packed weights are stored in the order in which tiles are loaded.
  *
- * A packed weight: [columns / PANEL, depth / 32, 2, 16 pairs of elements, 16 columns, 2], zeros where there is none. */
+ * A packed weight: [columns / PANEL, depth / 32, 2, 16 pairs of elements, 16 columns, 2], padded with zeros. */
 #include "layers.h"
 #if HAS_AMX
 #include <sys/mman.h>
 
-#define PANEL 32    /* columns of a weight that lie together: two tiles wide */
+#define PANEL 32    /* columns of a weight that are stored together: two tiles wide */
 #define STREAM 2048 /* bytes that are prefetched ahead of the tiles */
 
 HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth) { return round_up(columns, PANEL) * round_up(depth, 32) * 2; }
@@ -15,8 +15,8 @@ HFP_EXPORT int64_t hfp_linear_workspace(int64_t rows, int64_t depth) {
     return (depth % 32 ? round_up(rows, 16) : 16) * round_up(depth, 32) * 2;
 }
 
-/* A hint that `bytes` at `at` (a whole page of the system), not yet written, are better in large pages: streaming waits
- * for fewer translations. */
+/* Request large pages for `bytes` at `at` (page-aligned, not yet written), so that streaming needs fewer address
+ * translations. */
 HFP_EXPORT void hfp_prefer_large_pages(void *at, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     madvise(at, (size_t)bytes, MADV_HUGEPAGE);
@@ -41,14 +41,14 @@ HFP_EXPORT void hfp_pack_linear(const uint16_t *weight, int64_t columns, int64_t
             }
 }
 
-/* Sixteen rows of x: where they begin, and bytes from one to the next. */
+/* Sixteen rows of x: the first one's address, and the stride in bytes. */
 typedef struct {
     const uint16_t *at;
     int64_t bytes;
 } RowTile;
 
-/* Tiles 0 to 3: sums of 32 rows (of 16 if not `two`) with a panel. From `*next` on, `lines` cache lines a step are
- * prefetched to L2; if `streams`, as many as the step takes itself, to L1. */
+/* Tiles 0 to 3: sums of 32 rows (16 if not `two`) with a panel. Each step prefetches `lines` cache lines from `*next`
+ * on to L2 and, if `streams`, as many lines as it uses itself to L1. */
 INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int64_t steps, const char **next,
                         int64_t lines, const int streams, const int two) {
     const char *line = *next;
@@ -79,7 +79,7 @@ INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int6
     *next = line;
 }
 
-/* Rounds `rows` rows of sums to `to`, of whose rows the panel has `columns`. */
+/* Round `rows` rows of sums to bf16 and store them at `to`; the panel has `columns` columns of each row. */
 INLINE void linear_store(uint16_t *to, int64_t to_row, const float *sums, int64_t rows, int64_t columns,
                          const uint16_t *bias) {
     const __mmask32 mask = columns >= PANEL ? ~0u : (1u << columns) - 1;
@@ -95,15 +95,15 @@ INLINE void linear_store(uint16_t *to, int64_t to_row, const float *sums, int64_
     }
 }
 
-/* Every sum is taken in the order of the depth, whatever the rows and threads. */
+/* Every sum is in the order of the depth, for any number of rows and threads. */
 HFP_EXPORT void hfp_linear(const Linear *call) {
     const Linear l = *call;
     if (!l.rows) return;
     const int64_t steps = round_up(l.depth, 32) / 32, tiles = round_up(l.rows, 16) / 16;
     const int64_t panels = round_up(l.columns, PANEL) / PANEL;
     const int64_t passes = (tiles + 1) / 2;
-    /* Tiles of rows are read where they lie, a single one with as many rows as there are (two were slower so). Otherwise
-     * rows of a part of a tile come from a copy, and all rows where steps are not full. */
+    /* Full tiles of rows are read in place, and so is a single partial tile (with two tiles that was slower). Other
+     * partial tiles are read from a copy, as are all rows if the depth is not a multiple of 32. */
     const int64_t in_place = l.depth % 32 ? 0 : tiles > 1 ? l.rows / 16 * 16 : l.rows;
     const int64_t copied = in_place < l.rows ? tiles * 16 - in_place : 0;
     AmxConfig config = amx_config_16;
@@ -115,8 +115,8 @@ HFP_EXPORT void hfp_linear(const Linear *call) {
         memset(copy + r * steps * 32 + depth, 0, (size_t)(steps * 32 - depth) * 2);
     }
     COMPILER_FENCE();
-    /* Few rows: a panel is used once, and comes just in time. Many: while one is used again and again, a part of the next
-     * one comes to L2 each time. */
+    /* With few rows, a panel is used once and prefetched just in time. With many rows, each use of a panel prefetches a
+     * part of the next one to L2. */
     const int64_t lines = (31 + passes) / passes;
 #pragma omp parallel num_threads(l.threads) if (l.threads > 1)
     {

@@ -1,6 +1,6 @@
-/* Norms and rotary position embeddings in bf16. They take longer to call than to compute, so each is one call instead of
- * several. Each rounds where transformers' own code rounds, and the sum of squares is taken in torch's order, so that
- * results are the same bit for bit; the caller compares them once (fused/cpu/norms.py). */
+/* Norms and rotary position embeddings in bf16. Calling them takes longer than computing them, so each is one call, not
+ * several. They round where transformers' code rounds and sum the squares in torch's order, so that the results are
+ * bit-identical; the caller compares them once (fused/cpu/norms.py). */
 #include "layers.h"
 #if HAS_AMX
 
@@ -18,8 +18,8 @@ INLINE void add_squares(vf *sums, const uint16_t *x) {
     sums[1] += b * b;
 }
 
-/* The sum of the squares of n elements, in the order in which torch sums a row of fp32: four vectors of 8 lanes side by
- * side, in four levels of partial sums, then the vectors, the elements behind them, and the lanes. */
+/* The sum of the squares of n elements in the order in which torch sums a row of fp32: four interleaved vectors of 8
+ * lanes in four levels of partial sums, then the vectors, then the remaining elements, then the lanes. */
 static float sum_of_squares(const uint16_t *x, int64_t n) {
     const int64_t vectors = n / 8, size = vectors / 4;
     int64_t power = 0, i = 0;
