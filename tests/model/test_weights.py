@@ -1,4 +1,4 @@
-"""Weights that change in any way, around whatever is derived from them: against the changed model's own `generate`."""
+"""Weight changes of every kind, and everything derived from weights: against the changed model's own `generate`."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def write_data(model: Any) -> None:
 
 
 def replace_data_twice(model: Any) -> None:
+    """The second of two small weights takes the address of the first, unless a reference keeps the first alive."""
     weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
     for _ in range(2):
         weight.data = random_like(weight)

@@ -78,7 +78,7 @@ class Round:
         self.pinned: list[tuple[int, str | None, str | None]] = []
         chosen = rng.choice(MODES)
         mode = mode or chosen
-        # Whatever the rounds before have left, so that a round can be done again alone.
+        # Remove what earlier rounds have left, so that a round can be repeated alone.
         world.set_version(self.kind, rng.randrange(NUM_VERSIONS), random.Random(first))
         if self.kind == "lora":
             world.activate(self.kind, rng.choice([*ADAPTERS, BASE]))
