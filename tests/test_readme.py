@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+import hf_paged
+
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
 SHELL = [text for language, text in BLOCKS if language == "bash"]
@@ -81,6 +83,11 @@ def test_other_commands(command: str) -> None:
 
 def test_no_other_language_hides() -> None:
     assert {language for language, _ in BLOCKS} == {"bash", "python"}
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    listed = re.findall(r"^::: hf_paged\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(hf_paged.__all__)
 
 
 def test_links_lead_somewhere() -> None:

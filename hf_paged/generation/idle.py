@@ -1,4 +1,4 @@
-"""Idle K/V memory of paged generate calls on one model, kept for the next call. Within bounds, however calls differ."""
+"""Idle K/V memory of paged generate calls on one model, kept for later calls within bounds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MemoryKey = tuple[Kind, int, int | None, tuple[tuple[frozenset[int] | None, int 
 
 MAX_POOLS = 4
 MAX_BYTES = 1 << 30
-"""Of the pools that are kept beside the one used last, which is kept whatever its size: the next call is most likely of
-the same kind."""
+"""Limit of the pools that are kept besides the one used last. That one is always kept, because the next call is most
+likely of the same kind."""
 
 
 def kind_of(model: Any) -> Kind:

@@ -1,8 +1,8 @@
-"""The generate door: what `model.generate(..., cache_implementation="paged")` does.
+"""The entry point of `model.generate(..., cache_implementation="paged")`.
 
-Four functions stand before transformers' methods of the same names (see `integration.hook`). A call that does not ask
-for a paged cache passes through untouched. A paged call is checked, then decoded by transformers' own loop: over a
-PackedDecoder where every option of the call allows it (route "packed"), else over a PagedKVCache (route "hf_loop").
+Four functions wrap transformers' methods of the same names (see `integration.hook`). A call that does not request a
+paged cache passes through unchanged. A paged call is checked, then decoded by transformers' own loop: over a
+PackedDecoder if every option of the call allows it (route "packed"), else over a PagedKVCache (route "hf_loop").
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ def _idle_pools(model: nn.Module) -> IdlePools:
 
 
 def release_memory(model: nn.Module | None = None) -> None:
-    """Free what is kept for the next call or engine on a model, or on all: K/V memory of paged calls (that of the last
-    call, and up to three pools of other kinds of call within 1 GiB), CUDA graphs, packed weights (what `prepack` has
-    asked for too)."""
+    """Free what is kept for later calls and engines on a model, or on all models: CUDA graphs, packed weights (those of
+    `prepack` too), and K/V memory of paged calls (that of the last call, and up to three other pools within 1 GiB)."""
     release(unwrapped(model))
 
 

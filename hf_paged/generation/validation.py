@@ -1,6 +1,7 @@
 """Refuses what can never be served, before anything is built: a ValueError of one line, with the value and the remedy.
 
-First what both doors ask, then calls of `generate`, then the engine and its requests. Changes nothing.
+First the checks that `generate` and the engine share, then those of `generate`, then those of the engine and its
+requests. Changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check
 
-# -- both doors ----------------------------------------------------------------------------------------------------
+# -- generate and the engine ---------------------------------------------------------------------------------------
 
 
 def shown(value: Any) -> str:
@@ -195,7 +196,7 @@ def check_prompts(model: Any, ids: Any, name: str) -> None:
 
 
 def position_limit(model: Any) -> int | None:
-    """The longest sequence the model was made for; None if it says nothing, or scales its positions beyond."""
+    """The maximum sequence length of the model; None if its config has none, or if it scales positions beyond it."""
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0 or extends_positions(config):
@@ -258,8 +259,8 @@ _NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", 
 
 
 def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, streamer: Any) -> None:
-    """What a request asks for, as far as it can be told cheaply. `config` is a GenerationConfig or None; what it leaves
-    out is the model's.
+    """Check a request's options as far as that is cheap. `config` is a GenerationConfig or None; options that it does
+    not set come from the model's. Raises ValueError.
     """
     defaults = model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
@@ -332,7 +333,7 @@ def check_fits(prompt_length: int, max_length: int, num_beams: int, managers: Se
 
 
 def _blocks_at_the_peak(num_tokens: int, manager: BlockManager) -> int:
-    """The most blocks that a sequence holds at once while it grows token by token."""
+    """The maximum number of blocks that a sequence holds at one time while it grows token by token."""
     size, window = manager.block_size, manager.sliding_window
     if window is None or num_tokens <= window:
         return -(-num_tokens // size)
@@ -375,7 +376,7 @@ def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer
     """Token ids without padding as int64 [1, length].
 
     attention_mask: 1 for a token of the prompt, 0 for padding, which may only stand at the ends. Raises ValueError for
-    what is no prompt of this model, and for padding that no mask tells from text.
+    an invalid prompt, and for padding tokens without a mask.
     """
     ids = _prompt_tensor(prompt_ids)
     check_prompts(model, ids, "prompt_ids")

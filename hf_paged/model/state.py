@@ -77,8 +77,9 @@ def weights_changed(model: Any) -> None:
 
     Other writes (`weight.data.mul_(2)`, another library's optimizer, weights loaded in place) are noticed by comparing
     a sample of each tensor, but only while an engine has no running request, or at the start of a `generate` call after
-    `prepack`. A write to a few elements, such as one row of an embedding, is not noticed, nor is a change of a plain
-    attribute of a module, such as the `eps` of a norm.
+    `prepack`. On an accelerator each comparison takes a part of the tensors, so that a change of one tensor is noticed
+    some requests later. A write to a few elements, such as one row of an embedding, is not noticed, nor is a change of
+    a plain attribute of a module, such as the `eps` of a norm.
     """
     state_of(unwrapped(model)).weights.changed()
 

@@ -230,13 +230,13 @@ class _Picture:
         )
 
     def _has_contents(self) -> bool:
-        """A comparison of dictionaries takes a third of the time of one by identity, item by item. What is the same
-        object is equal; modules equal no other, and two tensors cannot be compared."""
+        """Compare the dictionaries with `==`, in a third of the time of comparing item by item. Identical objects are
+        equal, modules are equal to no other module, and comparing two different tensors raises."""
         try:
             return self._dicts == self._contents and all(
                 map(is_, map(dict.get, self._single_dicts, self._single_keys), self._singles)
             )
-        except Exception:  # what a tensor, of whatever class, raises when it is asked for a truth value
+        except Exception:  # the truth value of a comparison of tensors, of any class, may raise anything
             return False
 
     def versions(self) -> list[int]:

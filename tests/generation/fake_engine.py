@@ -170,7 +170,7 @@ class FakeEngine:
         """`fail`: the forward of this step raises after it has written some of its K/V."""
         scheduler = self.scheduler
         running = [group for group in scheduler.groups if group.status is SeqStatus.RUNNING]
-        output = scheduler.schedule_in_peace()
+        output = scheduler.schedule_without_preempting()
         if output is not None:
             assert all(group.status is SeqStatus.RUNNING for group in running), "a request was preempted"
         else:

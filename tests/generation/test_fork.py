@@ -37,7 +37,7 @@ def in_child(function: Callable[[], object]) -> str:
         signal.alarm(120)
         try:
             answer = str(function())
-        except BaseException as error:  # whatever it is, the child must not go on with pytest
+        except BaseException as error:  # after any error, the child must not continue pytest
             answer = f"{type(error).__name__}: {error}"
         os.write(writer, answer.encode())
         os._exit(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.host_memory import HostMemory
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.generation import idle, paged_generate
+from hf_paged.generation import idle
 from hf_paged.generation.engine import sizing
 from hf_paged.generation.idle import IdlePools
 from tests import models
@@ -86,6 +85,14 @@ def test_a_stream_of_unique_requests_takes_a_bounded_part_of_the_default_pool(ho
         assert stats.blocks_cached > eighth - 4, "what is touched is used for prefixes"
 
 
+def test_cached_prefixes_take_a_bounded_part_of_the_default_pool() -> None:
+    with Engine(models.shared("llama")) as engine:
+        eighth = engine.stats().num_blocks // 8
+        for prompt in models.prompts(*[33] * (eighth // 2 + 10)):  # two full blocks each
+            engine.generate([prompt], GREEDY)
+        assert eighth - 4 < engine.stats().blocks_cached <= eighth
+
+
 def test_without_a_prefix_cache_a_stream_of_requests_takes_what_one_does() -> None:
     with Engine(models.shared("llama"), None, SchedulerConfig(prefix_caching=False)) as engine:
         assert set(unique_requests(engine, 20)) == {3 * BLOCK_BYTES}
@@ -148,8 +155,13 @@ def test_pools_of_what_the_model_was_are_forgotten() -> None:
     assert not list(pools)
 
 
+def memories() -> list[PagedMemory]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is PagedMemory]
+
+
 def test_calls_that_ask_for_many_sizes_keep_few_pools() -> None:
-    model, seen = models.build("llama"), weakref.WeakSet[PagedMemory]()
+    model, before = models.build("llama"), memories()
     ids = models.prompts(5)[0][None]
     for num_blocks in range(10, 30):
         model.generate(
@@ -159,6 +171,4 @@ def test_calls_that_ask_for_many_sizes_keep_few_pools() -> None:
             cache_implementation="paged",
             cache_config={"num_blocks": num_blocks},
         )
-        seen.update(paged_generate._idle_pools(model))
-    gc.collect()
-    assert len(seen) == len(list(paged_generate._idle_pools(model))) == idle.MAX_POOLS
+    assert len(memories()) == len(before) + idle.MAX_POOLS

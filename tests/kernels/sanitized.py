@@ -5,6 +5,7 @@ Needs the sanitizers' runtime in LD_PRELOAD; `test_sanitizers.py` builds the lib
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,18 @@ FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"
 LIBRARY = "HF_PAGED_SANITIZED"
 
 _kept: list[torch.Tensor] = []
+_used: set[str] = set()
+
+
+class Recorded:
+    """A library that notes which of its functions were asked for."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        _used.add(name)
+        return getattr(self._library, name)
 
 
 def exact_workspace(num_bytes: int) -> int:
@@ -29,7 +42,11 @@ def exact_workspace(num_bytes: int) -> int:
 
 def pytest_configure(config: Any) -> None:
     path = Path(os.environ[LIBRARY])
-    library = native_build.load(path)
+    library: Any = Recorded(native_build.load(path))
     native_build.library = lambda: library
     native_build.build = lambda: path
     native_ops.workspace = fused_ops.workspace = exact_workspace
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"entry points: {' '.join(sorted(_used))}")

@@ -51,19 +51,31 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "entry_points"),
     [
-        ("tests/kernels/test_gather.py", "-k", "native and not two_to_the"),
-        ("tests/kernels/test_native.py", "-k", "tiles or sharing or equal_ids or threads_and"),
-        ("tests/fused/test_layers.py",),
-        ("tests/fused/test_native_layers.py", "-k", "same_bits"),
-        ("tests/generation/test_sampling.py", "-k", "native or greedy or multinomial"),
+        (
+            ("tests/kernels/test_gather.py", "-k", "native and not two_to_the"),
+            {"hfp_check", "hfp_plan", "hfp_attention", "hfp_prefill", "hfp_write_kv", "hfp_copy_blocks"},
+        ),
+        (
+            ("tests/kernels/test_native.py", "-k", "tiles or sharing or equal_ids or threads_and"),
+            {"hfp_check", "hfp_plan", "hfp_plan_counts", "hfp_attention", "hfp_prefill"},
+        ),
+        (("tests/kernels/test_validation.py", "-k", "native"), {"hfp_check", "hfp_attention", "hfp_write_kv"}),
+        (("tests/fused/test_layers.py",), set()),
+        (("tests/fused/test_native_layers.py", "-k", "same_bits"), set()),
+        (
+            ("tests/generation/test_sampling.py", "-k", "draw or greedy or multinomial or generator or nan"),
+            {"hfp_greedy", "hfp_draw"},
+        ),
     ],
-    ids=["shapes", "native", "layers", "models", "sampling"],
+    ids=["shapes", "native", "ids", "layers", "models", "sampling"],
 )
-def test_no_report(arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+def test_no_report(arguments: tuple[str, ...], entry_points: set[str], environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.kernels.sanitized"]
     command += ["-o", "timeout=1200", *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     assert " passed" in done.stdout
+    used = next(line for line in done.stdout.splitlines() if line.startswith("entry points: "))
+    assert entry_points <= set(used.split()), used

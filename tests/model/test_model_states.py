@@ -40,7 +40,7 @@ def engine_tokens(model: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def assert_both_doors(model: Any, plain: torch.Tensor) -> hf_paged.CallRecord:
+def assert_both_entry_points(model: Any, plain: torch.Tensor) -> hf_paged.CallRecord:
     with hf_paged.record_calls() as records:
         assert torch.equal(generate(model, cache_implementation="paged"), plain)
     assert engine_tokens(model) == plain[:, -NEW:].tolist()
@@ -63,7 +63,7 @@ def test_offloaded_by_accelerate(model_type: str, to_disk: bool, tmp_path: Path)
         accelerate.cpu_offload(model, execution_device=where)
     assert model.device.type == "meta"
     assert torch.equal(generate(model), plain)
-    record = assert_both_doors(model, plain)
+    record = assert_both_entry_points(model, plain)
     assert (record.route, record.peak_blocks_used > 0) == ("hf_loop", True)
 
 
@@ -78,7 +78,7 @@ def test_partly_offloaded(tmp_path: Path) -> None:
     assert model.device.type == "cpu"
     report = hf_paged.check(model)
     assert report.supported and not report.native and "offloaded" in report.reason
-    assert_both_doors(model, plain)
+    assert_both_entry_points(model, plain)
 
 
 def test_offloading_after_a_call_is_noticed() -> None:
@@ -87,7 +87,7 @@ def test_offloading_after_a_call_is_noticed() -> None:
     plain = generate(model)
     assert hf_paged.check(model).native
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    assert_both_doors(model, plain)
+    assert_both_entry_points(model, plain)
 
 
 def test_weights_without_data_are_refused() -> None:
@@ -189,7 +189,7 @@ def test_int8_weights(quantise: Any, dtype: torch.dtype) -> None:
     plain = generate(model)
     if dtype == torch.float32:
         assert not torch.equal(plain, exact)  # otherwise the test would not notice unquantised weights
-        assert_both_doors(model, plain)
+        assert_both_entry_points(model, plain)
     else:
         assert hf_paged.check(model).native
         assert len(engine_tokens(model)) == 2

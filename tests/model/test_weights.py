@@ -1,4 +1,4 @@
-"""Weights that change in any way, around whatever is derived from them: against the changed model's own `generate`."""
+"""Weight changes of every kind, and everything derived from weights: against the changed model's own `generate`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 from torch import nn
 from transformers import GenerationConfig
@@ -85,7 +87,7 @@ def write_data(model: Any) -> None:
 
 
 def replace_data_twice(model: Any) -> None:
-    """Of small weights the second takes the address that the first has left, unless somebody holds that."""
+    """The second of two small weights takes the address of the first, unless a reference keeps the first alive."""
     weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
     for _ in range(2):
         weight.data = random_like(weight)
@@ -97,9 +99,9 @@ def from_vector(model: Any) -> None:
 
 
 def load_in_place(model: Any) -> None:
-    other = models.build("llama", seed=7)
-    for parameter, new in zip(model.parameters(), other.parameters()):
-        parameter.data.copy_(new.data)
+    file = safetensors.save(dict(models.build("llama", seed=7).named_parameters()))
+    for name, new in safetensors.load(file).items():
+        model.get_parameter(name).data.copy_(new)
 
 
 def replace_twice(model: Any) -> None:
@@ -120,6 +122,22 @@ def replace_buffer(model: Any) -> None:
 
 def replace_layer(model: Any) -> None:
     model.model.layers[0].mlp = models.build("llama", seed=7).model.layers[0].mlp
+
+
+class Negated(nn.Module):
+    """Computes something else with the parameters of `inner`."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return -self.inner(rows)
+
+
+def wrap_layer(model: Any) -> None:
+    layer = model.model.layers[0]
+    layer.mlp = Negated(layer.mlp)
 
 
 def swap_layers(model: Any) -> None:
@@ -152,6 +170,7 @@ CHANGES: dict[str, Change] = {
     "buffer data": lambda model: model.model.rotary_emb.inv_freq.data.mul_(3),
     "buffer replaced": replace_buffer,
     "submodule": replace_layer,
+    "submodule with the same weights": wrap_layer,
     "submodules swapped": swap_layers,
     "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
     "forward": set_forward,
@@ -193,6 +212,63 @@ def test_calls_after_prepack(change: Change) -> None:
     expected = plain(model)
     assert not is_close(before, expected)
     assert is_close(plain(model, cache_implementation="paged"), expected)
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+def test_a_vector_that_is_the_weights(prepack: bool) -> None:
+    """Parameters that were set from a vector are views of it: set from it again, they keep address and version."""
+    model = models.build("llama")
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    with engine_on(model, prepack=prepack) as engine:
+        before = served(engine)
+        vector += random_like(vector)
+        nn.utils.vector_to_parameters(vector, model.parameters())
+        expected = plain(model)
+        assert not is_close(before, expected)
+        assert is_close(served(engine), expected)
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+def test_a_weight_with_the_address_and_version_of_another(prepack: bool) -> None:
+    """As the allocator places a weight that is replaced twice: the second takes the memory that the first has left."""
+    model = models.build("llama")
+    layer = model.model.layers[0].mlp.down_proj
+    memory = layer.weight.detach().clone().numpy()
+    layer.weight = nn.Parameter(torch.from_numpy(memory))
+    with engine_on(model, prepack=prepack) as engine:
+        before = served(engine)
+        known = layer.weight.data_ptr(), layer.weight._version
+        memory[5] += 3  # a single row: no sample of contents need see it
+        layer.weight = nn.Parameter(torch.from_numpy(memory))
+        assert known == (layer.weight.data_ptr(), layer.weight._version)
+        expected = plain(model)
+        assert not is_close(before, expected)
+        assert is_close(served(engine), expected)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP")
+def test_full_parameters_of_a_sharded_model(tmp_path: Path) -> None:
+    """Parameters that are views of FSDP's flat one, after a step and after writes in `summon_full_params`."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp").FullyShardedDataParallel
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = models.build("llama")
+        sharded = fsdp(model, use_orig_params=True, device_id=torch.device("cpu"))
+        with engine_on(model) as engine:
+            with fsdp.summon_full_params(sharded):
+                before = served(engine)
+                assert is_close(before, plain(model))
+            for change in (CHANGES["fused adamw"], write_data):
+                with fsdp.summon_full_params(sharded):
+                    change(model)
+                with fsdp.summon_full_params(sharded):
+                    expected = plain(model)
+                    assert not is_close(before, expected)
+                    assert is_close(served(engine), expected)
+                    before = expected
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not fused_ops.is_available(), reason="needs the native layers")

@@ -21,8 +21,6 @@ from tests import models
 from tests.soaking.options import FAULT, RaisingCriterion, RaisingProcessor, options
 from tests.soaking.world import ADAPTERS, BASE, KINDS, NUM_PROMPTS, NUM_VERSIONS, UNNOTICED, World, prompts
 
-CAN_PAUSE = hasattr(Engine, "pause")
-
 PROMPT_TOKENS, NEW_TOKENS, WIDTH = 34, 13, 4
 """Blocks of the largest request and one more: the pool holds little more than that request."""
 
@@ -80,7 +78,7 @@ class Round:
         self.pinned: list[tuple[int, str | None, str | None]] = []
         chosen = rng.choice(MODES)
         mode = mode or chosen
-        # Whatever the rounds before have left, so that a round can be done again alone.
+        # Remove what earlier rounds have left, so that a round can be repeated alone.
         world.set_version(self.kind, rng.randrange(NUM_VERSIONS), random.Random(first))
         if self.kind == "lora":
             world.activate(self.kind, rng.choice([*ADAPTERS, BASE]))
@@ -159,9 +157,8 @@ class Round:
         elif event < 0.035:
             self.drains = True  # for a change of weights between requests
         elif event < 0.04:
-            if CAN_PAUSE:
-                with engine.pause(recompute=rng.random() < 0.5):
-                    self.report.counts["pauses"] += 1
+            with engine.pause(recompute=rng.random() < 0.5):
+                self.report.counts["pauses"] += 1
         elif event < 0.043:
             engine.clear_prefix_cache()
         elif event < 0.05:
@@ -199,7 +196,7 @@ class Round:
                 stop.wait(0.002)
                 if rng.random() < 0.2:
                     self._abort(rng)
-                elif CAN_PAUSE and rng.random() < 0.05:
+                elif rng.random() < 0.05:
                     with self.engine.pause(recompute=rng.random() < 0.5):
                         self.report.counts["pauses"] += 1
 
@@ -314,9 +311,7 @@ class Round:
         if not flights:
             way = self.world.change(self.kind, self.rng)
             if way in UNNOTICED:
-                self.engine.weights_changed() if CAN_PAUSE else self.engine.clear_prefix_cache()
-            return
-        if not CAN_PAUSE:
+                self.engine.weights_changed()
             return
         recompute = self.rng.random() < 0.5
         with self.engine.pause(recompute=recompute):

@@ -233,7 +233,7 @@ def _optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], mode
     for name, parameter in parameters.items():
         parameter.requires_grad_(True)
         difference = parameter.detach() - weights[name]
-        # The first step of Adam has one length, whatever the gradient.
+        # The first step of Adam has the same size for every gradient.
         step = torch.round(difference / STEP) if isinstance(optimizer, torch.optim.AdamW) else difference
         parameter.grad = step
     optimizer.step()

@@ -1,6 +1,6 @@
 """Engine: continuous batching of requests over one model (SOSP'23 sections 4 and 5).
 
-The door: requests come in, outputs go out, from any thread. What happens in a step is the stepper's.
+Takes requests and returns outputs, from any thread. The stepper runs the steps.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ Prompt = SequenceOf[int] | torch.Tensor
 
 
 class Engine:
-    """Serves requests that come and go at any step, each with its own GenerationConfig.
+    """Serves requests that arrive and end at any step, each with its own GenerationConfig.
 
-    Results equal `model.generate` of the same request alone. The model is used as it is and left as it was. Every
-    method may be called from any thread; steps are done by whoever asks for outputs (`step`, `generate`, `stream`).
-    In a forked child every method of an engine of the parent raises RuntimeError: make an engine in the child.
+    Results equal those of `model.generate` for the same request alone. The engine does not change the model. Every
+    method may be called from any thread; the thread that asks for outputs (`step`, `generate`, `stream`) runs the
+    steps. In a forked child every method of the parent's engine raises RuntimeError: create an engine in the child.
 
-    Requests that sample without a seed of their own draw from torch's default generator. Paged draws are atomic among
-    each other; another thread that draws from the default generator with torch's own functions at the same moment may
-    get the same random numbers. Give requests a seed where that matters.
+    Requests that sample without a seed draw from torch's default generator. Concurrent paged draws never get the same
+    random numbers; a concurrent draw by torch's own functions in another thread may. Give requests a seed if that
+    matters.
 
-    With PEFT adapters, requests of one step may each have their own (`add_request`). A step switches them on in the
-    model: load, delete and set adapters, and call the model yourself, between steps.
+    With PEFT adapters, each request of a step may have its own (`add_request`). A step activates them in the model:
+    load, delete or activate adapters, and call the model yourself, only between steps.
 
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
-    of its fields. tokenizer: needed for `stop_strings` only. prepack: keep a copy of the linear weights in the layout a
-    CPU computes fastest with (None = in bf16, if memory allows). Sums may then come in another order: in fp32, and in
-    bf16 in steps of more than 32 tokens. cuda_graphs: capture decode steps and replay them (None = on a CUDA device,
-    where it can be done, with a warning where not; True = or raise). Raises UnsupportedModelError for a model that
-    cannot be paged (see `hf_paged.check`), ValueError for a wrong argument.
+    of its fields. tokenizer: needed only for `stop_strings`. prepack: keep copies of the linear weights in the layout
+    that is fastest on a CPU (None = in bf16, if the memory suffices). Sums may then be in another order: in fp32, and
+    in bf16 in steps of more than 32 tokens. cuda_graphs: capture decode steps and replay them (None = on a CUDA device,
+    with a warning if that is impossible; True = raise if it is impossible). Raises UnsupportedModelError for a model
+    that cannot be paged (see `hf_paged.check`), ValueError for a wrong argument.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Engine:
         if not self._is_packed:
             if asked.async_scheduling:
                 raise ValueError(
-                    "async_scheduling=True: the model computes one sequence at a time (hf_paged.check tells why); "
+                    "async_scheduling=True: the model computes one sequence at a time (hf_paged.check says why); "
                     "leave it out"
                 )
             self.scheduler_config = replace(self.scheduler_config, async_scheduling=False)
@@ -151,17 +151,17 @@ class Engine:
         """Queue a request; returns its id. Lower `priority` runs first; equal ones in order of arrival.
 
         prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate`
-        (None = the model's); its attribute `seed` gives the request random numbers of its own. streamer: one of
-        transformers', fed as by `generate`, by whoever does the steps. adapter: name of the PEFT adapter that computes
-        the request, whatever is active on the model or in its neighbours; "__base__" = no adapter; None = what is
-        active now, to the request's end. cache_salt: requests share cached prefixes only with others of the same salt,
-        and of the same adapter. attention_mask: of a padded prompt, [length], 0 for padding at its ends.
+        (None = the model's); its attribute `seed` seeds the request's own random numbers. streamer: a streamer of
+        transformers, fed as by `generate`, in the thread that runs the step. adapter: name of the PEFT adapter for this
+        request, independent of the model's active adapters and of other requests; "__base__" = no adapter; None = the
+        adapters that are active now, until the request ends. cache_salt: requests share cached prefixes only with
+        requests of the same salt and adapter. attention_mask: of a padded prompt, [length], 0 for padding at its ends.
 
-        Raises ValueError at once on a wrong argument and on a request that cannot run to its length limit in the memory
-        of this engine, QueueFull when `max_waiting` wait already. The engine is then as it was.
+        Raises ValueError for a wrong argument, and for a request that cannot reach its length limit in the memory of
+        this engine; QueueFull if `max_waiting` requests wait already. The engine is then unchanged.
 
-        If the adapter is deleted, or merged into the weights, the requests that need it switched end with an error;
-        if its weights are changed in place, they go on with the new ones.
+        If the adapter is deleted, or merged into the weights, requests that use it end with an error. If its weights
+        are changed in place, they continue with the new weights.
         """
         check_request(
             generation_config,
@@ -220,13 +220,13 @@ class Engine:
         check_fits(length, prepared.max_length, config.num_beams if prepared.uses_beams else 1, self._memory.managers)
 
     def _root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
-        """Of the prefixes that a request may share: they were computed with the same adapters."""
+        """The root digest of the prefixes that a request may share, which the same adapters have computed."""
         return root_digest(type(self._model).__name__, choice.key, cache_salt)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in whatever state it is. False if it is unknown or finished.
+        """End a request in any state. False if it is unknown or finished.
 
-        Its last RequestOutput, with finish_reason "abort" and what was generated so far, comes with the next step.
+        The next step returns its last RequestOutput, with finish_reason "abort" and the tokens generated so far.
         """
         with self._lock:
             request = self._requests.get(request_id)
@@ -241,7 +241,7 @@ class Engine:
             self._end(request, FinishReason.ABORT, None)
 
     def has_unfinished_requests(self) -> bool:
-        """True while a step would have something to do or to deliver."""
+        """True while a step would have requests to compute or outputs to deliver."""
         return bool(self._requests or self._delivery)
 
     def _end(
@@ -273,9 +273,10 @@ class Engine:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """One iteration over the batch; returns the outputs that changed, as snapshots.
+        """Run one step; returns snapshots of the outputs that have changed.
 
-        Those too that changed in steps done for others (`generate`, a stream), unless a stream of their own has them.
+        They include outputs that changed in steps of other callers (`generate`, a stream), but not those of requests
+        that a stream follows.
         """
         with self._lock:
             return self._delivery.take_unclaimed(self._step())
@@ -415,7 +416,7 @@ class Engine:
             )
 
     def _drop(self, requests: list[Request]) -> None:
-        """Abort what is unfinished of these requests, and deliver nothing more of any."""
+        """Abort the unfinished ones of these requests, and deliver no further outputs of any."""
         for request in requests:
             self._abort(request)
         self._delivery.forget(requests)
@@ -429,10 +430,10 @@ class Engine:
     # -- prefixes, figures, the end -----------------------------------------------------------------------------
 
     def cache_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> int:
-        """Compute a prefix (a system prompt, say) and keep its full blocks until `release_prefix`.
+        """Compute a prefix (for example a system prompt) and keep its full blocks until `release_prefix`.
 
-        adapter, cache_salt: those of the requests that are to find it. Returns the number of tokens held: a multiple
-        of `block_size`. It is gone when the weights change.
+        adapter, cache_salt: those of the requests that will use it. Returns the number of cached tokens, a multiple of
+        `block_size`. The prefix is dropped when the weights change.
         """
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
@@ -459,7 +460,7 @@ class Engine:
             return cache.pin(ids[0].tolist(), root)
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
-        """Let a prefix of `cache_prefix` with the same arguments be evicted again. False if it was not held."""
+        """Undo `cache_prefix` with the same arguments: the prefix may be evicted again. False if it was not kept."""
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         with self._lock:
@@ -474,11 +475,11 @@ class Engine:
     # -- weights that change ------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Say that the model's weights have changed where it may not be noticed (see `hf_paged.weights_changed`).
+        """Report a change of the model's weights that may not be noticed (see `hf_paged.weights_changed`).
 
-        No later request uses a prefix or packed copy of the weights before. Requests in flight go on with the K/V that
-        they have, and cache no further blocks. Prefixes of `cache_prefix` are gone. In the middle of a step, from a
-        logits processor say, it takes effect after the step.
+        No later request uses a prefix or packed copy of the old weights, and prefixes of `cache_prefix` are dropped.
+        Running requests keep their K/V and cache no further blocks. A call during a step, for example from a logits
+        processor, takes effect after the step.
         """
         self._weights.changed()
         self._guard.defer(self._follow_weights)
@@ -487,16 +488,16 @@ class Engine:
 
     @contextmanager
     def pause(self, *, recompute: bool = False) -> Iterator[None]:
-        """Run no step of this engine inside the `with` block: the place to change weights with requests in flight.
+        """Run no step of this engine inside the `with` block, so that weights can change while requests are running.
 
-        It begins when the step in progress is done, and its results are on the host. Steps that other threads ask for
-        wait for the end; requests may be added and aborted meanwhile, from any thread. The weights count as changed
-        when the block ends, however it ends: cached prefixes are forgotten, those of `cache_prefix` too, and packed
-        copies are made anew. recompute: requests in flight drop their K/V, and the new weights compute it again for the
-        tokens that they have; otherwise they keep it, and cache no further blocks.
+        The block begins after the step in progress has finished and its results are on the host. Steps in other threads
+        wait for the end of the block; requests may be added and aborted meanwhile, from any thread. The weights count
+        as changed when the block ends, even with an exception: all cached prefixes are dropped, those of `cache_prefix`
+        too, and packed copies are renewed. recompute: running requests drop their K/V, which the new weights compute
+        again; otherwise they keep it and cache no further blocks.
 
         Other engines on the model, and its own `generate`, are not paused. Raises RuntimeError inside a step of this
-        thread, and for a step that the pausing thread asks for.
+        thread, and if the pausing thread runs a step.
         """
         with self._lock:
             self._check_open()
@@ -522,14 +523,14 @@ class Engine:
         self._follow_weights()
 
     def _follow_weights(self, *, contents: bool = False) -> None:
-        """Drop what other weights have computed."""
+        """Drop cached prefixes that other weights have computed."""
         epoch = self._weights.look(contents=contents)
         if epoch != self._weights_epoch:
             self._scheduler.forget_prefixes()
             self._weights_epoch = epoch
 
     def stats(self) -> EngineStats:
-        """Figures at this moment."""
+        """The current statistics."""
         with self._lock:
             self._guard.settle()
             return collect_stats(
@@ -551,7 +552,7 @@ class Engine:
     def block_tables(self, request_id: str) -> list[tuple[list[int], list[int]]]:
         """(tokens computed so far, block ids) of every live sequence of a running request, first layer group.
 
-        A picture of this moment, for tools that show or measure sharing. Empty for a request that holds no block.
+        A snapshot for tools that show or measure sharing. Empty for a request that holds no block.
         """
         with self._lock:
             group, manager = self._scheduler.get(request_id), self._memory.managers[0]
@@ -571,9 +572,9 @@ class Engine:
             assert set(self._requests) - ended == {group.request_id for group in self._scheduler.groups}
 
     def close(self) -> None:
-        """Abort what is unfinished and free the memory. The model is as it was. Closing twice is once.
+        """Abort all unfinished requests and free the memory. Idempotent.
 
-        In a forked child this does nothing: the engine is the parent's.
+        In a forked child this does nothing, because the engine belongs to the parent.
         """
         if self._guard.is_forked:
             return

@@ -1,7 +1,7 @@
-"""Decides who runs in the next step: admission, preemption and the order of requests.
+"""Decides which requests run in the next step: admission, preemption and order.
 
-It sees counts and block ids, never a tensor, a model or a sampling parameter. What the device has to do is returned
-as data (SchedulerOutput). Standard library only.
+It sees counts and block ids, never a tensor, a model or a sampling parameter. The device's work is returned as data
+(SchedulerOutput). Standard library only.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Scheduler:
         insort(self._waiting, group, key=_by_order)
 
     def abort(self, request_id: str) -> SequenceGroup | None:
-        """Finish a request in whatever state it is and free its blocks. None if it is unknown or finished."""
+        """Finish a request in any state and free its blocks. None if it is unknown or finished."""
         group = self._groups.get(request_id)
         if group is not None:
             self.finish_group(group, FinishReason.ABORT)
@@ -232,9 +232,9 @@ class Scheduler:
         Running groups come first, in order, then groups that were swapped out, then new ones, unless a group was
         preempted. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences.
         """
-        return self.schedule_in_peace() or self._schedule_one_by_one()
+        return self.schedule_without_preempting() or self._schedule_one_by_one()
 
-    def schedule_in_peace(self) -> SchedulerOutput | None:
+    def schedule_without_preempting(self) -> SchedulerOutput | None:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
         plan, budget = self._plan_running(self._token_budget)
@@ -268,7 +268,7 @@ class Scheduler:
         return output
 
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
-        """What all running groups compute next if there are enough blocks, and the rest of the budget."""
+        """What all running groups compute next if there are enough blocks, and the remaining budget."""
         plan: Plan = []
         for group in self._running:
             if budget <= 0:
@@ -416,15 +416,15 @@ class Scheduler:
     # -- other weights ------------------------------------------------------------------------------------------
 
     def forget_prefixes(self) -> None:
-        """What is computed from now on is computed with other weights: no cached prefix is used any more, and groups
-        with K/V of the old weights cache no further blocks."""
+        """The weights have changed: drop all cached prefixes; groups with K/V of the old weights cache no further
+        blocks."""
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
             for group in (*self._running, *self._swapped):
                 group.cache_root = None
 
     def recompute_all(self) -> None:
-        """Between two steps: all running and swapped groups give up their K/V and wait, as after a preemption."""
+        """Free the K/V of all running and swapped groups, which then wait as after a preemption. Between two steps."""
         for group in (*self._running, *self._swapped):
             group.num_preemptions += 1
             self._output.preempted.append(group)

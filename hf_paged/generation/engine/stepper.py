@@ -1,7 +1,7 @@
 """Stepper: runs steps (SOSP'23 section 5): schedule, move blocks, forward, accept, sample.
 
-The scheduler decides who runs, the runner does the device's work, the requests choose tokens. The stepper joins them
-and confines a failure to the requests concerned. It knows neither callers nor outputs.
+The scheduler decides which requests run, the runner operates the device, and the requests sample tokens. The stepper
+connects them and confines a failure to the requests concerned. It knows neither callers nor outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_paged.generation.sampling.single import SingleRequest
 
 
 class _Stage(Enum):
-    """The part of a step that is in progress; the value is what requests are told if it fails."""
+    """The part of a step that is in progress; the value begins the error message of requests if it fails."""
 
     SCHEDULE = "scheduling failed"
     MOVE_BLOCKS = "moving blocks failed"
@@ -39,7 +39,7 @@ class Stepper:
     """Runs steps over `requests`, which the caller adds to and removes from between steps.
 
     Each request that gets tokens in a step is added to `changed`, also if the step fails later. `fail` ends a request
-    with an error message and the exception that caused it, and tells the scheduler.
+    with an error message and the exception that caused it, and finishes it in the scheduler.
 
     With `is_async`, a step is scheduled and launched before the host knows the tokens of the last one. Requests with
     one sequence get each token a step later; if it turns out to be their last, the row computed for the next token is
@@ -90,13 +90,13 @@ class Stepper:
                 raise
 
     def close(self) -> None:
-        """Forget the tokens that were sampled in the last step."""
+        """Discard the tokens that were sampled in the last step."""
         self._sampled = None
 
     # -- the parts of a step ------------------------------------------------------------------------------------
 
     def _schedule(self) -> SchedulerOutput:
-        output = None if self._sampled is None else self._scheduler.schedule_in_peace()
+        output = None if self._sampled is None else self._scheduler.schedule_without_preempting()
         if output is None:
             self._accept()
             self._stage = _Stage.SCHEDULE
