@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.metadata import to_device
 from hf_paged.generation.engine.sequence import Sequence
 from hf_paged.generation.sampling.edits import Edit
 from hf_paged.generation.sampling.ops import ToHost, greedy, logprobs_of, row_max, sample_tokens
 from hf_paged.generation.sampling.processors import process_together
 from hf_paged.generation.sampling.single import SingleRequest
+from hf_paged.kernels.metadata import to_device
 
 ToFp32 = Callable[[torch.Tensor], torch.Tensor]
 Failures = list[tuple[SingleRequest, Exception]]
