@@ -324,7 +324,8 @@ def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) 
         groups.clear()
         with Engine(model, None, SchedulerConfig(async_scheduling=scheduling, max_num_batched_tokens=1024)) as engine:
             outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
-        assert groups == [4] * 70
+        # A penalty is no obstacle; where an n-gram has returned, a greedy request is not plain.
+        assert sum(groups) == 280 and groups.count(8) == 10 and 60 <= len(groups) <= 70
         assert_as_solo(model, outputs, wanted)
         assert all(len(o.outputs[0].processed_logprobs or ()) == 10 for o in outputs[6::7])
 

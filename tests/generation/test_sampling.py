@@ -11,6 +11,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
+    WatermarkLogitsProcessor,
 )
 
 from hf_paged.generation.sampling.ops import (
@@ -23,7 +24,7 @@ from hf_paged.generation.sampling.ops import (
     sample_tokens,
     to_host,
 )
-from hf_paged.generation.sampling.processors import SplitProcessors, split_processors
+from hf_paged.generation.sampling.processors import Chain, chain_of
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
@@ -171,27 +172,33 @@ def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.
 
 
 def test_sampling_keys_of_requests_that_may_be_sampled_together() -> None:
-    def split(*processors: Any, **options: Any) -> SplitProcessors:
-        return split_processors(LogitsProcessorList(processors), *options.values())
+    def chain(*processors: Any, callers: Any = (), **options: Any) -> Chain:
+        return chain_of(LogitsProcessorList(processors), 96, *options.values(), callers=callers)
 
     warm, top = TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)
-    first = split(warm, top)
-    assert (list(first.own), first.warpers) == ([], (warm, top))
-    assert first.sampling_key == split(TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)).sampling_key
-    different = [split(top, warm), split(warm), split(TemperatureLogitsWarper(0.8), top), split(warm, top, x=1)]
+    first = chain(warm, top)
+    assert (list(first.own), first.warpers, first.editors) == ([], (warm, top), ((), (), ()))
+    assert first.sampling_key == chain(TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)).sampling_key
+    different = [chain(top, warm), chain(warm), chain(TemperatureLogitsWarper(0.8), top), chain(warm, top, x=1)]
     assert all(first.sampling_key != other.sampling_key for other in different)
-    # What looks at tokens is done one by one, and so is a warper before it; what comes behind it is shared.
+    # What changes a few scores is no obstacle.
     penalty = RepetitionPenaltyLogitsProcessor(1.2)
-    mixed = split(warm, penalty, top)
-    assert (list(mixed.own), mixed.warpers) == ([warm, penalty], (top,))
-    assert mixed.sampling_key == split(penalty, top).sampling_key != split(top).sampling_key
+    mixed = chain(warm, penalty, top)
+    assert (list(mixed.own), mixed.warpers, list(map(len, mixed.editors))) == ([], (warm, top), [0, 1, 0])
+    assert mixed.sampling_key == first.sampling_key
+    # What may do anything else is done one by one, and so is all that comes before it.
+    watermark = WatermarkLogitsProcessor(96, "cpu")
+    marked = chain(warm, penalty, watermark, top)
+    assert (list(marked.own), marked.warpers, marked.editors) == ([warm, penalty, watermark], (top,), ((), ()))
+    assert marked.sampling_key == chain(watermark, top).sampling_key != chain(top).sampling_key
+    assert list(chain(penalty, warm, callers=[penalty]).own) == [penalty]
 
-    class Mine(TemperatureLogitsWarper):  # may do anything
+    class Mine(TemperatureLogitsWarper):
         pass
 
-    alone = split(warm, Mine(0.7), top)
+    alone = chain(warm, Mine(0.7), top)
     assert alone.is_custom and len(alone.own) == 3 and alone.warpers == ()
-    assert alone.sampling_key != split(warm, Mine(0.7), top).sampling_key
+    assert alone.sampling_key != chain(warm, Mine(0.7), top).sampling_key
 
 
 @pytest.mark.parametrize("count", [1, 6])

@@ -1,4 +1,4 @@
-"""Runner: carries out a SchedulerOutput on the device. The only place that turns sequences into tensors.
+"""Runner: executes a SchedulerOutput on the device. The only module that turns sequences into tensors.
 
 Knows block tables and tokens; never queues, requests or sampling.
 """
@@ -95,9 +95,9 @@ class Runner:
         return isinstance(self._model, PackedModel)
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """What precedes the forward: swaps and block copies, and forks and ends of sequences that have states.
+        """Perform the work before the forward: swaps, block copies, and forks and ends of sequences that have states.
 
-        If this raises, the blocks that were to be moved may hold anything.
+        If this raises, the contents of the blocks that were to be moved are undefined.
         """
         with self._grad_mode():
             self._prepare(output)
@@ -137,7 +137,7 @@ class Runner:
             self._stream = current
 
     def wait(self) -> None:
-        """Until the device has done all steps."""
+        """Wait until the device has finished all steps."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -154,7 +154,7 @@ class Runner:
         for choice, part in parts.items():
             try:
                 results.append(self._adapters.run(choice, partial(compute, part)))
-            except Exception as error:  # the failure is put down to these adapters; the other requests go on
+            except Exception as error:  # any failure is attributed to these adapters; other requests continue
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
 

@@ -1,4 +1,4 @@
-"""How much K/V memory an engine gets, and from where: measured on the model itself, never guessed from its config."""
+"""How much K/V memory an engine gets: measured on the model itself, never guessed from its config."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SWAP_FRACTION = 0.3
 """Share of the free host memory for swapped blocks, at most, when the caller gives no size."""
 
 RETAINED_FRACTION = 1 / 8
-"""Share of a pool of the default size that cached prefixes may fill, on a CPU: past that they are evicted before a
-block is touched for the first time, so that a server takes no more memory than its requests need at once. A pool of a
-size that the caller gave is his to fill."""
+"""Share of a pool of the default size that cached prefixes may fill on a CPU. Beyond it they are evicted before a block
+is touched for the first time, so that a server takes little more memory than its running requests need. In a pool whose
+size the caller gave, cached prefixes may fill all of it."""
 
 log = logging.getLogger("hf_paged")
 
@@ -45,8 +45,8 @@ MAX_DEFAULT_TOKENS = 1 << 22
 class OpenedMemory:
     """What an engine needs to run: the model bound to its memory, and the swap space of each layer group.
 
-    max_length: sequences beyond it would depend on their neighbours (None: no limit). shares_prefixes: a prefix's
-    blocks are all there is of it (a recurrent state is not in them).
+    max_length: longer sequences would depend on other sequences of the batch (None: no limit). shares_prefixes: whether
+    the blocks of a prefix hold all of its state (a recurrent state is not in them).
     """
 
     model: PackedModel | RowModel
@@ -88,7 +88,7 @@ def _open(
     bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
     num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)
     host_blocks = _num_host_blocks(cache_config, scheduler_config, memory, num_blocks)
-    _tell_size(model, cache_config, num_blocks, bytes_per_block)
+    _report_size(model, cache_config, num_blocks, bytes_per_block)
     for group in memory.groups:
         _resize(group.pool, num_blocks, bytes_per_block)
         group.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
@@ -142,7 +142,7 @@ def draws_dropout(model: Any) -> bool:
 def window_groups(
     report: SupportReport, max_length: int | None = None
 ) -> tuple[tuple[frozenset[int] | None, int | None], ...]:
-    """Layers by the window after which their blocks can be freed; one group, None, if nothing ever can be.
+    """Layers by the window after which their blocks can be freed; a single group, None, if no block can ever be freed.
 
     A window of `max_length` or more is none.
     """
@@ -159,8 +159,8 @@ def window_groups(
 
 @torch.no_grad()
 def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> None:
-    """One forward, so that every layer has told the shape of its K/V. On a GPU it is as large as a step may be, so
-    that what is free afterwards is free in every step.
+    """Run one forward, in which every layer allocates its K/V. On a GPU the forward is as large as a step may be, so
+    that memory that is free afterwards is free in every step.
     """
     memory, device = bound.memory, device_of(bound.model)
     count = 1 if isinstance(bound, RowModel) else TRIAL_TOKENS
@@ -188,7 +188,7 @@ def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: Schedul
         return cache_config.num_blocks
     num_blocks = blocks_in_memory(cache_config, bytes_per_block, device_of(model))
     if cache_config.memory is None and cache_config.memory_fraction is None:
-        num_blocks = min(num_blocks, _most_blocks(model, cache_config, scheduler_config))
+        num_blocks = min(num_blocks, _max_blocks(model, cache_config, scheduler_config))
     return num_blocks
 
 
@@ -209,8 +209,8 @@ def blocks_in_memory(cache_config: CacheConfig, bytes_per_block: int, device: to
     return num_blocks
 
 
-def _most_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
-    """More than this a full batch of longest sequences could not use."""
+def _max_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
+    """The number of blocks that a full batch of sequences of the maximum length could use."""
     length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
     tokens = min(scheduler_config.max_num_seqs * length, MAX_DEFAULT_TOKENS)
     return -(-tokens // cache_config.block_size) + scheduler_config.max_num_seqs
@@ -238,8 +238,8 @@ def _num_host_blocks(
     return min(num_blocks, int(host_memory().available * SWAP_FRACTION) // bytes_per_block)
 
 
-def _tell_size(model: Any, cache_config: CacheConfig, num_blocks: int, bytes_per_block: int) -> None:
-    """Log how large the pool is. Warn of one that the host cannot hold: there it is only found out as it fills."""
+def _report_size(model: Any, cache_config: CacheConfig, num_blocks: int, bytes_per_block: int) -> None:
+    """Log the size of the pool. Warn if the host cannot hold it, because the allocation itself does not fail."""
     size = num_blocks * bytes_per_block
     log.info("K/V pool of %d blocks of %d tokens: %s", num_blocks, cache_config.block_size, _gib(size))
     if device_of(model).type == "cpu" and size > (available := host_memory().available):

@@ -14,7 +14,9 @@ import torch
 
 from hf_paged.cache.kv_pool import to_device
 from hf_paged.generation.engine.sequence import Sequence
+from hf_paged.generation.sampling.edits import Edit
 from hf_paged.generation.sampling.ops import ToHost, greedy, logprobs_of, row_max, sample_tokens
+from hf_paged.generation.sampling.processors import process_together
 from hf_paged.generation.sampling.single import SingleRequest
 
 ToFp32 = Callable[[torch.Tensor], torch.Tensor]
@@ -30,6 +32,17 @@ class DueRow(NamedTuple):
     request: SingleRequest
     seq: Sequence
     row: int
+
+
+class _Planned(NamedTuple):
+    """A due row and the edits of its scores, as many lists as its chain of processors has runs of editors.
+
+    is_plain_greedy: in this step the likeliest token is taken as the model has it.
+    """
+
+    due: DueRow
+    edits: list[list[Edit]]
+    is_plain_greedy: bool
 
 
 class SampledToken(NamedTuple):
@@ -76,24 +89,21 @@ def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tu
 
     to_fp32: makes an fp32 copy that may be overwritten. The failed requests must be ended.
     """
-    alike: dict[object, list[DueRow]] = {}
-    for each in due:
-        alike.setdefault(each.request.split.sampling_key, []).append(each)
+    failed: Failures = []
     max_rows = max(1, (_CPU_BYTES if logits.device.type == "cpu" else _GPU_BYTES) // (4 * logits.shape[1]))
     done: list[DueRow] = []
     parts: list[_Columns] = []
-    failed: Failures = []
-    for rows in alike.values():
-        count = len(rows) if rows[0].request.is_plain_greedy else max_rows
+    for key, rows in _alike(due, logits.shape[1], failed).items():
+        count = len(rows) if key is _PLAIN_GREEDY else max_rows
         for part in (rows[start : start + count] for start in range(0, len(rows), count)):
             try:
                 parts.append(_sample_alike(part, logits, to_fp32, failed))
             except Exception as error:  # a custom processor may raise anything, or return unusable scores
                 if len(part) > 1:
                     raise
-                failed.append((part[0].request, error))
+                failed.append((part[0].due.request, error))
             else:
-                done += part
+                done += [each.due for each in part]
     if not parts:
         return None, failed
     columns = parts[0] if len(parts) == 1 else _Columns(*map(torch.cat, zip(*parts)))
@@ -114,27 +124,41 @@ def _extend_histories(done: Iterable[DueRow], tokens: torch.Tensor, failed: Fail
     return stopped
 
 
-def _sample_alike(rows: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
+_PLAIN_GREEDY = object()
+
+
+def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, list[_Planned]]:
+    """The rows that can be sampled together, by what they have in common. width: number of scores in a row."""
+    alike: dict[object, list[_Planned]] = {}
+    for each in due:
+        request = each.request
+        try:
+            chain = request.chain(width)
+            edits = chain.edits(each.seq.token_ids)
+            unprocessed = not (request.do_sample or request.keeps_processed or chain.own or chain.warpers)
+            planned = _Planned(each, edits, unprocessed and not any(edits))
+        except Exception as error:  # an option of a type or size that transformers does not check
+            failed.append((request, error))
+            continue
+        key = _PLAIN_GREEDY if planned.is_plain_greedy else chain.sampling_key
+        alike.setdefault(key, []).append(planned)
+    return alike
+
+
+def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
     """Sample for requests of one sampling key. Requests that fail get an arbitrary token."""
     if len(rows) < len(logits):
-        logits = logits[to_device(np.array([row for _, _, row in rows]), logits.device)]
-    request = rows[0].request
-    if request.is_plain_greedy:
+        logits = logits[to_device(np.array([each.due.row for each in rows]), logits.device)]
+    if rows[0].is_plain_greedy:
         tokens, logprobs = greedy(logits, to_fp32)
         zeros = torch.zeros_like(logprobs)
         return _Columns(tokens, logprobs, zeros, zeros)
+    request = rows[0].due.request
     raw = to_fp32(logits)
-    if request.split.is_custom:
-        scores = request.process(raw.clone())
-    elif request.split.own:
-        scores = torch.cat([_processed(each.request, raw[i : i + 1], failed) for i, each in enumerate(rows)])
-    else:
-        scores = raw  # warpers do not change it in place
-    for warper in request.split.warpers:
-        scores = warper(_NO_IDS, scores)
+    scores = _processed(rows, raw, failed)
     zeros = raw.new_zeros(len(rows))
     if request.do_sample:
-        tokens, invalid = sample_tokens(scores, [each.request.generator for each in rows])
+        tokens, invalid = sample_tokens(scores, [each.due.request.generator for each in rows])
         tokens = tokens.squeeze(1)
     else:
         tokens, invalid = row_max(scores)[1], zeros
@@ -142,10 +166,19 @@ def _sample_alike(rows: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32, fai
     return _Columns(tokens, logprobs_of(raw, tokens), processed, invalid)
 
 
-_NO_IDS = torch.zeros(0, 0, dtype=torch.int64)  # warpers do not look at tokens
+def _processed(rows: list[_Planned], raw: torch.Tensor, failed: Failures) -> torch.Tensor:
+    """raw fp32 [num_rows, vocab], not changed -> the scores after all processors, which may be `raw` itself."""
+    request = rows[0].due.request
+    chain = request.chain(raw.shape[1])
+    if chain.is_custom:
+        return request.process(raw.clone())
+    scores = raw
+    if chain.own:
+        scores = torch.cat([_alone(each.due.request, raw[i : i + 1], failed) for i, each in enumerate(rows)])
+    return process_together(chain.warpers, scores, [each.edits for each in rows], keep=raw)
 
 
-def _processed(request: SingleRequest, row: torch.Tensor, failed: Failures) -> torch.Tensor:
+def _alone(request: SingleRequest, row: torch.Tensor, failed: Failures) -> torch.Tensor:
     """row fp32 [1, vocab] after the request's own processors; unchanged if they raise."""
     try:
         scores = request.process(row.clone())

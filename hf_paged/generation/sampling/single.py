@@ -9,7 +9,7 @@ import torch
 from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling.processors import checked_scores, split_processors
+from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores
 from hf_paged.generation.sampling.request import Request, Sample
 
 
@@ -21,17 +21,24 @@ class SingleRequest(Request):
         super().__init__(group, prepared, generator)
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
-        self.split = split_processors(
-            self.processors, self.do_sample, self.keeps_processed, callers=prepared.own_processors
-        )
-        if not self.split.own and not self.criteria:
-            self.history = None
-        self.is_plain_greedy = not (self.processors or self.do_sample or self.keeps_processed)
+        self._own_processors = prepared.own_processors
+        self._chain: Chain | None = None
         self._num_streamed = 0
+
+    def chain(self, width: int) -> Chain:
+        """Its processors for rows of `width` scores, which are known with the first row only."""
+        if self._chain is None:
+            self._chain = chain_of(
+                self.processors, width, self.do_sample, self.keeps_processed, callers=self._own_processors
+            )
+            if not self._chain.own and not self.criteria:
+                self.history = None
+        return self._chain
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
         """Run the processors of its own on scores fp32 [1, vocab], which may be changed; the shared warpers follow."""
-        return checked_scores(self.split.own(self._rows(), scores), scores)
+        assert self._chain is not None
+        return checked_scores(self._chain.own(self._rows(), scores), scores)
 
     def extend_history(self, token: torch.Tensor, stopped: torch.Tensor) -> None:
         """token int64 [1], on the device; sets stopped fp32 [1] to 1 if a criterion ends the request after it."""

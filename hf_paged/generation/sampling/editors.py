@@ -1,0 +1,270 @@
+"""Editors: what transformers' processors change in the scores of one sequence, worked out on the host.
+
+An editor is made once for a request. What depends on the vocabulary only is made with it; what depends on the tokens
+is kept up to date by the new ones. Knows processors and tokens; never logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers.generation import logits_process
+
+from hf_paged.generation.sampling.edits import Edit, Ids, Op
+
+
+class Editor(Protocol):
+    """One processor of one request."""
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        """The change after these tokens, prompt included; None if there is none. Each call has the tokens of the last
+        one and more."""
+
+
+def editor_of(processor: Any, width: int) -> Editor | None:
+    """The editor that does what `processor` does to scores of `width` tokens. None if there is none for its type, which
+    has to be transformers' own, not a subclass, or for its settings."""
+    make = _EDITORS.get(type(processor))
+    return None if make is None else make(processor, width)
+
+
+class _Fixed:
+    """One and the same edit, at certain lengths."""
+
+    def __init__(self, edit: Edit, is_due: Callable[[int], bool]) -> None:
+        self._edit = edit
+        self._is_due = is_due
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        return self._edit if self._is_due(len(token_ids)) else None
+
+
+class _Seen:
+    """A penalty for the tokens from position `start` on."""
+
+    def __init__(self, penalty: float, start: int, width: int) -> None:
+        self._penalty = penalty
+        self._known = start  # tokens below this position have been looked at
+        self._is_seen = np.zeros(width, dtype=np.bool_)
+        self._ids = np.empty(0, dtype=np.int64)
+        self._count = 0
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        new = dict.fromkeys(token_ids[self._known :])
+        fresh = [token for token in new if token < len(self._is_seen) and not self._is_seen[token]]
+        if fresh:
+            end = self._count + len(fresh)
+            if end > len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty(max(64, end), dtype=np.int64)])
+            self._ids[self._count : end] = fresh
+            self._is_seen[fresh] = True
+            self._count = end
+        self._known = max(self._known, len(token_ids))
+        return Edit(Op.SCALE, self._ids[: self._count], None, self._penalty) if self._count else None
+
+
+class _NGrams:
+    """Bans the tokens that would complete an n-gram of the text once more."""
+
+    def __init__(self, size: int, width: int) -> None:
+        self._size = size
+        self._width = width
+        self._known = 0  # n-grams that begin below this position are in the table
+        self._followers: dict[tuple[int, ...], dict[int, None]] = {}
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        end = len(token_ids) - self._size + 1
+        if end <= 0:
+            return None
+        for start in range(self._known, end):
+            *prefix, token = token_ids[start : start + self._size]
+            if token < self._width:
+                self._followers.setdefault(tuple(prefix), {})[token] = None
+        self._known = end
+        found = self._followers.get(tuple(token_ids[len(token_ids) + 1 - self._size :]))
+        return Edit(Op.FILL, _ids(found)) if found else None
+
+
+class _EncoderNGrams:
+    """Bans the tokens that would complete an n-gram of the prompt, which `table` has by its first n - 1 tokens."""
+
+    def __init__(self, table: dict[tuple[int, ...], list[int]], size: int) -> None:
+        self._edits = {prefix: Edit(Op.FILL, _ids(dict.fromkeys(tokens))) for prefix, tokens in table.items()}
+        self._size = size
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        return self._edits.get(tuple(token_ids[len(token_ids) + 1 - self._size :]))
+
+
+class _Bias:
+    """Biases of tokens, and of tokens that would complete a sequence.
+
+    The biases of a token are added up in the order and the precision (fp32) of transformers. A score of -0.0 without a
+    bias stays what it is; transformers makes it 0.0, which is equal.
+    """
+
+    def __init__(self, sequence_bias: dict[tuple[int, ...], float]) -> None:
+        singles = {int(key[0]): bias for key, bias in sequence_bias.items() if len(key) == 1}
+        self._ids = _ids(singles)
+        self._values = np.array(list(singles.values()), dtype=np.float32)
+        self._place = {token: place for place, token in enumerate(singles)}
+        self._single = Edit(Op.ADD, self._ids, self._values) if singles else None
+        # By length of the prefix, then by the prefix: tokens that complete it, and the biases.
+        self._longer: dict[int, dict[tuple[int, ...], list[tuple[int, np.float32]]]] = {}
+        for key, bias in sequence_bias.items():
+            *prefix, token = map(int, key)
+            if prefix:
+                same_length = self._longer.setdefault(len(prefix), {})
+                same_length.setdefault(tuple(prefix), []).append((token, np.float32(bias)))
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        total: dict[int, np.float32] = {}
+        for length, prefixes in self._longer.items():
+            found = prefixes.get(tuple(token_ids[-length:]), ()) if length <= len(token_ids) else ()
+            for token, bias in found:
+                with np.errstate(invalid="ignore"):  # inf - inf
+                    total[token] = self._start(token) if token not in total else total[token]
+                    total[token] = total[token] + bias
+        if not total:
+            return self._single
+        kept = np.array([token not in total for token in self._place], dtype=np.bool_)
+        ids = np.concatenate([self._ids[kept], _ids(total)])
+        values = np.concatenate([self._values[kept], np.array(list(total.values()), dtype=np.float32)])
+        return Edit(Op.ADD, ids, values)
+
+    def _start(self, token: int) -> np.float32:
+        place = self._place.get(token)
+        return np.float32(0) if place is None else self._values[place]
+
+
+class _Decay:
+    """A bonus for the EOS tokens that grows with each token beyond `start`."""
+
+    def __init__(self, ids: Ids, start: int, factor: float) -> None:
+        self._ids = ids
+        self._start = start
+        self._factor = factor
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        beyond = len(token_ids) - self._start
+        return Edit(Op.GROW, self._ids, None, pow(self._factor, beyond) - 1) if beyond > 0 else None
+
+
+# -- one for each type ---------------------------------------------------------------------------------------------
+
+
+def _ids(tokens: Iterable[int]) -> Ids:
+    return np.fromiter(tokens, dtype=np.int64)
+
+
+def _listed(tensor: Any) -> list[int] | None:
+    """The different ids in a tensor of integers."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return None
+    return list(dict.fromkeys(tensor.reshape(-1).tolist()))
+
+
+def _banned(tensor: Any, width: int, is_due: Callable[[int], bool]) -> Editor | None:
+    """FILL of the ids in the tensor; transformers leaves out those that are not in the vocabulary."""
+    tokens = _listed(tensor)
+    if tokens is None:
+        return None
+    return _Fixed(Edit(Op.FILL, _ids(token for token in tokens if 0 <= token < width)), is_due)
+
+
+def _all_within(tokens: Iterable[int] | None, width: int) -> bool:
+    """Whether transformers can use these ids as indices. Where not, it raises an error of its own."""
+    return tokens is not None and all(0 <= token < width for token in tokens)
+
+
+def _min_length(processor: Any, width: int) -> Editor | None:
+    least = processor.min_length
+    return _banned(processor.eos_token_id, width, lambda length: length < least)
+
+
+def _min_new_tokens(processor: Any, width: int) -> Editor | None:
+    least = processor.prompt_length_to_skip + processor.min_new_tokens
+    return _banned(processor.eos_token_id, width, lambda length: length < least)
+
+
+def _suppress(processor: Any, width: int) -> Editor | None:
+    return _banned(processor.suppress_tokens, width, lambda length: True)
+
+
+def _suppress_at_begin(processor: Any, width: int) -> Editor | None:
+    begin = processor.begin_index
+    return _banned(processor.begin_suppress_tokens, width, lambda length: length == begin)
+
+
+def _forced(tokens: list[int] | None, width: int, at: int) -> Editor | None:
+    if tokens is None or not _all_within(tokens, width):
+        return None
+    return _Fixed(Edit(Op.FORCE, _ids(tokens)), lambda length: length == at)
+
+
+def _forced_bos(processor: Any, width: int) -> Editor | None:
+    token = processor.bos_token_id
+    return _forced([token], width, 1) if type(token) is int else None
+
+
+def _forced_eos(processor: Any, width: int) -> Editor | None:
+    return _forced(_listed(processor.eos_token_id), width, processor.max_length - 1)
+
+
+def _repetition(processor: Any, width: int) -> Editor | None:
+    start = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(start, torch.Tensor):
+        if start.numel() != 1:
+            return None
+        start = int(start)
+    return _Seen(processor.penalty, start or 0, width)
+
+
+def _encoder_repetition(processor: Any, width: int) -> Editor | None:
+    tokens = _listed(processor.encoder_input_ids)
+    if tokens is None or not _all_within(tokens, width) or len(processor.encoder_input_ids) != 1:
+        return None
+    return _Fixed(Edit(Op.SCALE, _ids(tokens), None, processor.penalty), lambda length: True)
+
+
+def _no_repeat_ngram(processor: Any, width: int) -> Editor | None:
+    return _NGrams(processor.ngram_size, width)
+
+
+def _encoder_no_repeat_ngram(processor: Any, width: int) -> Editor | None:
+    tables = processor.generated_ngrams
+    if len(tables) != 1 or not all(_all_within(tokens, width) for tokens in tables[0].values()):
+        return None
+    return _EncoderNGrams(tables[0], processor.ngram_size)
+
+
+def _bias(processor: Any, width: int) -> Editor | None:
+    tokens = [int(token) for key in processor.sequence_bias for token in key]
+    return _Bias(processor.sequence_bias) if _all_within(tokens, width) else None
+
+
+def _decay(processor: Any, width: int) -> Editor | None:
+    tokens, start, factor = _listed(processor.eos_token_id), processor.regulation_start, processor.regulation_factor
+    if tokens is None or not _all_within(tokens, width) or type(start) is not int or type(factor) is not float:
+        return None
+    return _Decay(_ids(tokens), start, factor)
+
+
+_EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
+    logits_process.MinLengthLogitsProcessor: _min_length,
+    logits_process.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    logits_process.SuppressTokensLogitsProcessor: _suppress,
+    logits_process.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
+    logits_process.ForcedBOSTokenLogitsProcessor: _forced_bos,
+    logits_process.ForcedEOSTokenLogitsProcessor: _forced_eos,
+    logits_process.RepetitionPenaltyLogitsProcessor: _repetition,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition,
+    logits_process.NoRepeatNGramLogitsProcessor: _no_repeat_ngram,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor: _encoder_no_repeat_ngram,
+    logits_process.SequenceBiasLogitsProcessor: _bias,
+    logits_process.NoBadWordsLogitsProcessor: _bias,
+    logits_process.ExponentialDecayLengthPenalty: _decay,
+}

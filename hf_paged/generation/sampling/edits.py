@@ -1,0 +1,89 @@
+"""Edits: changes of a few scores in a row, made for the rows of many requests at once.
+
+Most processors of transformers change few of a row's scores. What each changes is decided on the host (editors.py); the
+changes of all rows are carried out here, in a handful of operations. Knows neither requests nor processors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hf_paged.cache.kv_pool import to_device
+
+Ids = NDArray[np.int64]
+
+
+class Op(IntEnum):
+    """SCALE: negative scores times `factor`, others divided by it. ADD: plus `values`. FILL: -inf. FORCE: 0 and all
+    other scores of the row -inf. GROW: plus the absolute value times `factor`, where that is finite."""
+
+    SCALE = 0
+    ADD = 1
+    FILL = 2
+    FORCE = 3
+    GROW = 4
+
+
+class Edit(NamedTuple):
+    """What happens to the scores of tokens `ids`, int64 [n], all different and within the vocabulary.
+
+    values: fp32 [n], for ADD only. factor: for SCALE and GROW only.
+    """
+
+    op: Op
+    ids: Ids
+    values: NDArray[np.float32] | None = None
+    factor: float = 0.0
+
+
+def apply_edits(scores: torch.Tensor, rows: Sequence[Sequence[Edit]]) -> None:
+    """Change scores fp32 [num_rows, vocab], contiguous, in place; each row by its edits, in their order.
+
+    Rows do not depend on each other, so edits of one kind are done together wherever they stand in their rows.
+    """
+    queues = {row: deque(edits) for row, edits in enumerate(rows) if edits}
+    while queues:
+        op, factor = min((queue[0].op, queue[0].factor) for queue in queues.values())
+        chosen: list[tuple[int, Edit]] = []
+        for row, queue in queues.items():
+            while queue and (queue[0].op, queue[0].factor) == (op, factor):
+                chosen.append((row, queue.popleft()))
+                if op is not Op.FILL:
+                    break  # the next one is to see what this one leaves
+        _apply(scores, op, factor, chosen)
+        queues = {row: queue for row, queue in queues.items() if queue}
+
+
+def _apply(scores: torch.Tensor, op: Op, factor: float, chosen: list[tuple[int, Edit]]) -> None:
+    """Carry out edits of one op and factor. `factor` stays a number of the host: CUDA divides by one in another way
+    than by a tensor, and the bits are to be those of transformers."""
+    width = scores.shape[1]
+    flat = scores.view(-1)
+    index = to_device(np.concatenate([edit.ids + row * width for row, edit in chosen]), scores.device)
+    if op is Op.FILL:
+        flat.index_fill_(0, index, -torch.inf)
+    elif op is Op.FORCE:
+        scores.index_fill_(0, to_device(np.array([row for row, _ in chosen]), scores.device), -torch.inf)
+        flat.index_fill_(0, index, 0.0)
+    else:
+        before = flat.index_select(0, index)
+        if op is Op.SCALE:
+            after = torch.where(before < 0, before * factor, before / factor)
+        elif op is Op.GROW:
+            grown = (before.abs() * factor).masked_fill(~before.isfinite(), 0.0)
+            after = before + grown
+        else:
+            after = before + to_device(np.concatenate([_values(edit) for _, edit in chosen]), scores.device)
+        flat.index_copy_(0, index, after)
+
+
+def _values(edit: Edit) -> NDArray[Any]:
+    assert edit.values is not None
+    return edit.values

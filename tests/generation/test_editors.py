@@ -1,0 +1,217 @@
+"""Processors of many requests done together: the bits of transformers' own, and the tokens of each request alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process as lp
+from transformers.generation.logits_process import LogitsProcessorList
+
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.generation.sampling import editors
+from hf_paged.generation.sampling.processors import chain_of, process_together
+from tests import models
+from tests.generation.test_engine import assert_as_solo, assert_idle
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
+
+VOCAB = 40
+
+
+def some_ids(rng: random.Random, most: int = 6, beyond: int = 0) -> list[int]:
+    return [rng.randrange(VOCAB + beyond) for _ in range(rng.randint(1, most))]
+
+
+def eos(rng: random.Random) -> torch.Tensor:
+    return torch.tensor(some_ids(rng, beyond=5))
+
+
+def biases(rng: random.Random) -> dict[tuple[int, ...], float]:
+    """Among few tokens, so that several complete one sequence, and one token has several biases."""
+    values = [0.1, -0.3, 7.7, 1e8, -1e8, float("-inf"), float("inf")]
+    keys = [tuple(rng.randrange(4) for _ in range(rng.choice([1, 2, 2, 3]))) for _ in range(12)]
+    return {key: rng.choice(values) for key in keys}
+
+
+def bad_words(rng: random.Random) -> list[list[int]]:
+    return [list(key) for key in biases(rng)]
+
+
+def prompt(rng: random.Random) -> torch.Tensor:
+    return torch.tensor([[rng.randrange(4) for _ in range(rng.randint(1, 12))]])
+
+
+MAKERS: dict[str, Any] = {
+    "bias": lambda rng, ids: lp.SequenceBiasLogitsProcessor(biases(rng)),
+    "encoder penalty": lambda rng, ids: lp.EncoderRepetitionPenaltyLogitsProcessor(rng.choice([0.7, 1.3]), ids),
+    "penalty": lambda rng, ids: lp.RepetitionPenaltyLogitsProcessor(
+        rng.choice([0.7, 1.3]), rng.choice([None, 2, torch.tensor([0]), torch.tensor([3])])
+    ),
+    "ngrams": lambda rng, ids: lp.NoRepeatNGramLogitsProcessor(rng.choice([1, 2, 3])),
+    "encoder ngrams": lambda rng, ids: lp.EncoderNoRepeatNGramLogitsProcessor(rng.choice([1, 2, 3]), ids),
+    "bad words": lambda rng, ids: lp.NoBadWordsLogitsProcessor(bad_words(rng), eos(rng)),
+    "min length": lambda rng, ids: lp.MinLengthLogitsProcessor(rng.randrange(16), eos(rng)),
+    "min new": lambda rng, ids: lp.MinNewTokensLengthLogitsProcessor(ids.shape[1], rng.randrange(5), eos(rng)),
+    "forced bos": lambda rng, ids: lp.ForcedBOSTokenLogitsProcessor(rng.randrange(VOCAB)),
+    "forced eos": lambda rng, ids: lp.ForcedEOSTokenLogitsProcessor(
+        ids.shape[1] + rng.randint(1, 4), torch.tensor(some_ids(rng))
+    ),
+    "finite": lambda rng, ids: lp.InfNanRemoveLogitsProcessor(),
+    "decay": lambda rng, ids: lp.ExponentialDecayLengthPenalty(
+        (rng.randrange(3), rng.choice([1.2, 0.9])), torch.tensor(some_ids(rng)), ids.shape[1]
+    ),
+    "suppress": lambda rng, ids: lp.SuppressTokensLogitsProcessor(some_ids(rng, beyond=5)),
+    "suppress first": lambda rng, ids: lp.SuppressTokensAtBeginLogitsProcessor(some_ids(rng), ids.shape[1]),
+}
+
+
+def some_scores(rows: int, generator: torch.Generator) -> torch.Tensor:
+    scores = torch.randn(rows, VOCAB, generator=generator) * 5
+    special = torch.rand(rows, VOCAB, generator=generator)
+    for low, value in ((0.0, torch.inf), (0.02, -torch.inf), (0.04, torch.nan), (0.06, 0.0), (0.08, -0.0)):
+        scores[(special >= low) & (special < low + 0.02)] = value
+    return scores
+
+
+def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.isnan().equal(expected.isnan())
+    assert got.nan_to_num(nan=0.5).equal(expected.nan_to_num(nan=0.5))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_processors_of_several_requests_together_have_the_bits_of_each_alone(seed: int) -> None:
+    """Of any types in any order, as histories grow by one token or more."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    requests = []
+    for _ in range(6):
+        ids = prompt(rng)
+        names = rng.sample(sorted(set(MAKERS) - {"finite"}), rng.randint(0, 6))
+        processors = [MAKERS[name](rng, ids) for name in names]
+        processors.insert(len(processors) // 2, lp.InfNanRemoveLogitsProcessor())
+        processors.append(lp.TemperatureLogitsWarper(0.7))
+        requests.append((LogitsProcessorList(processors), ids))
+    chains = [chain_of(processors, VOCAB) for processors, _ in requests]
+    assert not any(chain.own for chain in chains)
+    assert len({chain.sampling_key for chain in chains}) == 1
+    histories = [ids for _, ids in requests]
+    for _ in range(12):
+        raw = some_scores(len(requests), generator)
+        kept = raw.clone()
+        edits = [chain.edits(ids[0].tolist()) for chain, ids in zip(chains, histories)]
+        got = process_together(chains[0].warpers, raw, edits, keep=raw)
+        assert_same_bits(raw, kept)
+        for row, ((processors, _), ids) in enumerate(zip(requests, histories)):
+            assert_same_bits(got[row : row + 1], processors(ids, kept[row : row + 1].clone()))
+        histories = [
+            torch.cat([ids, torch.tensor([[rng.randrange(4) for _ in range(rng.choice([0, 1, 1, 1, 3]))]]).long()], 1)
+            for ids in histories
+        ]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_processor_has_the_bits_of_transformers(name: str) -> None:
+    for seed in range(6):
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        ids = prompt(rng)
+        processors = LogitsProcessorList([MAKERS[name](rng, ids)])
+        chain = chain_of(processors, VOCAB)
+        assert not chain.own
+        for _ in range(10):
+            scores = some_scores(1, generator)
+            got = process_together(chain.warpers, scores, [chain.edits(ids[0].tolist())], keep=scores)
+            assert_same_bits(got, processors(ids, scores.clone()))
+            ids = torch.cat([ids, torch.tensor([[rng.randrange(4)]])], 1)
+
+
+def test_what_cannot_be_edited_goes_alone() -> None:
+    """Indices beyond the vocabulary, on which transformers raises, and subclasses."""
+
+    class Mine(lp.MinLengthLogitsProcessor):
+        pass
+
+    beyond = torch.tensor([VOCAB])
+    for processor in (
+        Mine(3, torch.tensor([1])),
+        lp.SequenceBiasLogitsProcessor({(VOCAB,): 1.0}),
+        lp.ForcedEOSTokenLogitsProcessor(9, beyond),
+        lp.ForcedBOSTokenLogitsProcessor(VOCAB),
+        lp.EncoderRepetitionPenaltyLogitsProcessor(1.2, beyond[None]),
+        lp.ExponentialDecayLengthPenalty((1, 1.1), beyond, 3),
+        lp.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([0, 1])),
+        lp.WatermarkLogitsProcessor(VOCAB, "cpu"),
+    ):
+        assert editors.editor_of(processor, VOCAB) is None
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"min_new_tokens": 5},
+    {"min_length": 20},
+    {"repetition_penalty": 1.3},
+    {"encoder_repetition_penalty": 1.4},
+    {"no_repeat_ngram_size": 2},
+    {"encoder_no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[5], [7, 8], [30], [31]]},
+    {"sequence_bias": {(9,): 5.0, (4, 9): -3.0, (50,): 2.0}},
+    {"suppress_tokens": [10, 11, 12]},
+    {"begin_suppress_tokens": [20, 21]},
+    {"forced_eos_token_id": 7},
+    {"exponential_decay_length_penalty": (2, 1.2)},
+    {"remove_invalid_values": True},
+    {"renormalize_logits": True},
+]
+WARPERS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"top_k": 12},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"typical_p": 0.9},
+    {"epsilon_cutoff": 0.01},
+    {"eta_cutoff": 0.01},
+    {"top_h": 0.5},
+]
+
+
+def random_config(rng: random.Random) -> GenerationConfig:
+    options: dict[str, Any] = {"max_new_tokens": rng.randint(3, 14), "pad_token_id": models.PAD}
+    options["eos_token_id"] = rng.choice([models.EOS, list(range(3, 20))])
+    for each in rng.sample(OPTIONS, rng.randint(0, 5)):
+        options |= each
+    if rng.random() < 0.5:
+        options |= {"do_sample": True, "top_k": 0}
+        for each in rng.sample(WARPERS, rng.randint(0, 4)):
+            options |= each
+    made = GenerationConfig(**options)
+    if made.do_sample:
+        made.seed = rng.randrange(1000)
+    return made
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_mixes_equal_their_solo_runs(seed: int, is_async: bool) -> None:
+    """In a pool so small that requests are preempted and computed again."""
+    rng = random.Random(seed)
+    model = models.shared("llama")
+    wanted = [(each, random_config(rng)) for each in models.prompts(*(rng.randint(1, 30) for _ in range(24)))]
+    scheduler = SchedulerConfig(
+        max_num_seqs=12, max_num_batched_tokens=24, preemption="recompute", async_scheduling=is_async
+    )
+    with Engine(model, CacheConfig(num_blocks=14, block_size=4), scheduler) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert_idle(engine)
+        assert engine.stats().preemptions_recompute > 0
+    assert_as_solo(model, outputs, wanted)
+
+
+def test_the_processors_of_a_greedy_request_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (lp.MinNewTokensLengthLogitsProcessor, lp.RepetitionPenaltyLogitsProcessor):
+        monkeypatch.setattr(kind, "__call__", lambda *args: pytest.fail("called"))
+    model = models.shared("llama")
+    made = GenerationConfig(max_new_tokens=6, min_new_tokens=3, repetition_penalty=1.2, pad_token_id=0)
+    with Engine(model) as engine:
+        outputs = engine.generate(models.prompts(4, 7), made)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6]
