@@ -40,4 +40,8 @@ def test_attention_and_linear_layers() -> None:
 
 
 def test_layers_of_models() -> None:
-    run_emulated("tests/fused/test_native_layers.py", "tests/fused/test_prepack.py")
+    run_emulated(
+        "tests/fused/test_native_layers.py",
+        "tests/fused/test_prepack.py",
+        "tests/model/test_weights.py::test_native_layers",
+    )

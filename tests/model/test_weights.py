@@ -64,12 +64,13 @@ Change = Callable[[Any], object]
 
 
 def random_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(tensor.numel())) * 0.5
+    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(tensor.numel())) * 0.5
+    return values.to(tensor.dtype)
 
 
 def step(model: Any, make: Callable[[Any], torch.optim.Optimizer]) -> None:
     for parameter in model.parameters():
-        parameter.grad = random_like(parameter).to(parameter.dtype)
+        parameter.grad = random_like(parameter)
     optimizer = make(model.parameters())
     optimizer.step()
     optimizer.zero_grad()
@@ -121,7 +122,7 @@ def replace_buffer(model: Any) -> None:
 
 
 def replace_layer(model: Any) -> None:
-    model.model.layers[0].mlp = models.build("llama", seed=7).model.layers[0].mlp
+    model.model.layers[0].mlp = models.build("llama", seed=7).to(model.dtype).model.layers[0].mlp
 
 
 class Negated(nn.Module):
