@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_paged.cache.kv_pool import LayerKV
+from hf_paged.cache.kv_pool import KVPool, LayerKV
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels.metadata import AttentionMetadata
 
@@ -28,13 +28,17 @@ class LayerHandle:
     """
 
     layer_idx: int
-    kv: LayerKV
+    pool: KVPool  # not the tensors: a handle outlives its step, and must not keep them when the pool is released
     metadata: AttentionMetadata
     new_kv: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
     reads: int = 0
     sliding_window: int | None = None  # of the layer's last attention call
     chunk_size: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # arguments of that call other than tensors
+
+    @property
+    def kv(self) -> LayerKV:
+        return self.pool.layers[self.layer_idx]
 
 
 class _PackedLayer(CacheLayerMixin):
@@ -113,8 +117,9 @@ class PackedCache(Cache):
         if torch.is_autocast_enabled(key.device.type):  # K and V may have different dtypes; attention expects one
             dtype = pool[layer_idx].key.dtype if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)
-        kv = pool.layers.get(layer_idx) or pool.layer_for(layer_idx, key, value)
-        handle = LayerHandle(layer_idx, kv, self.step[group_index], (key, value))
+        if layer_idx not in pool.layers:
+            pool.layer_for(layer_idx, key, value)
+        handle = LayerHandle(layer_idx, pool, self.step[group_index], (key, value))
         self.handles.append(handle)
         setattr(key_states, HANDLE, handle)
         return key_states, value_states

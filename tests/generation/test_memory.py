@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -172,3 +173,12 @@ def test_calls_that_ask_for_many_sizes_keep_few_pools() -> None:
             cache_config={"num_blocks": num_blocks},
         )
     assert len(memories()) == len(before) + idle.MAX_POOLS
+
+
+def test_a_closed_engine_keeps_no_tensors() -> None:
+    model = models.build("llama")
+    engine = Engine(model, CacheConfig(num_blocks=64))
+    engine.generate(models.prompts(9), GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0))
+    keys = weakref.ref(engine._memory.groups[0].pool[0].key)
+    engine.close()
+    assert keys() is None

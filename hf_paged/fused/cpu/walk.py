@@ -106,9 +106,7 @@ class Walk:
         step = [cache.step[group] for group in groups]
         results = line[0].stack_of(line).run(hidden_states, *self.angles, caches, step)
         # One for all: their K/V has been written and read.
-        cache.handles.append(
-            LayerHandle(line[0].layer_idx, pools[groups[0]][line[0].layer_idx], step[0], (None, None), reads=1)
-        )
+        cache.handles.append(LayerHandle(line[0].layer_idx, pools[groups[0]], step[0], (None, None), reads=1))
         outputs = results.unbind()
         self.ahead = dict(zip(line[1:], zip(line, outputs, outputs[1:])))
         self.last, self.result, self.version = line[-1], outputs[-1], results._version
