@@ -6,13 +6,15 @@ processors and stopping criteria. Only the loop is replaced, by one that records
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import GenerationMixin
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 
 from hf_paged.integration import hook
 
@@ -38,11 +40,37 @@ class PreparedRequest:
         return min([self.generation_config.max_length, *limits])
 
 
+class StopStrings:
+    """The criteria for stop strings of one tokenizer, kept because each takes hundreds of milliseconds to make.
+
+    A criterion has no state, so requests may share it. A tokenizer that has got more tokens gets new ones.
+    """
+
+    MAX_KEPT = 16  # a table has some numbers for each token of the vocabulary
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[tuple[int, tuple[str, ...]], StopStringCriteria] = OrderedDict()  # by last use
+        self._tokenizer: Any = None
+
+    def criterion(self, tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
+        if tokenizer is not self._tokenizer:
+            self._made.clear()
+            self._tokenizer = tokenizer
+        key = (len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings))
+        if key not in self._made:
+            self._made[key] = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+            if len(self._made) > self.MAX_KEPT:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return self._made[key]
+
+
 class _NoteTaker:
     """Takes the place of the model in `generate`. Its decoding methods record their arguments and decode nothing."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, stop_strings: StopStrings) -> None:
         self._model = model
+        self._stop_strings = stop_strings
         self.prepared: PreparedRequest | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -50,6 +78,22 @@ class _NoteTaker:
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """No cache: the engine has its own memory."""
+
+    def _get_stopping_criteria(
+        self, generation_config: Any, stopping_criteria: Any, tokenizer: Any = None, **kwargs: Any
+    ) -> StoppingCriteriaList:
+        """transformers' own, but for stop strings, whose criterion is a kept one."""
+        strings = generation_config.stop_strings
+        # transformers prefers a criterion of the caller's to the config's strings.
+        is_own = any(type(each) is StopStringCriteria for each in stopping_criteria or ())
+        if strings is None or tokenizer is None or is_own:
+            return self._model._get_stopping_criteria(generation_config, stopping_criteria, tokenizer, **kwargs)
+        criterion = self._stop_strings.criterion(tokenizer, strings)
+        others = copy(generation_config)
+        others.stop_strings = None
+        criteria = self._model._get_stopping_criteria(others, stopping_criteria, tokenizer, **kwargs)
+        criteria.append(criterion)
+        return criteria
 
     def _note(self, uses_beams: bool, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         self.prepared = PreparedRequest(
@@ -82,12 +126,14 @@ def prepare_request(
     logits_processor: Any = None,
     stopping_criteria: Any = None,
     tokenizer: Any = None,
+    stop_strings: StopStrings,
 ) -> PreparedRequest:
-    """input_ids int64 [1, prompt_length]. The arguments have been checked, as far as `validation` does.
+    """input_ids int64 [1, prompt_length]. The arguments have been checked, as far as `validation` does. stop_strings:
+    the criteria for stop strings that earlier requests have made.
 
     Raises ValueError on options that transformers refuses.
     """
-    notes = _NoteTaker(model)
+    notes = _NoteTaker(model, stop_strings)
     generate = hook.original("generate") if hook.is_installed() else GenerationMixin.generate
     try:
         generate(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
@@ -233,6 +234,46 @@ def test_a_stop_string() -> None:
         (output,) = engine.generate([prompt], options)
     assert output.outputs[0].token_ids == plain[0, 8:].tolist()
     assert output.outputs[0].finish_reason == "stop"
+
+
+def test_requests_with_the_same_stop_strings_share_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers works through the whole vocabulary for each."""
+    model, tokenizer = models.shared("llama"), models.tokenizer.__wrapped__()  # which gets a token
+    made: list[Any] = []
+    make = StopStringCriteria.__init__
+
+    def counted(self: Any, **kwargs: Any) -> None:
+        made.append(kwargs["stop_strings"])
+        make(self, **kwargs)
+
+    prompts = models.prompts(8, 5, 11)
+    texts = [tokenizer.decode(model.generate(p[None], max_new_tokens=9, do_sample=False)[0, len(p) :]) for p in prompts]
+    stops = [text[4:6] for text in texts]
+    wanted = [config("greedy", stop_strings=stops), config("sample", stop_strings=stops[:]), config("greedy")]
+    mine = StopStringCriteria(tokenizer, [stops[1]])
+    plain = [
+        model.generate(p[None], generation_config=c, tokenizer=tokenizer) for p, c in zip(prompts[::2], wanted[::2])
+    ]
+    monkeypatch.setattr(StopStringCriteria, "__init__", counted)
+    with Engine(model, tokenizer=tokenizer) as engine:
+        outputs = engine.generate(prompts[::2], wanted[::2])
+        assert [o.outputs[0].token_ids for o in outputs] == [
+            row[0, len(p) :].tolist() for p, row in zip(prompts[::2], plain)
+        ]
+        engine.generate(prompts, wanted[1])
+        assert made == [stops]
+        engine.generate(prompts, config("greedy", stop_strings=stops[0]))
+        engine.add_request(prompts[0], wanted[0], stopping_criteria=[mine])  # which transformers prefers
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert made[:2] == [stops, stops[0]]
+        tokenizer.add_tokens(["a token that is new"])
+        del made[:]
+        engine.generate(prompts, wanted[0])
+        assert made == [stops]
+        for n in range(40):
+            engine.generate(prompts[:1], config("greedy", max_new_tokens=1, stop_strings=stops[0] * (n + 1)))
+        assert len(engine._stop_strings._made) <= 16
 
 
 def test_finish_reasons_and_metrics() -> None:

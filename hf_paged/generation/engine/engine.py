@@ -32,7 +32,7 @@ from hf_paged.generation.engine.sequence import FinishReason
 from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.stepper import Stepper
-from hf_paged.generation.prepare import PreparedRequest, prepare_request
+from hf_paged.generation.prepare import PreparedRequest, StopStrings, prepare_request
 from hf_paged.generation.sampling.request import Request
 from hf_paged.generation.sampling.single import SingleRequest
 from hf_paged.generation.validation import (
@@ -125,6 +125,7 @@ class Engine:
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         self._ids = itertools.count()
+        self._stop_strings = StopStrings()
         self._closed = False
         self._prompt_tokens = 0
 
@@ -190,6 +191,7 @@ class Engine:
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 tokenizer=self.tokenizer,
+                stop_strings=self._stop_strings,
             )
             self._check_size(prepared)
             if request_id is None:
