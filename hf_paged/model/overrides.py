@@ -69,7 +69,9 @@ class Overrides:
             self._users.add(id(user))
             for namespace, name, value, replaces in self._replaced:
                 _swap(namespace, name, replaces, value)
-            return list(map(dict.setdefault, *self._added))
+            # No `return` of a call's result under the lock: Ctrl-C after the call could leave the lock held.
+            held = list(map(dict.setdefault, *self._added))
+        return held
 
     def undo(self, user: object) -> None:
         with _lock:

@@ -281,7 +281,8 @@ class Engine:
         that a stream follows.
         """
         with self._lock:
-            return self._delivery.take_unclaimed(self._step())
+            outputs = self._delivery.take_unclaimed(self._step())
+        return outputs
 
     def _step(self) -> dict[Request, None]:
         """Run a step and deliver what has changed; returns the requests that have."""
