@@ -16,6 +16,7 @@ PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
     "config": 0,
     "errors": 0,
+    "locks": 0,
     "kernels": 1,
     "cache": 2,
     "integration": 3,
@@ -29,6 +30,7 @@ LAYERS = {
 PURE = [
     "hf_paged.config",
     "hf_paged.errors",
+    "hf_paged.locks",
     "hf_paged.cache.allocator",
     "hf_paged.cache.block_manager",
     "hf_paged.cache.prefix_cache",

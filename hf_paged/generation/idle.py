@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 
 Kind = tuple[Any, ...]  # what the model's K/V is made of
@@ -35,7 +36,7 @@ class IdlePools:
 
     def __init__(self) -> None:
         self._pools: dict[MemoryKey, PagedMemory] = {}  # by last use, the last one at the end
-        self._lock = threading.Lock()
+        self._lock = usable_after_fork(threading.Lock())
 
     def __iter__(self) -> Iterator[PagedMemory]:
         """Least recently used first."""

@@ -19,6 +19,7 @@ import torch
 from hf_paged.cache.packed_cache import HANDLE, LayerHandle, PackedCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels import ops
+from hf_paged.locks import usable_after_fork
 
 NAME = "hf_paged"
 
@@ -42,7 +43,7 @@ IMPLEMENTATION = "_attn_implementation_internal"
 """The field of a config that names its attention implementation; NAME while a packed forward uses the config."""
 
 _own: dict[int, tuple[weakref.ref[Any], str | None]] = {}  # id of a config -> the config, the name it had before
-_lock = threading.RLock()
+_lock = usable_after_fork(threading.RLock())
 _forwards: set[int] = set()  # ids of the packed forwards in progress, which need the names even after uninstall()
 _wanted = False  # whether `register` is in effect
 

@@ -1,7 +1,7 @@
 """One reversible list of patches, each of which replaces a value in a namespace.
 
 All temporary changes that hf_paged makes to a model during a forward are made here: forwards of modules, functions of
-modeling modules, fields of configs, PEFT's switches. Standard library only; knows nothing of models.
+modeling modules, fields of configs, PEFT's switches. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from itertools import repeat
 from operator import is_, is_not
 from typing import Any, Final, NamedTuple, Protocol
 
+from hf_paged.locks import usable_after_fork
+
 ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
 """The value of a name that the namespace does not have."""
 
-_lock = threading.RLock()
+_lock = usable_after_fork(threading.RLock())
 _functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # override -> what it replaces
 
 

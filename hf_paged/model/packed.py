@@ -25,11 +25,12 @@ from hf_paged.integration.attention import (
     remember_own,
 )
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import ABSENT, Override, Overrides, Patch
 from hf_paged.model.state import state_of
 
 _routes: dict[int, Overrides] = {}  # by the id of a config; for packed forwards in progress
-_lock = threading.RLock()
+_lock = usable_after_fork(threading.RLock())
 
 
 class PackedStep:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.weights import Weights, watch_optimizers
 
 _Value = TypeVar("_Value")
@@ -27,13 +28,13 @@ class ModelState:
     __slots__ = ("__weakref__", "lock", "values", "weights")
 
     def __init__(self, model: nn.Module) -> None:
-        self.lock = threading.RLock()
+        self.lock = usable_after_fork(threading.RLock())
         self.weights = Weights(model)
         self.values: dict[Slot[Any], Any] = {}
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()  # reentrant: a finalizer may run in the thread that holds it
+_lock = usable_after_fork(threading.RLock())  # reentrant: a finalizer may run in the thread that holds it
 
 
 def unwrapped(model: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
 
@@ -47,7 +48,7 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._lock = threading.RLock()
+        self._lock = usable_after_fork(threading.RLock())
         self._picture: _Picture | None = None
         self._sample: ContentSample | None = None
         self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
@@ -311,7 +312,7 @@ def _token(forward: Any) -> tuple[int, Any] | None:
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 _watched: weakref.WeakSet[Weights] = weakref.WeakSet()
-_watched_lock = threading.Lock()
+_watched_lock = usable_after_fork(threading.Lock())
 _hook: Any = None
 
 

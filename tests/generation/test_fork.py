@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +15,12 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.config import CacheConfig
+from hf_paged.generation import paged_generate
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
+from hf_paged.model import overrides, packed, state
 from tests import models
 
 pytestmark = [
@@ -126,7 +129,11 @@ def test_paged_calls_and_caches_work(do_sample: bool) -> None:
         return model.generate(**options, **paged).tolist()
 
     expected = str(tokens())
-    with held(native_ops._drawing):
+    locks = [native_ops._drawing, overrides._lock, packed._lock, attention._lock, state._lock]
+    locks += [state.state_of(model).lock, state.state_of(model).weights._lock, paged_generate._idle_pools(model)._lock]
+    with ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(held(lock))
         assert in_child(lambda: tokens(cache_implementation="paged")) == expected
         assert in_child(lambda: tokens(past_key_values=hf_paged.PagedKVCache(model.config))) == expected
     assert str(tokens(cache_implementation="paged")) == expected

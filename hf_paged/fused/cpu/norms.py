@@ -20,13 +20,14 @@ from torch import nn
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, mark, without_override
 from hf_paged.model.state import Slot
 
 _ROTARY = "apply_rotary_pos_emb"  # the name of transformers' function in every modeling module that has one
 
 _native: Slot[NativeLayers] = Slot("native norms")
-_lock = threading.RLock()
+_lock = usable_after_fork(threading.RLock())
 
 
 def native_layers(model: Any) -> NativeLayers | None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_paged.cache.kv_pool import to_device
+from hf_paged.kernels.metadata import to_device
 
 Ids = NDArray[np.int64]
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from hf_paged.kernels.native import store
 from hf_paged.kernels.native.structs import declare
 from hf_paged.kernels.native.toolchain import NativeBuildError, Toolchain, find_toolchain, has_compiler
+from hf_paged.locks import usable_after_fork
 
 __all__ = ["NativeBuildError", "build", "compile_library", "has_compiler", "library", "load", "status"]
 
@@ -55,17 +56,7 @@ class _Decision:
 
 
 _decision: _Decision | None = None
-_lock = threading.Lock()
-
-
-def _new_lock() -> None:
-    """In a forked child: a thread that the child does not have may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
+_lock = usable_after_fork(threading.Lock())
 
 
 def library() -> ctypes.CDLL | None:

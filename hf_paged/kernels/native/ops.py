@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import Call, Step
+from hf_paged.locks import usable_after_fork
 
 WRITES_NEW_KV = True  # whether paged_attention takes the step's K/V too, and writes it
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -34,17 +34,7 @@ _MAX_ITEM_ROWS = 64
 _Strides = ctypes.c_int64 * 12
 _NO_NEW_KV = (0, 0, 0, 0, _Strides())
 _local = threading.local()
-_drawing = threading.Lock()
-
-
-def _new_lock() -> None:
-    """In a forked child: a thread that the child does not have may have held it."""
-    global _drawing
-    _drawing = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
+_drawing = usable_after_fork(threading.Lock())
 
 
 def is_available() -> bool:

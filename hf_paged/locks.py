@@ -1,0 +1,30 @@
+"""Locks that a forked child can use. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, TypeVar
+
+_Lock = TypeVar("_Lock", threading.Lock, threading.RLock)
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def usable_after_fork(lock: _Lock) -> _Lock:
+    """Returns the lock, which will be free in every forked child.
+
+    A thread that the child does not have may hold it at the fork, and would never release it there.
+    """
+    _locks.add(lock)
+    return lock
+
+
+def _free_all() -> None:
+    for lock in list(_locks):
+        lock._at_fork_reinit()  # what the standard library calls for locks of its own
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_all)
