@@ -17,7 +17,7 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import OutOfBlocks
-from hf_paged.kernels.metadata import AttentionMetadata, to_device
+from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class StepArrays:
     block_tables: list[np.ndarray]
     slots: list[np.ndarray]
     max_query_len: int
+    max_short_query_len: int
     max_seq_len: int
 
     def metadata(self, device: torch.device) -> list[AttentionMetadata]:
@@ -82,6 +83,7 @@ class StepArrays:
                 query_start_loc=query_start_loc,
                 slot_mapping=to_device(slots, device),
                 max_query_len=self.max_query_len,
+                max_short_query_len=self.max_short_query_len,
                 max_seq_len=self.max_seq_len,
                 in_bounds=True,
             )
@@ -231,6 +233,7 @@ class PagedMemory:
             block_tables=block_tables,
             slots=slot_arrays,
             max_query_len=int(lengths.max(initial=0)),
+            max_short_query_len=int(lengths.max(initial=0, where=lengths <= SHORT_QUERY)),
             max_seq_len=int(seq_lens.max(initial=0)),
         )
 

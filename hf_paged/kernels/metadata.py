@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+SHORT_QUERY = 16
+"""Sequences with up to this many new tokens are decode (one token, or speculative tokens to verify), others prefill."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
@@ -27,6 +30,7 @@ class AttentionMetadata:
     slot_mapping     int64 [num_tokens]: where each new token's K/V goes (`block_id * block_size + offset`);
                      -1 = padding, not written.
     max_query_len, max_seq_len: host integers, upper bounds of the lengths above; they size launch grids.
+    max_short_query_len: the same for the query lengths up to SHORT_QUERY; 0 if the step has no such sequence.
     in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, split plans), computed by the first layer
@@ -40,6 +44,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    max_short_query_len: int = SHORT_QUERY
     contiguous: bool = False
     in_bounds: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
