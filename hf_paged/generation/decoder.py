@@ -6,6 +6,7 @@ PagedMemory, packed without padding. A prompt is prefilled once and forked, and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +15,17 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation.prefill import compute_prompts, is_one_step
+from hf_paged.generation.prompts import Prompt, share_prompts
 from hf_paged.model.packed import PackedModel
 
-MAX_PREFILL_TOKENS = 8192
-"""Tokens of prompts computed in one forward: bounds the activations, not the prompts."""
+
+def _left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
+    """Zeros in each row of the mask [num_rows, length]; None: no padding."""
+    if attention_mask is None:
+        return [0] * num_rows
+    padding: list[int] = (attention_mask == 0).sum(dim=1).tolist()
+    return padding
 
 
 class RecordingCriteria(StoppingCriteriaList):  # type: ignore[misc]
@@ -64,6 +72,7 @@ class PackedDecoder:
         expand: int,
         keep_finished: bool,
         prefill_chunk_size: int | None = None,
+        check_pool: Callable[[Sequence[int]], None] | None = None,
         on_step: Callable[[PagedMemory], None] | None = None,
     ) -> None:
         self._packed = packed
@@ -72,13 +81,26 @@ class PackedDecoder:
         self._expand = expand
         self.keep_finished = keep_finished
         self._chunk = prefill_chunk_size
+        self._check_pool = check_pool  # raises ValueError if prompts of these lengths do not fit
         self._on_step = on_step
-        self._next_id = 0
+        known = [seq_id for seq_id in self.memory.managers[0].seq_ids if isinstance(seq_id, int)]
+        self._first_id = max(known, default=-1) + 1  # of the sequences that are made here
+        self._ids = itertools.count(self._first_id)
+        self._lent: list[int] = []
+        self._num_new = 0  # columns of input_ids that continue the lent rows
         self.criteria: RecordingCriteria | None = None
         self.cache = RowsCache(self)
         self.rows: list[int | None] = []
-        self.padding: list[int] = []
-        self.length = 0
+        self.padding: list[int] = []  # of each row
+        self.length = 0  # positions with K/V in every layer, padding included
+
+    def continue_rows(self, rows: Sequence[int], padding: Sequence[int], length: int, num_new: int) -> None:
+        """Start with rows that another owner lends until `give_back`: `length` positions each, padding included.
+
+        The last `num_new` columns of the call's input_ids continue them.
+        """
+        self.rows, self.padding, self.length = list(rows), list(padding), length
+        self._lent, self._num_new = list(rows), num_new
 
     # -- what the loops ask of a model --------------------------------------------------------------------------
 
@@ -112,61 +134,64 @@ class PackedDecoder:
 
     # -- the forwards -------------------------------------------------------------------------------------------
 
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the ends."""
-        heads = input_ids[:: self._expand]
-        self.length = input_ids.shape[1]
-        if attention_mask is None:
-            padding = [0] * len(heads)
-        else:
-            padding = (attention_mask[:: self._expand] == 0).sum(dim=1).tolist()
-        prompts = [self._new_id() for _ in heads]
-        logits = self._compute(prompts, [head[pad:] for head, pad in zip(heads, padding)])
-        self.rows, self.padding = [], []
-        for prompt, pad in zip(prompts, padding):
-            copies = [self._new_id() for _ in range(self._expand - 1)]
-            for copy in copies:
-                self.memory.fork(prompt, copy)
-            self.rows += [prompt, *copies]
-            self.padding += [pad] * self._expand
-        self._report()
-        return logits.repeat_interleave(self._expand, dim=0)
+        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the ends.
 
-    def _compute(self, seq_ids: Sequence[int], prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute whole prompts, packed, in chunks; logits [num_prompts, vocab] after the last token of each."""
-        device = self._model.device
-        done = [0] * len(prompts)
-        logits: list[torch.Tensor | None] = [None] * len(prompts)
-        while pending := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:
-            budget = MAX_PREFILL_TOKENS
-            chunks: list[tuple[int, int]] = []
-            for i in pending:
-                count = min(len(prompts[i]) - done[i], self._chunk or budget, budget)
-                if count > 0:
-                    chunks.append((i, count))
-                    budget -= count
-            ids = [seq_ids[i] for i, _ in chunks]
-            counts = [count for _, count in chunks]
-            self.memory.append(list(zip(ids, counts)))
-            metadata, positions = self.memory.step_metadata(ids, counts, device)
-            tokens = torch.cat([prompts[i][done[i] : done[i] + count] for i, count in chunks]).to(device)
-            last = metadata[0].query_start_loc[1:].long() - 1
-            rows = self._packed.forward(tokens, positions, metadata, last)
-            for (i, count), row in zip(chunks, rows):
-                done[i] += count
-                if done[i] == len(prompts[i]):
-                    logits[i] = row
-            self.memory.step_done(ids)
-        return torch.stack([row for row in logits if row is not None])
+        Equal rows are computed once and forked. Rows that begin alike share the full blocks of their beginning.
+        """
+        columns = input_ids.shape[1]
+        new = self._num_new or columns
+        repeats = 1 if self.rows else self._expand
+        heads = input_ids[::repeats, columns - new :]
+        if len(heads) > 1:
+            heads = heads.to("cpu", torch.int64)
+        batch = list(heads)
+        if not self.rows:
+            self.padding = _left_padding(attention_mask, len(input_ids))
+            batch = [head[padding:] for head, padding in zip(heads, self.padding[::repeats])]
+        prompts, index = share_prompts(batch, self.memory.block_size, [self._content(row) for row in self.rows])
+        prompts = self._fit(prompts)
+        seq_ids = [self.rows[index.index(i)] if self.rows else next(self._ids) for i in range(len(prompts))]
+        logits = compute_prompts(self._packed, seq_ids, prompts, self._chunk)
+        index = [i for i in index for _ in range(repeats)]
+        self.rows = self._fork_rows(seq_ids, index)
+        self.length += new
+        if self._lent:
+            self._free_others()
+        self._report()
+        return logits if index == [*range(len(logits))] else logits[torch.tensor(index, device=logits.device)]
+
+    def _content(self, seq_id: int) -> bytes:
+        """Equal for sequences with the same tokens in the same blocks."""
+        manager = self.memory.managers[0]
+        return manager.num_tokens(seq_id).to_bytes(8, "little") + manager.block_table(seq_id).tobytes()
+
+    def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts as this memory can share them. Raises ValueError if it is too small for them."""
+        has_windows = any(manager.sliding_window is not None for manager in self.memory.managers)
+        if has_windows and not is_one_step(prompts, self._chunk):
+            # Blocks that left a window after an earlier step are neither shared nor needed together.
+            return [Prompt(prompt.tokens) for prompt in prompts]
+        if self._check_pool is not None:
+            self._check_pool([prompt.own_length for prompt in prompts])
+        return prompts
+
+    def _fork_rows(self, seq_ids: Sequence[int], index: Sequence[int]) -> list[int | None]:
+        """A sequence for each row: `seq_ids[i]` for the first row of prompt i, forks of it for the others."""
+        rows: list[int | None] = []
+        taken: set[int] = set()
+        for i in index:
+            row = seq_ids[i]
+            if i in taken:
+                row = next(self._ids)
+                self.memory.fork(seq_ids[i], row)
+            taken.add(i)
+            rows.append(row)
+        return rows
 
     def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids int64 [num_rows, length] so far -> logits [num_rows, vocab]; zeros for dropped rows."""
         device = self._model.device
-        self.length = input_ids.shape[1]
         if not self.keep_finished:
             self._drop_finished()
         active = [r for r, row in enumerate(self.rows) if row is not None]
@@ -182,6 +207,7 @@ class PackedDecoder:
             some = self._packed.forward(tokens[index], positions, metadata)
             logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
         self.memory.step_done(seq_ids)
+        self.length += 1
         self._report()
         return logits
 
@@ -199,11 +225,30 @@ class PackedDecoder:
         self.memory.reorder(self.rows, parents)
         self.padding = [self.padding[p] for p in parents]
 
+    def give_back(self) -> tuple[list[int], list[int]]:
+        """Ends `continue_rows`: the rows, which may be others by now, and their padding.
+
+        After an error, tokens without K/V in every layer are removed. Everything else that was made here is freed.
+        """
+        rows = [row for row in self.rows if row is not None]
+        for row, padding in zip(rows, self.padding):
+            self.memory.crop(row, max(self.length - padding, 0))
+        self._free_others()
+        self.rows, self._lent = [], []
+        return rows, self.padding[: len(rows)]
+
+    def _free_others(self) -> None:
+        """Free the lent rows that forks of equal ones have replaced, and what an error has left unfinished."""
+        manager = self.memory.managers[0]
+        made = [i for i in manager.seq_ids if isinstance(i, int) and i >= self._first_id]
+        for seq_id in {*self._lent, *made}.difference(self.rows):
+            if seq_id in manager:
+                self.memory.free(seq_id)
+
     def free(self) -> None:
-        """Free every block."""
-        for row in self.rows:
-            if row is not None:
-                self.memory.free(row)
+        """Free every block, also those of prompts whose computation has failed."""
+        for seq_id in self.memory.managers[0].seq_ids:
+            self.memory.free(seq_id)
         self.rows = []
 
     def _report(self) -> None:

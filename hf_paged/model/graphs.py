@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_paged.cache.memory import PagedMemory, StepArrays
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import AttentionMetadata, StepArrays, step_arrays
 from hf_paged.model.devices import device_of
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
@@ -55,8 +55,15 @@ class CudaGraphs:
             self._aside(record)
         except BaseException:
             self._end_broken_capture()
+            self._aside(self._capture_nothing)
             raise
         return graph.replay
+
+    def _capture_nothing(self) -> None:
+        """Before torch 2.13 the random numbers of the device stay in capture mode after a capture that CUDA has
+        aborted, and the next draw raises. A capture that succeeds ends that mode."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+            torch.empty(1, device=self._device).zero_()
 
     def _end_broken_capture(self) -> None:
         """After CUDA itself has aborted a capture, end it for torch's allocator too."""
@@ -272,7 +279,9 @@ class GraphedSteps:
     @torch.inference_mode()
     def try_one(self) -> None:
         """Capture a step of one padding sequence, which writes nothing, to find out whether capturing works."""
-        self.forward(np.zeros(0, dtype=np.int64), self._packed.memory.step_arrays([], []))
+        memory = self._packed.memory
+        no_tokens = step_arrays([[] for _ in memory.groups], [], [], memory.block_size)
+        self.forward(np.zeros(0, dtype=np.int64), no_tokens)
         self.replays = 0
 
     def close(self) -> None:
