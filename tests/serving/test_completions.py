@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_paged.serving.processors import OccurrencePenalty
-from tests.serving.harness import NAME, Running, model, plain, text_of, tokenizer
+from tests.serving.harness import NAME, Running, plain, shared_model, text_of, tokenizer
 
 PROMPT = "A list is"
 QUESTION = [{"role": "user", "content": "What does str.capitalize() do?"}]
@@ -274,7 +274,7 @@ def test_logprobs(server: Running) -> None:
     choice = server.post("/v1/completions", **fields, logprobs=0).json()["choices"][0]
     ids = ids_of(PROMPT)
     with torch.no_grad():
-        logits = model()(torch.tensor([ids + choice["token_ids"]])).logits[0].float().log_softmax(-1)
+        logits = shared_model()(torch.tensor([ids + choice["token_ids"]])).logits[0].float().log_softmax(-1)
     wanted = [float(logits[len(ids) - 1 + place, token]) for place, token in enumerate(choice["token_ids"])]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
     assert choice["logprobs"]["tokens"] == [tokenizer().decode([token]) for token in choice["token_ids"]]
