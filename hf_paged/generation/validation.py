@@ -246,13 +246,22 @@ def check_engine(model: Any, *, tokenizer: Any, prepack: Any, cuda_graphs: Any) 
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
-def check_request(generation_config: Any, priority: Any, **options: Any) -> None:
-    """The arguments of `Engine.add_request` but the prompt, each by itself; `options` are those that may be None."""
+def check_request(generation_config: Any, options: Any) -> None:
+    """The arguments of `Engine.add_request` but the prompt, each by itself. options: `RequestOptions`."""
     check_generation_config(generation_config)
-    is_number = isinstance(priority, Real) and not isinstance(priority, bool)
-    if not is_number or (not isinstance(priority, Integral) and not isfinite(priority)):
+    priority, deadline = options.priority, options.deadline
+    if not _is_number(priority):
         raise ValueError(f"priority={shown(priority)}: a finite number is needed; lower numbers run first")
-    check_optional(options)
+    if deadline is not None and not (_is_number(deadline) and deadline > 0):
+        raise ValueError(f"deadline={shown(deadline)}: a positive number of seconds is needed, or None")
+    check_optional({name: getattr(options, name) for name in _OPTIONAL})
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return True
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and (isinstance(value, Integral) or isfinite(value))
 
 
 _NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
@@ -372,24 +381,38 @@ def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
     return list(zip(rows, masks))
 
 
-def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer: Any = None) -> torch.Tensor:
-    """Token ids without padding as int64 [1, length].
+def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer: Any = None) -> list[int]:
+    """Token ids without padding.
 
     attention_mask: 1 for a token of the prompt, 0 for padding, which may only stand at the ends. Raises ValueError for
     an invalid prompt, and for padding tokens without a mask.
     """
-    ids = _prompt_tensor(prompt_ids)
-    check_prompts(model, ids, "prompt_ids")
-    ids = ids.to(torch.int64)
-    if attention_mask is not None:
-        return _without_padding(ids, attention_mask)
-    for name, token in (("begins", int(ids[0, 0])), ("ends", int(ids[0, -1]))):
-        if token in _pad_tokens(model, tokenizer):
+    if _is_plain_prompt(model, prompt_ids) and attention_mask is None:
+        ids: list[int] = prompt_ids[:]
+    else:
+        given = _prompt_tensor(prompt_ids).cpu()
+        check_prompts(model, given, "prompt_ids")
+        given = given.to(torch.int64)
+        if attention_mask is not None:
+            return _without_padding(given, attention_mask)[0].tolist()
+        ids = given[0].tolist()
+    pads = _pad_tokens(model, tokenizer)
+    for name, token in (("begins", ids[0]), ("ends", ids[-1])):
+        if token in pads:
             raise ValueError(
                 f"prompt_ids {name} with the padding token {token}; leave padding out, or give the prompt's "
                 "attention_mask (ones, if the token is text)"
             )
     return ids
+
+
+def _is_plain_prompt(model: Any, prompt_ids: Any) -> bool:
+    """Whether it is a list of token ids that needs no closer look. (Tensors take ten times as long.)"""
+    if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
+        return False
+    limit = position_limit(model)
+    is_short = limit is None or len(prompt_ids) <= limit
+    return is_short and min(prompt_ids) >= 0 and max(prompt_ids) < model.get_input_embeddings().weight.shape[0]
 
 
 def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:

@@ -27,6 +27,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    DEADLINE = "deadline"
     ERROR = "error"
 
     def __str__(self) -> str:

@@ -96,6 +96,11 @@ class Stepper:
             if stage is _Stage.SCHEDULE or not isinstance(error, Exception):
                 raise
 
+    def settle(self) -> None:
+        """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""
+        self._accept()
+        self._runner.wait()
+
     def close(self) -> None:
         """Discard the tokens that were sampled in the last step."""
         self._sampled = None
@@ -116,11 +121,6 @@ class Stepper:
     def _move_blocks(self, output: SchedulerOutput) -> None:
         self._stage = _Stage.MOVE_BLOCKS
         self._runner.prepare(output)
-
-    def settle(self) -> None:
-        """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""
-        self._accept()
-        self._runner.wait()
 
     def _forward(self, output: SchedulerOutput) -> StepResult:
         self._stage = _Stage.FORWARD

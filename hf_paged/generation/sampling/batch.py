@@ -116,7 +116,7 @@ def _extend_histories(done: Iterable[DueRow], tokens: torch.Tensor, failed: Fail
     stopped = torch.zeros(len(tokens), device=tokens.device)
     ended = {request for request, _ in failed}
     for row, (request, _, _) in enumerate(done):
-        if request.history is not None and request not in ended:
+        if request.keeps_history and request not in ended:
             try:
                 request.extend_history(tokens[row : row + 1], stopped[row : row + 1])
             except Exception as error:  # a criterion is the caller's code

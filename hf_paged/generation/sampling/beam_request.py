@@ -56,7 +56,7 @@ class BeamRequest(ForkingRequest):
             self._final = self._hypotheses(None)
             return Reorder([], [])
         self._logprobs = [[*self._logprobs[c.parent], logprob_of[c.parent, c.token]] for c in running]
-        if self.history is not None:
+        if self.keeps_history:
             parents = torch.tensor([c.parent for c in running], device=self.device)
             self._extend_history((c.token for c in running), parents)
         self.length += 1

@@ -76,7 +76,7 @@ class GroupRequest(ForkingRequest):
                 sample.seq = child
 
     def _stopped_by_criteria(self, tokens: list[int]) -> list[bool] | None:
-        if self.history is None:
+        if not self.keeps_history:
             return None
         self._extend_history(self._pad_token_id if s.seq is None else token for s, token in zip(self.samples, tokens))
         if not self.criteria:
