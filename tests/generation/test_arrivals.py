@@ -1,4 +1,4 @@
-"""Requests that arrive while a step runs, what requests with equal configs share, deadlines, and options at every door."""
+"""Requests that arrive while a step runs, what equal configs share, deadlines, and options at every door."""
 
 from __future__ import annotations
 
