@@ -246,6 +246,10 @@ def check_engine(model: Any, *, tokenizer: Any, prepack: Any, cuda_graphs: Any) 
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
+MAX_LOGPROBS = 1024
+"""More of the most likely tokens than any caller reads."""
+
+
 def check_request(generation_config: Any, options: Any) -> None:
     """The arguments of `Engine.add_request` but the prompt, each by itself. options: `RequestOptions`."""
     check_generation_config(generation_config)
@@ -254,6 +258,10 @@ def check_request(generation_config: Any, options: Any) -> None:
         raise ValueError(f"priority={shown(priority)}: a finite number is needed; lower numbers run first")
     if deadline is not None and not (_is_number(deadline) and deadline > 0):
         raise ValueError(f"deadline={shown(deadline)}: a positive number of seconds is needed, or None")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(options, name)
+        if value is not None and not (_is_integer(value) and 0 <= value <= MAX_LOGPROBS):
+            raise ValueError(f"{name}={shown(value)}: an integer from 0 to {MAX_LOGPROBS} is needed, or None")
     check_optional({name: getattr(options, name) for name in _OPTIONAL})
 
 
@@ -267,9 +275,9 @@ def _is_number(value: Any) -> bool:
 _NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
 
 
-def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, streamer: Any) -> None:
-    """Check a request's options as far as that is cheap. `config` is a GenerationConfig or None; options that it does
-    not set come from the model's. Raises ValueError.
+def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, options: Any) -> None:
+    """Check a request's config as far as that is cheap, and whether it fits its `RequestOptions`. `config` is a
+    GenerationConfig or None; what it does not set comes from the model's. Raises ValueError.
     """
     defaults = model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
@@ -287,10 +295,15 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
             raise ValueError(
                 f"{name}={width} sequences in one request, but {limit_name}={limit}; lower it or raise that"
             )
-    if streamer is not None and width > 1:
+    if options.streamer is not None and width > 1:
         raise ValueError(
-            f"streamer={type(streamer).__name__} follows one sequence, but the request has several; drop it, or "
-            "ask for num_beams=1 and num_return_sequences=1"
+            f"streamer={type(options.streamer).__name__} follows one sequence, but the request has several; drop it, "
+            "or ask for num_beams=1 and num_return_sequences=1"
+        )
+    if options.logprobs is not None and (given.get("num_beams") or 1) > 1:
+        raise ValueError(
+            f"logprobs={options.logprobs}: beams have no lists of likely tokens (their own log-probabilities are in "
+            "the output); leave it out, or ask for num_beams=1"
         )
     seed = getattr(config or defaults, "seed", None)
     if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**64):

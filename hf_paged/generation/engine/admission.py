@@ -18,6 +18,7 @@ from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.sampling.beam_request import BeamRequest
 from hf_paged.generation.sampling.group import GroupRequest
 from hf_paged.generation.sampling.request import Request, SingleRequest
+from hf_paged.generation.sampling.scores import PromptScores
 from hf_paged.generation.validation import as_prompt, check_fits, check_generation, check_length, check_request
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
@@ -36,6 +37,8 @@ class RequestOptions:
     cache_salt: str | None = None
     attention_mask: Any = None
     deadline: float | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class Admission:
@@ -64,7 +67,7 @@ class Admission:
         """A request that arrives now. Raises ValueError for a wrong argument."""
         check_request(generation_config, options)
         prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
-        check_generation(self._model, generation_config, self._config, tokenizer=tokenizer, streamer=options.streamer)
+        check_generation(self._model, generation_config, self._config, tokenizer=tokenizer, options=options)
         choice = self._adapters.choose(options.adapter)
         prepared = self._preparer.prepare(
             prompt,
@@ -101,6 +104,10 @@ class Admission:
         if options.deadline is not None:
             request.time_limits.append((options.deadline, FinishReason.DEADLINE))
         request.streamer = options.streamer
+        request.num_top = options.logprobs
+        if options.prompt_logprobs is not None:
+            request.prompt_scores = PromptScores(prepared.prompt_token_ids, options.prompt_logprobs)
+            group.wants_prompt_logits = not request.prompt_scores.is_complete
         return request
 
     def _free_id(self) -> str:

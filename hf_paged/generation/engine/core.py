@@ -28,7 +28,7 @@ from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus
 from hf_paged.generation.engine.stepper import Stepper
-from hf_paged.generation.sampling.request import Request
+from hf_paged.generation.sampling.request import Request, Told
 from hf_paged.locks import RefusingLock
 
 Inbox = dict[Request, None]
@@ -47,6 +47,7 @@ class Delivery:
         self.ended: list[Request] = []  # aborted, failed or out of time; not delivered yet
         self._inboxes: dict[Request, Inbox] = {}
         self._unclaimed: Inbox = {}
+        self._told: dict[Request, Told] = {}  # what the callers of `step` have got of unfinished requests
 
     def __bool__(self) -> bool:
         """True while something waits for a step to deliver it."""
@@ -63,6 +64,7 @@ class Delivery:
         for request in requests:
             self._inboxes.pop(request, None)
             self._unclaimed.pop(request, None)
+            self._told.pop(request, None)
         dropped = set(requests)
         self.ended = [request for request in self.ended if request not in dropped]
 
@@ -85,14 +87,17 @@ class Delivery:
 
     def take_unclaimed(self, delivered: dict[Request, None]) -> list[RequestOutput]:
         """Outputs of all requests that no stream follows, and of those just delivered, as they stand now."""
-        outputs = [request.output() for request in {**self._unclaimed, **delivered}]
+        outputs = [request.output(self._told) for request in {**self._unclaimed, **delivered}]
         self._unclaimed.clear()
+        for request in [request for request in self._told if request.metrics.finish_time is not None]:
+            del self._told[request]
         return outputs
 
     def clear(self) -> None:
         self.changed.clear()
         self.ended.clear()
         self._unclaimed.clear()
+        self._told.clear()
 
 
 class EngineCore:

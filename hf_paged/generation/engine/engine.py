@@ -125,6 +125,8 @@ class Engine(EngineCore):
         cache_salt: str | None = None,
         attention_mask: SequenceOf[int] | torch.Tensor | None = None,
         deadline: float | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> str:
         """Queue a request, without waiting for a step in progress; returns its id.
 
@@ -136,7 +138,10 @@ class Engine(EngineCore):
         now, until the request ends. cache_salt: requests share cached prefixes only with requests of the same salt and
         adapter. attention_mask: of a padded prompt, [length], 0 for padding at its ends. deadline: seconds after which
         the request ends with finish_reason "deadline", waiting included. (The config's `max_time` ends a running
-        request after its next token, and a waiting one at once.)
+        request after its next token, and a waiting one at once.) logprobs: k, to have the k most likely tokens in place
+        of each generated one in the outputs (not with beams). prompt_logprobs: k, to have the log-probabilities of the
+        prompt's tokens and the k most likely ones in their places. The prompt is then computed without cached prefixes,
+        and a step needs memory for the logits of all its tokens.
 
         Raises ValueError for a wrong argument, and for a request that cannot reach its length limit in the memory of
         this engine; QueueFull if `max_waiting` requests wait already. The engine is then unchanged.
@@ -154,6 +159,8 @@ class Engine(EngineCore):
             cache_salt=cache_salt,
             attention_mask=attention_mask,
             deadline=deadline,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         return self._add(prompt_ids, generation_config, options).request_id
 

@@ -332,7 +332,7 @@ class Scheduler:
 
     def _match(self, group: SequenceGroup) -> list[int]:
         """Blocks of the prefix cache for a waiting group."""
-        if self.prefix_cache is None or group.cache_root is None:
+        if self.prefix_cache is None or group.cache_root is None or group.wants_prompt_logits:
             return []
         leader = group.live[0]
         hits = self.prefix_cache.match(leader.token_ids, group.cache_root, leader.block_digests)

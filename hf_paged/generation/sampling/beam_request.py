@@ -10,7 +10,7 @@ from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder, Told
 from hf_paged.kernels.sampling import largest, sample_tokens, to_host
 
 
@@ -107,7 +107,7 @@ class BeamRequest(ForkingRequest):
             )
         return outputs
 
-    def completions(self) -> list[CompletionOutput]:
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
         return self._final
 
     def stop_all(self, reason: FinishReason) -> None:

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs, View
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores
+from hf_paged.generation.sampling.scores import PromptScores
 from hf_paged.kernels.metadata import to_device
 
 NOT_FINITE = "the model's logits are NaN"
@@ -38,6 +39,10 @@ class Reorder(NamedTuple):
     tokens: list[int]
 
 
+Told = tuple[int, ...]
+"""How many tokens of each sample or beam a reader has got."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One completion in the making. `token_ids` is set when it is finished; until then the sequence has them."""
@@ -46,6 +51,7 @@ class Sample:
     seq: Sequence | None
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -60,14 +66,22 @@ class Sample:
     def finish(self, token_ids: list[int], reason: FinishReason) -> None:
         self.token_ids, self.finish_reason, self.seq = token_ids, reason, None
 
-    def completion(self, keeps_processed: bool) -> CompletionOutput:
+    def completion(self, request: Request, num_told: int) -> CompletionOutput:
+        """It as it stands now. num_told: how many of its tokens the reader has got before."""
+        if self.seq is None:
+            tokens = View(self.token_ids, 0, len(self.token_ids))
+        else:
+            tokens = View(self.seq.token_ids, self.seq.num_prompt_tokens, len(self.seq.token_ids))
+        processed, top = self.processed_logprobs, self.top_logprobs
         return CompletionOutput(
             index=self.index,
-            token_ids=self.token_ids if self.seq is None else self.seq.output_token_ids,
-            logprobs=self.logprobs[:],
+            token_ids=tokens,
+            logprobs=View(self.logprobs, 0, len(self.logprobs)),
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
-            processed_logprobs=self.processed_logprobs[:] if keeps_processed else None,
+            processed_logprobs=View(processed, 0, len(processed)) if request.keeps_processed else None,
+            top_logprobs=View(top, 0, len(top)) if request.num_top is not None else None,
+            num_told=num_told,
         )
 
 
@@ -104,11 +118,15 @@ class Request:
             (each.max_time, FinishReason.STOP) for each in self.criteria if type(each) is MaxTimeCriteria
         ]
         """Seconds after its arrival, and the reason with which a request that is not running ends then."""
+        self.num_top: int | None = None
+        """How many of the most likely tokens the output has for each token; None: it has no such lists."""
+        self.prompt_scores: PromptScores | None = None
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
         self.exception: BaseException | None = None  # that caused the error
 
-    def completions(self) -> list[CompletionOutput]:
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        """told: how many tokens of each completion the reader has got before."""
         raise NotImplementedError
 
     def stop_all(self, reason: FinishReason) -> None:
@@ -124,16 +142,22 @@ class Request:
     def end_stream(self) -> None:
         """Tell the streamer that no more tokens will come."""
 
-    def output(self) -> RequestOutput:
-        """The request as it stands now."""
+    def output(self, told: dict[Request, Told] | None = None) -> RequestOutput:
+        """The request as it stands now. told: what the reader has got of each request, which is brought up to date."""
+        completions = self.completions(() if told is None else told.get(self, ()))
+        if told is not None:
+            told[self] = tuple([completion.num_tokens for completion in completions])
+        prompt = self.prompt_scores
         return RequestOutput(
             self.request_id,
             self.prompt_token_ids,
-            self.completions(),
+            completions,
             self.metrics.finish_time is not None,
             self.metrics,
             self.error,
             self.exception,
+            None if prompt is None else prompt.logprobs[:],  # the caller's own
+            None if prompt is None else prompt.top_logprobs[:],
         )
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
@@ -214,8 +238,8 @@ class SingleRequest(Request):
             self.sample.finish([*self.sample.seq.output_token_ids, token], reason)
         return reason
 
-    def completions(self) -> list[CompletionOutput]:
-        return [self.sample.completion(self.keeps_processed)]
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        return [self.sample.completion(self, told[0] if told else 0)]
 
     def stop_all(self, reason: FinishReason) -> None:
         if self.sample.seq is not None:
