@@ -17,6 +17,7 @@ _TYPES = {
     500: "server_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
