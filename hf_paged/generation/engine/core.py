@@ -357,6 +357,17 @@ class EngineCore:
         elif request.error is not None:
             self._fail(request, request.error, request.exception)
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
+        self._settle_now()
+        with self._lock, self._door:
+            self._scheduler.check_integrity()
+            # After an interrupt, a request may have ended in the scheduler alone.
+            ended = {request.request_id for request in self._delivery.changed if request.group.is_finished}
+            arriving = {request.request_id for request in (*self._arriving, *self._reserved)}
+            scheduled = {group.request_id for group in self._scheduler.groups}
+            assert set(self._requests) - ended - arriving == scheduled
+
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
