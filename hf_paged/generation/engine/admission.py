@@ -13,9 +13,9 @@ import torch
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
+from hf_paged.generation.engine.prompts import as_prompt
 from hf_paged.generation.engine.sequence import FinishReason, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest, Preparer
-from hf_paged.generation.prompts import as_prompt
 from hf_paged.generation.sampling.beam_request import BeamRequest
 from hf_paged.generation.sampling.group import GroupRequest
 from hf_paged.generation.sampling.request import Request, SingleRequest

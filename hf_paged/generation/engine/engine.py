@@ -23,12 +23,12 @@ from hf_paged.errors import EngineError
 from hf_paged.generation.engine.admission import Admission, RequestOptions, one_each, options_of_each
 from hf_paged.generation.engine.core import EngineCore
 from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.engine.prompts import as_prompt, as_prompts
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.streams import RequestStream
-from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.sampling.request import Request
 from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
