@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_paged
-from hf_paged.cli import build, check, generate
+from hf_paged.cli import bench, build, check, generate
 from hf_paged.cli.common import Job, UsageError
 
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("check")(check.check)
 app.command("build")(build.build)
+app.add_typer(bench.bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
