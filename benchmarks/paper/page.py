@@ -108,9 +108,10 @@ def _assumptions(effort: Effort) -> str:
     lines.append(
         f"Lengths: log-normal with the paper's means and sigmas of {sigmas}, prompt and output together at most "
         f"2,048 tokens; translation: {TRANSLATION_INPUT} in and {TRANSLATION_OUTPUT} out on average, sigma "
-        f"{TRANSLATION_SIGMA}. Arrivals are Poisson. In beams, each next most likely token takes a Beta{TOP_PROBABILITY} "
-        f"share of what is left. {effort.seeds} run(s) with seeds from 0, of {effort.minutes:g} minutes "
-        "(figures 14 and 15: a third, 16 and 19: a half); medians, bands from lowest to highest.\n"
+        f"{TRANSLATION_SIGMA}. Arrivals are Poisson. In beams, each next most likely token takes "
+        f"a Beta{TOP_PROBABILITY} share of what is left. {effort.seeds} run(s) with seeds from 0, of "
+        f"{effort.minutes:g} minutes (figures 14 and 15: a third, 16 and 19: a half); medians, bands from "
+        "lowest to highest.\n"
     )
     return "\n".join(lines)
 

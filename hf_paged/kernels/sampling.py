@@ -141,6 +141,14 @@ def largest(
     return best[chosen // run] * run + chosen % run, values
 
 
+def top_logprobs(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [num_rows, vocab] -> the `count` most likely tokens of each row, best first, int64 [num_rows, count], and
+    their log-probabilities, fp32 [num_rows, count]."""
+    scores = logits.float()
+    values, tokens = torch.topk(scores, count)
+    return tokens, values - torch.logsumexp(scores, dim=-1, keepdim=True)
+
+
 def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [num_rows] of tokens int64 [num_rows] under the distributions of scores [num_rows, vocab]."""
     return scores.gather(1, tokens[:, None]).squeeze(1) - torch.logsumexp(scores, dim=-1)

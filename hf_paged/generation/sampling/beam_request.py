@@ -10,7 +10,7 @@ from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder, Told
 from hf_paged.kernels.sampling import largest, sample_tokens, to_host
 
 
@@ -56,7 +56,7 @@ class BeamRequest(ForkingRequest):
             self._final = self._hypotheses(None)
             return Reorder([], [])
         self._logprobs = [[*self._logprobs[c.parent], logprob_of[c.parent, c.token]] for c in running]
-        if self.history is not None:
+        if self.keeps_history:
             parents = torch.tensor([c.parent for c in running], device=self.device)
             self._extend_history((c.token for c in running), parents)
         self.length += 1
@@ -107,7 +107,7 @@ class BeamRequest(ForkingRequest):
             )
         return outputs
 
-    def completions(self) -> list[CompletionOutput]:
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
         return self._final
 
     def stop_all(self, reason: FinishReason) -> None:

@@ -9,7 +9,8 @@ import torch
 from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample, Told
+from hf_paged.generation.sampling.scores import TopTokens
 from hf_paged.kernels.sampling import logprobs_of, sample_tokens, to_host
 
 
@@ -43,6 +44,11 @@ class GroupRequest(ForkingRequest):
             raise ArithmeticError(NOT_FINITE)
         if any(map(isnan, invalids)):
             raise ArithmeticError(NOTHING_LEFT)
+        if self.num_top is not None:
+            top = TopTokens(logits, [self.num_top] * len(logits)).read()
+            for sample, row in zip(self.samples, rows):
+                if sample.seq is not None:
+                    sample.top_logprobs.append(top[row])
         return self._fork(chosen, logprobs, *processed)
 
     def _fork(self, tokens: list[int], logprobs: list[float], processed: list[float] | None = None) -> list[Fork]:
@@ -76,7 +82,7 @@ class GroupRequest(ForkingRequest):
                 sample.seq = child
 
     def _stopped_by_criteria(self, tokens: list[int]) -> list[bool] | None:
-        if self.history is None:
+        if not self.keeps_history:
             return None
         self._extend_history(self._pad_token_id if s.seq is None else token for s, token in zip(self.samples, tokens))
         if not self.criteria:
@@ -84,8 +90,9 @@ class GroupRequest(ForkingRequest):
         stopped: list[bool] = self.criteria(self._rows(), None).tolist()
         return stopped
 
-    def completions(self) -> list[CompletionOutput]:
-        return [sample.completion(self.keeps_processed) for sample in self.samples]
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        told = told or (0,) * len(self.samples)
+        return [sample.completion(self, num_told) for sample, num_told in zip(self.samples, told)]
 
     def stop_all(self, reason: FinishReason) -> None:
         for sample in self.samples:
