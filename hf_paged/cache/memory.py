@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import OutOfBlocks
-from hf_paged.kernels.metadata import AttentionMetadata, to_device
+from hf_paged.kernels.metadata import AttentionMetadata, step_arrays, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +55,6 @@ class MemoryStats:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepArrays:
-    """The metadata of a packed step as host arrays; one entry of block_tables and slots per group.
-
-    positions int64 [num_tokens], seq_lens int32 [num_seqs], query_start_loc int32 [num_seqs + 1],
-    block_tables int32 [num_seqs, max_blocks], slots int64 [num_tokens]. See AttentionMetadata.
-    """
-
-    positions: np.ndarray
-    seq_lens: np.ndarray
-    query_start_loc: np.ndarray
-    block_tables: list[np.ndarray]
-    slots: list[np.ndarray]
-    max_query_len: int
-    max_seq_len: int
-
-    def metadata(self, device: torch.device) -> list[AttentionMetadata]:
-        """One record per group."""
-        query_start_loc, seq_lens = to_device(self.query_start_loc, device), to_device(self.seq_lens, device)
-        return [
-            AttentionMetadata(
-                block_tables=to_device(table, device),
-                seq_lens=seq_lens,
-                query_start_loc=query_start_loc,
-                slot_mapping=to_device(slots, device),
-                max_query_len=self.max_query_len,
-                max_seq_len=self.max_seq_len,
-                in_bounds=True,
-            )
-            for table, slots in zip(self.block_tables, self.slots)
-        ]
-
-
 class PagedMemory:
     """The operations of BlockManager on all groups at once, all or nothing.
 
@@ -116,10 +82,7 @@ class PagedMemory:
             )
             for layers, window in windows
         ]
-
-    @property
-    def managers(self) -> list[BlockManager]:
-        return [group.manager for group in self.groups]
+        self.managers = [group.manager for group in self.groups]
 
     def group_index(self, layer_idx: int) -> int:
         for index, group in enumerate(self.groups):
@@ -202,37 +165,10 @@ class PagedMemory:
 
         Sequence i computes its last `query_lens[i]` appended tokens.
         """
-        step = self.step_arrays(seq_ids, query_lens)
+        tables = [[manager.block_table(seq_id) for seq_id in seq_ids] for manager in self.managers]
+        seq_lens = [self.groups[0].manager.num_tokens(seq_id) for seq_id in seq_ids]
+        step = step_arrays(tables, seq_lens, query_lens, self.block_size)
         return step.metadata(device), to_device(step.positions, device)
-
-    def step_arrays(self, seq_ids: Sequence[SeqId], query_lens: Sequence[int]) -> StepArrays:
-        """What `step_metadata` copies to the device."""
-        lengths = np.asarray(query_lens, dtype=np.int64)
-        starts = np.zeros(len(lengths) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=starts[1:])
-        first = self.groups[0].manager
-        seq_lens = np.fromiter((first.num_tokens(s) for s in seq_ids), dtype=np.int64, count=len(seq_ids))
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.arange(int(starts[-1])) + np.repeat(seq_lens - lengths - starts[:-1], lengths)
-        block_tables, slot_arrays = [], []
-        for group in self.groups:
-            tables = [group.manager.block_table(s) for s in seq_ids]
-            table = np.zeros((len(tables), max(map(len, tables), default=0) or 1), dtype=np.int32)
-            for row, blocks in zip(table, tables):
-                row[: len(blocks)] = blocks
-            slots = table[rows, positions // self.block_size].astype(np.int64) * self.block_size
-            slots += positions % self.block_size
-            block_tables.append(table)
-            slot_arrays.append(slots)
-        return StepArrays(
-            positions=positions,
-            seq_lens=seq_lens.astype(np.int32),
-            query_start_loc=starts,
-            block_tables=block_tables,
-            slots=slot_arrays,
-            max_query_len=int(lengths.max(initial=0)),
-            max_seq_len=int(seq_lens.max(initial=0)),
-        )
 
     @property
     def layout(self) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation.prompts import Prompt, share_prompts
 from hf_paged.model.packed import PackedModel
 
 MAX_PREFILL_TOKENS = 8192
@@ -64,6 +65,7 @@ class PackedDecoder:
         expand: int,
         keep_finished: bool,
         prefill_chunk_size: int | None = None,
+        check_pool: Callable[[Sequence[int]], None] | None = None,
         on_step: Callable[[PagedMemory], None] | None = None,
     ) -> None:
         self._packed = packed
@@ -72,6 +74,7 @@ class PackedDecoder:
         self._expand = expand
         self.keep_finished = keep_finished
         self._chunk = prefill_chunk_size
+        self._check_pool = check_pool  # raises ValueError if prompts of these lengths do not fit
         self._on_step = on_step
         self._next_id = 0
         self.criteria: RecordingCriteria | None = None
@@ -117,51 +120,100 @@ class PackedDecoder:
         return self._next_id
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the ends."""
+        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the ends.
+
+        Equal rows are computed once and forked. Rows that begin alike share the full blocks of their beginning.
+        """
         heads = input_ids[:: self._expand]
         self.length = input_ids.shape[1]
         if attention_mask is None:
             padding = [0] * len(heads)
         else:
             padding = (attention_mask[:: self._expand] == 0).sum(dim=1).tolist()
-        prompts = [self._new_id() for _ in heads]
-        logits = self._compute(prompts, [head[pad:] for head, pad in zip(heads, padding)])
-        self.rows, self.padding = [], []
-        for prompt, pad in zip(prompts, padding):
-            copies = [self._new_id() for _ in range(self._expand - 1)]
-            for copy in copies:
-                self.memory.fork(prompt, copy)
-            self.rows += [prompt, *copies]
-            self.padding += [pad] * self._expand
+        if len(heads) > 1:
+            heads = heads.to("cpu", torch.int64)
+        prompts, index = share_prompts([head[pad:] for head, pad in zip(heads, padding)], self.memory.block_size)
+        prompts = self._fit(prompts)
+        seq_ids = [self._new_id() for _ in prompts]
+        logits = self._compute(seq_ids, prompts)
+        index = [i for i in index for _ in range(self._expand)]
+        self.rows = self._fork_rows(seq_ids, index)
+        self.padding = [pad for pad in padding for _ in range(self._expand)]
         self._report()
-        return logits.repeat_interleave(self._expand, dim=0)
+        return logits if index == [*range(len(logits))] else logits[torch.tensor(index, device=logits.device)]
 
-    def _compute(self, seq_ids: Sequence[int], prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute whole prompts, packed, in chunks; logits [num_prompts, vocab] after the last token of each."""
+    def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts as this memory can share them. Raises ValueError if it is too small for them."""
+        has_windows = any(manager.sliding_window is not None for manager in self.memory.managers)
+        lengths = [prompt.own_length for prompt in prompts]
+        in_one_step = sum(lengths) <= MAX_PREFILL_TOKENS and max(lengths) <= (self._chunk or MAX_PREFILL_TOKENS)
+        if has_windows and not in_one_step:
+            # Blocks that left a window after an earlier step are neither shared nor needed together.
+            return [Prompt(prompt.tokens) for prompt in prompts]
+        if self._check_pool is not None:
+            self._check_pool(lengths)
+        return prompts
+
+    def _fork_rows(self, seq_ids: Sequence[int], index: Sequence[int]) -> list[int | None]:
+        """A sequence for each row: `seq_ids[i]` for the first row of prompt i, forks of it for the others."""
+        rows: list[int | None] = []
+        taken: set[int] = set()
+        for i in index:
+            row = seq_ids[i]
+            if i in taken:
+                row = self._new_id()
+                self.memory.fork(seq_ids[i], row)
+            taken.add(i)
+            rows.append(row)
+        return rows
+
+    def _compute(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
+        """Compute prompts, packed, in chunks; logits [num_prompts, vocab] after the last token of each."""
         device = self._model.device
         done = [0] * len(prompts)
         logits: list[torch.Tensor | None] = [None] * len(prompts)
-        while pending := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:
-            budget = MAX_PREFILL_TOKENS
-            chunks: list[tuple[int, int]] = []
-            for i in pending:
-                count = min(len(prompts[i]) - done[i], self._chunk or budget, budget)
-                if count > 0:
-                    chunks.append((i, count))
-                    budget -= count
+        while any(row is None for row in logits):
+            chunks = self._append_chunks(seq_ids, prompts, done)
             ids = [seq_ids[i] for i, _ in chunks]
-            counts = [count for _, count in chunks]
-            self.memory.append(list(zip(ids, counts)))
-            metadata, positions = self.memory.step_metadata(ids, counts, device)
-            tokens = torch.cat([prompts[i][done[i] : done[i] + count] for i, count in chunks]).to(device)
+            metadata, positions = self.memory.step_metadata(ids, [count for _, count in chunks], device)
+            tokens = torch.cat([prompts[i].tokens[done[i] : done[i] + count] for i, count in chunks]).to(device)
             last = metadata[0].query_start_loc[1:].long() - 1
             rows = self._packed.forward(tokens, positions, metadata, last)
             for (i, count), row in zip(chunks, rows):
                 done[i] += count
-                if done[i] == len(prompts[i]):
+                if done[i] == len(prompts[i].tokens):
                     logits[i] = row
             self.memory.step_done(ids)
         return torch.stack([row for row in logits if row is not None])
+
+    def _append_chunks(
+        self, seq_ids: Sequence[int], prompts: Sequence[Prompt], done: list[int]
+    ) -> list[tuple[int, int]]:
+        """Append the next step's tokens; returns (index of the prompt, number of tokens). Notes what is shared as done.
+
+        A prompt starts with the blocks of its source as soon as these are written, which may be in the same step: each
+        layer writes the K/V of the whole step before it attends.
+        """
+        budget = MAX_PREFILL_TOKENS
+        chunks: list[tuple[int, int]] = []
+        appends: list[tuple[int, int]] = []
+        appended = list(done)
+        for i, prompt in enumerate(prompts):
+            count = min(len(prompt.tokens) - max(done[i], prompt.shared), self._chunk or budget, budget)
+            if count <= 0 or (prompt.source is not None and appended[prompt.source] < prompt.shared):
+                continue
+            if prompt.source is not None and not done[i]:
+                self.memory.append(appends)
+                appends = []
+                self.memory.fork(seq_ids[prompt.source], seq_ids[i])
+                self.memory.crop(seq_ids[i], prompt.shared)
+                done[i] = appended[i] = prompt.shared
+            appends.append((seq_ids[i], count))
+            chunks.append((i, count))
+            appended[i] += count
+            budget -= count
+        self.memory.append(appends)
+        return chunks
 
     def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids int64 [num_rows, length] so far -> logits [num_rows, vocab]; zeros for dropped rows."""
@@ -200,10 +252,9 @@ class PackedDecoder:
         self.padding = [self.padding[p] for p in parents]
 
     def free(self) -> None:
-        """Free every block."""
-        for row in self.rows:
-            if row is not None:
-                self.memory.free(row)
+        """Free every block, also those of prompts whose computation has failed."""
+        for seq_id in self.memory.managers[0].seq_ids:
+            self.memory.free(seq_id)
         self.rows = []
 
     def _report(self) -> None:

@@ -19,7 +19,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
 from hf_paged.fused.overrides import overrides_for_calls
-from hf_paged.generation.decoder import MAX_PREFILL_TOKENS, PackedDecoder, RecordingCriteria
+from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import blocks_in_memory, window_groups
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.records import CallRecord, add_record, is_recording
@@ -201,8 +201,7 @@ def prepare_cache_for_generation(
         call.decoding = _Decoding(cache.memory, None, True, cache=cache)
     else:
         open_decoding = _open_packed_rows if obstacle is None else _open_dense_view
-        mask = model_kwargs.get("attention_mask")
-        call.decoding = open_decoding(call, config, cache_config, values["batch_size"], mask)
+        call.decoding = open_decoding(call, config, cache_config, values["batch_size"])
         if call.decoding.decoder is not None:
             model_kwargs["past_key_values"] = call.decoding.decoder.cache
         else:
@@ -215,35 +214,25 @@ def _keeps_cache(config: Any) -> bool:
     return bool(config.return_dict_in_generate) or config.is_assistant
 
 
-def _open_packed_rows(
-    call: _Call, config: Any, cache_config: CacheConfig, batch_size: int, mask: torch.Tensor | None
-) -> _Decoding:
-    """mask: left padding [batch_size * expand, length], or None."""
+def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig, batch_size: int) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
-    expand = max(config.num_beams, config.num_return_sequences)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
     windows = ((None, None),) if keeps_cache else window_groups(call.report, config.max_length)
-    lengths = [call.prompt_length] * batch_size if mask is None else (mask[::expand] != 0).sum(dim=1).tolist()
     num_blocks = _max_blocks(model, call.report, cache_config)
-    at_once = min(sum(lengths), MAX_PREFILL_TOKENS, config.prefill_chunk_size or MAX_PREFILL_TOKENS)
-    # Blocks that leave every window between two chunks of prompts are not needed together.
-    if at_once == sum(lengths) or any(window is None for _, window in windows):
-        check_pool(lengths, cache_config, num_blocks)
     key = (kind_of(model), cache_config.block_size, num_blocks, windows)
     memory = _idle_pools(model).take(key)
     decoder = PackedDecoder(
         PackedModel(model, memory, overrides_for_calls(model)),
-        expand=expand,
+        expand=max(config.num_beams, config.num_return_sequences),
         keep_finished=keeps_cache,
         prefill_chunk_size=config.prefill_chunk_size,
+        check_pool=lambda lengths: check_pool(lengths, cache_config, num_blocks),
         on_step=call.record.observe if is_recording() else None,
     )
     return _Decoding(memory, key, keeps_cache, decoder=decoder)
 
 
-def _open_dense_view(
-    call: _Call, config: Any, cache_config: CacheConfig, batch_size: int, mask: torch.Tensor | None
-) -> _Decoding:
+def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_size: int) -> _Decoding:
     model = call.model
     num_rows = batch_size * max(config.num_beams, config.num_return_sequences)
     num_blocks = _max_blocks(model, call.report, cache_config)

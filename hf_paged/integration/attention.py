@@ -11,14 +11,15 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hf_paged.cache.packed_cache import HANDLE, LayerHandle, PackedCache
+from hf_paged.cache.kv_pool import KVPool, LayerKV
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.locks import usable_after_fork
 
 NAME = "hf_paged"
@@ -33,8 +34,32 @@ _INERT_KWARGS = frozenset({
     "output_gate", "input_ids", "inputs_embeds", "head_mask", "shared_kv_states", "is_first_iteration",
 })  # fmt: skip
 
-packed_cache: ContextVar[PackedCache | None] = ContextVar("hf_paged_packed_cache", default=None)
-"""The cache of the packed forward that runs in this thread."""
+packed_cache: ContextVar[Any] = ContextVar("hf_paged_packed_cache", default=None)
+"""The `PackedCache` of the packed forward that runs in this thread; None outside one."""
+
+HANDLE = "_hf_paged_handle"
+
+
+@dataclass(slots=True)
+class LayerHandle:
+    """Where a layer's K/V is; an attribute of the key tensor that `PackedCache.update` returns to the layer.
+
+    The first attention call of a step writes `new_kv`, this step's K and V [num_tokens, num_kv_heads, (v_)head_dim].
+    `reads` counts the attention calls: 0 means that the layer bypassed the paged attention function.
+    """
+
+    layer_idx: int
+    pool: KVPool  # not the tensors: a handle outlives its step, and must not keep them when the pool is released
+    metadata: AttentionMetadata
+    new_kv: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+    reads: int = 0
+    sliding_window: int | None = None  # of the layer's last attention call
+    chunk_size: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of that call other than tensors
+
+    @property
+    def kv(self) -> LayerKV:
+        return self.pool.layers[self.layer_idx]
 
 
 # -- routing: which implementation a config names while a packed forward runs --------------------------------------

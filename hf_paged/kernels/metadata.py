@@ -1,10 +1,11 @@
-"""AttentionMetadata: what a kernel needs to know about one step, built once and shared by all layers of a group.
+"""What the kernels need to know about one step, computed once from its block tables and shared by all layers.
 
 Knows tensors and lengths, never sequences or requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,74 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int:
         return self.slot_mapping.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """The metadata of a packed step as host arrays; one entry of block_tables and slots per group.
+
+    positions int64 [num_tokens], seq_lens int32 [num_seqs], query_start_loc int32 [num_seqs + 1],
+    block_tables int32 [num_seqs, max_blocks], slots int64 [num_tokens]. See AttentionMetadata.
+    """
+
+    positions: np.ndarray
+    seq_lens: np.ndarray
+    query_start_loc: np.ndarray
+    block_tables: list[np.ndarray]
+    slots: list[np.ndarray]
+    max_query_len: int
+    max_seq_len: int
+
+    def metadata(self, device: torch.device) -> list[AttentionMetadata]:
+        """One record per group."""
+        query_start_loc, seq_lens = to_device(self.query_start_loc, device), to_device(self.seq_lens, device)
+        return [
+            AttentionMetadata(
+                block_tables=to_device(table, device),
+                seq_lens=seq_lens,
+                query_start_loc=query_start_loc,
+                slot_mapping=to_device(slots, device),
+                max_query_len=self.max_query_len,
+                max_seq_len=self.max_seq_len,
+                in_bounds=True,
+            )
+            for table, slots in zip(self.block_tables, self.slots)
+        ]
+
+
+def step_arrays(
+    block_tables: Sequence[Sequence[Sequence[int]]],
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    block_size: int,
+) -> StepArrays:
+    """The metadata of a packed step in which sequence i computes the last `query_lens[i]` of its `seq_lens[i]` tokens.
+
+    block_tables: for each layer group the block ids of each sequence.
+    """
+    lengths, ends = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(int(starts[-1])) + np.repeat(ends - lengths - starts[:-1], lengths)
+    tables, slot_arrays = [], []
+    for group in block_tables:
+        table = np.zeros((len(group), max(map(len, group), default=0) or 1), dtype=np.int32)
+        for row, blocks in zip(table, group):
+            row[: len(blocks)] = blocks
+        slots = table[rows, positions // block_size].astype(np.int64) * block_size
+        slots += positions % block_size
+        tables.append(table)
+        slot_arrays.append(slots)
+    return StepArrays(
+        positions=positions,
+        seq_lens=ends.astype(np.int32),
+        query_start_loc=starts,
+        block_tables=tables,
+        slots=slot_arrays,
+        max_query_len=int(lengths.max(initial=0)),
+        max_seq_len=int(ends.max(initial=0)),
+    )
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_paged.cache.memory import PagedMemory, StepArrays
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import AttentionMetadata, StepArrays, step_arrays
 from hf_paged.model.devices import device_of
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
@@ -272,7 +272,9 @@ class GraphedSteps:
     @torch.inference_mode()
     def try_one(self) -> None:
         """Capture a step of one padding sequence, which writes nothing, to find out whether capturing works."""
-        self.forward(np.zeros(0, dtype=np.int64), self._packed.memory.step_arrays([], []))
+        memory = self._packed.memory
+        no_tokens = step_arrays([[] for _ in memory.groups], [], [], memory.block_size)
+        self.forward(np.zeros(0, dtype=np.int64), no_tokens)
         self.replays = 0
 
     def close(self) -> None:

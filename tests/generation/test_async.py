@@ -14,8 +14,8 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine import stepper
 from hf_paged.generation.sampling import batch
-from hf_paged.generation.sampling.ops import ToHost
-from hf_paged.generation.sampling.single import SingleRequest
+from hf_paged.generation.sampling.request import SingleRequest
+from hf_paged.kernels.sampling import ToHost
 from tests import models
 from tests.generation import tape, test_engine
 from tests.generation.test_engine import assert_as_solo, assert_idle, config, requests, row_by_row, solo

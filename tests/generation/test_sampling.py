@@ -14,7 +14,11 @@ from transformers.generation.logits_process import (
     WatermarkLogitsProcessor,
 )
 
-from hf_paged.generation.sampling.ops import (
+from hf_paged.generation.sampling.processors import Chain, chain_of
+from hf_paged.kernels import ops
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native import ops as native_ops
+from hf_paged.kernels.sampling import (
     _in_one,
     draw,
     greedy,
@@ -24,10 +28,6 @@ from hf_paged.generation.sampling.ops import (
     sample_tokens,
     to_host,
 )
-from hf_paged.generation.sampling.processors import Chain, chain_of
-from hf_paged.kernels import ops
-from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native import ops as native_ops
 
 
 @pytest.mark.parametrize("rows", [1, 4])

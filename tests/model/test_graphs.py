@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.kv_pool import KVPool
+from hf_paged.kernels.metadata import step_arrays
 from hf_paged.model import graphs
 from hf_paged.model.graphs import NoHostValues, padded_size
 from tests import models
@@ -566,7 +567,8 @@ def test_padding_reads_a_slot_that_the_step_owns() -> None:
         memory.step_done(["a", "b"])
         memory.append([("a", 1), ("b", 1)])
         inputs = graphs._Inputs(memory, 20, 100, torch.device("cpu"))
-        step = memory.step_arrays(["a", "b"], [1, 1])
+        tables = [[manager.block_table(seq) for seq in ("a", "b")] for manager in memory.managers]
+        step = step_arrays(tables, [8, 31], [1, 1], memory.block_size)
         inputs.fill(np.array([7, 8]), step, 4)
         tokens, positions, (metadata,) = inputs.of(4)
         assert (tokens.tolist(), positions.tolist()) == ([7, 8, 0, 0], [7, 30, 0, 0])

@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.cache.memory import StepArrays
+from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.graphs import GraphedSteps, padded_size
 from tests import models
 from tests.generation.test_engine import OPTIONS, config

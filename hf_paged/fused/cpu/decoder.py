@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
-from hf_paged.cache.packed_cache import PackedCache
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.norms import norm_of, own_rotary
 from hf_paged.fused.cpu.stack import Attention, StackLayer, layer_sizes
@@ -29,6 +28,7 @@ from hf_paged.fused.cpu.walk import Link, Walk
 from hf_paged.fused.cpu.weights import PackedLayer, PackedWeights
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.packed import PackedCache
 from hf_paged.model.state import Slot
 
 TRIAL_TOKENS = 8

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from hf_paged.cache.packed_cache import LayerHandle, PackedCache
 from hf_paged.fused.cpu.stack import Stack, StackLayer
+from hf_paged.integration.attention import LayerHandle
+from hf_paged.model.packed import PackedCache
 
 MOST_AHEAD = 256
 """Maximum tokens of a step in which layers are computed ahead. In larger steps the results of all layers take more

@@ -11,8 +11,7 @@ from hf_paged.generation.engine.sequence import SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beam_request import BeamRequest
 from hf_paged.generation.sampling.group import GroupRequest
-from hf_paged.generation.sampling.request import Request
-from hf_paged.generation.sampling.single import SingleRequest
+from hf_paged.generation.sampling.request import Request, SingleRequest
 from hf_paged.model.devices import device_of
 
 

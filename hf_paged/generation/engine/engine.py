@@ -33,8 +33,7 @@ from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.prepare import PreparedRequest, StopStrings, prepare_request
-from hf_paged.generation.sampling.request import Request
-from hf_paged.generation.sampling.single import SingleRequest
+from hf_paged.generation.sampling.request import Request, SingleRequest
 from hf_paged.generation.validation import (
     as_prompt,
     as_prompts,

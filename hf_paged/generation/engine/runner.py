@@ -19,7 +19,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.scheduler import Plan, SchedulerOutput
 from hf_paged.generation.engine.sequence import Sequence
 from hf_paged.generation.sampling.batch import SampledTokens
-from hf_paged.kernels.metadata import to_device
+from hf_paged.kernels.metadata import step_arrays, to_device
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
@@ -174,7 +174,12 @@ class Runner:
                 seqs.append(seq)
                 rows.append(len(tokens) - 1)
         late = _LateTokens(sampled.tokens, pending) if sampled is not None and pending else None
-        step = self._memory.step_arrays([seq.seq_id for seq, _ in plan], [count for _, count in plan])
+        step = step_arrays(
+            [[manager.block_table(seq.seq_id) for seq, _ in plan] for manager in self._memory.managers],
+            [seq.num_computed_tokens + count for seq, count in plan],
+            [count for _, count in plan],
+            self._memory.block_size,
+        )
         known = np.array(tokens, dtype=np.int64)
         # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
         is_decode = len(rows) == len(tokens)

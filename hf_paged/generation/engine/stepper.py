@@ -16,8 +16,15 @@ from hf_paged.generation.engine.runner import Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.sampling.batch import DueRow, SampledTokens, sample_batch
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Reorder, Request
-from hf_paged.generation.sampling.single import SingleRequest
+from hf_paged.generation.sampling.request import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    Fork,
+    ForkingRequest,
+    Reorder,
+    Request,
+    SingleRequest,
+)
 
 
 class _Stage(Enum):

@@ -14,10 +14,10 @@ import torch
 
 from hf_paged.generation.engine.sequence import Sequence
 from hf_paged.generation.sampling.edits import Edit
-from hf_paged.generation.sampling.ops import ToHost, greedy, logprobs_of, row_max, sample_tokens
 from hf_paged.generation.sampling.processors import process_together
-from hf_paged.generation.sampling.single import SingleRequest
+from hf_paged.generation.sampling.request import SingleRequest
 from hf_paged.kernels.metadata import to_device
+from hf_paged.kernels.sampling import ToHost, greedy, logprobs_of, row_max, sample_tokens
 
 ToFp32 = Callable[[torch.Tensor], torch.Tensor]
 Failures = list[tuple[SingleRequest, Exception]]
@@ -35,7 +35,7 @@ class DueRow(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A due row and the edits of its scores, as many lists as its chain of processors has runs of editors.
+    """A due row and the edits of its scores (see `Chain.edits`; empty if it has no editors).
 
     is_plain_greedy: in this step the likeliest token is taken as the model has it.
     """
@@ -125,6 +125,7 @@ def _extend_histories(done: Iterable[DueRow], tokens: torch.Tensor, failed: Fail
 
 
 _PLAIN_GREEDY = object()
+_NO_EDITS: list[list[Edit]] = []
 
 
 def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, list[_Planned]]:
@@ -134,7 +135,7 @@ def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, 
         request = each.request
         try:
             chain = request.chain(width)
-            edits = chain.edits(each.seq.token_ids)
+            edits = chain.edits(each.seq.token_ids) if chain.has_editors else _NO_EDITS
             unprocessed = not (request.do_sample or request.keeps_processed or chain.own or chain.warpers)
             planned = _Planned(each, edits, unprocessed and not any(edits))
         except Exception as error:  # an option of a type or size that transformers does not check

@@ -10,8 +10,8 @@ from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
-from hf_paged.generation.sampling.ops import largest, sample_tokens, to_host
 from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder
+from hf_paged.kernels.sampling import largest, sample_tokens, to_host
 
 
 class BeamRequest(ForkingRequest):

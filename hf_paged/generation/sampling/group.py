@@ -9,8 +9,8 @@ import torch
 from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling.ops import logprobs_of, sample_tokens, to_host
 from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample
+from hf_paged.kernels.sampling import logprobs_of, sample_tokens, to_host
 
 
 class GroupRequest(ForkingRequest):

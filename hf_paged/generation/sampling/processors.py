@@ -43,6 +43,10 @@ class Chain:
     is_custom: bool
     sampling_key: object
 
+    @property
+    def has_editors(self) -> bool:
+        return any(self.editors)
+
     def edits(self, token_ids: Sequence[int]) -> list[list[Edit]]:
         """What the editors change after these tokens, prompt included. Called with ever more tokens of one text."""
         return [[edit for each in run if (edit := each.edit(token_ids)) is not None] for run in self.editors]
@@ -83,10 +87,10 @@ def process_together(
     """scores fp32 [num_rows, vocab] -> the scores after editors and warpers, with the bits that transformers' own
     processors give for each row alone. May change `scores` in place, but not `keep`, which may be the same tensor.
 
-    warpers: of all rows. edits: for each row what `Chain.edits` returns.
+    warpers: of all rows. edits: for each row what `Chain.edits` returns, or nothing if the row has no editors.
     """
     for index, warper in enumerate((*warpers, None)):
-        now = [row[index] for row in edits]
+        now = [row[index] if row else () for row in edits]
         if any(now):
             scores = scores.clone() if scores is keep else scores
             apply_edits(scores, now)
