@@ -1,8 +1,8 @@
 """What options of generation cost: the throughput of one engine's load under each set of options, as a ratio to greedy
 decoding without any.
 
-The sets run in turns, so that a change of the machine's speed meets all of them. No option ends a request early: each run
-generates the same number of tokens.
+The sets run in turns, so that a change of the machine's speed meets all of them. No option ends a request early: all
+runs generate the same number of tokens.
 
     python benchmarks/options.py --model 135m --requests 64 --scale 0.25 --threads 1
 """

@@ -17,6 +17,7 @@ from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics,
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores
+from hf_paged.kernels.sampling import draws_natively
 
 NOT_FINITE = "the model's logits are NaN"
 NOTHING_LEFT = "after the logits processors no token has a probability"
@@ -181,7 +182,13 @@ class SingleRequest(Request):
         """Its processors for rows of `width` scores, which are known with the first row only."""
         if self._chain is None:
             self._chain = chain_of(
-                self.processors, width, self.do_sample, self.keeps_processed, callers=self._own_processors
+                self.processors,
+                width,
+                self.do_sample,
+                self.keeps_processed,
+                callers=self._own_processors,
+                on_cpu=self.device.type == "cpu",
+                is_drawn=self.do_sample and not self.keeps_processed and draws_natively(self.device),
             )
             if not self._chain.own and not self.criteria:
                 self.history = None
