@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import os
 import sys
 import weakref
@@ -27,6 +28,13 @@ from hf_paged.kernels.native import build as native_build
 from tests import models
 
 torch.set_num_threads(1)
+
+# A machine with a GPU may have no network, and then no hypothesis.
+collect_ignore = (
+    []
+    if importlib.util.find_spec("hypothesis")
+    else ["generation/test_arguments.py", "generation/test_scheduler_properties.py", "cache/test_state_machine.py"]
+)
 
 _memories: weakref.WeakSet[memory_module.PagedMemory] = weakref.WeakSet()
 _init = memory_module.PagedMemory.__init__

@@ -6,6 +6,7 @@ PagedMemory, packed without padding. A prompt is prefilled once and forked, and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,17 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation.prefill import compute_prompts, is_one_step
 from hf_paged.generation.prompts import Prompt, share_prompts
 from hf_paged.model.packed import PackedModel
 
-MAX_PREFILL_TOKENS = 8192
-"""Tokens of prompts computed in one forward: bounds the activations, not the prompts."""
+
+def _left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
+    """Zeros in each row of the mask [num_rows, length]; None: no padding."""
+    if attention_mask is None:
+        return [0] * num_rows
+    padding: list[int] = (attention_mask == 0).sum(dim=1).tolist()
+    return padding
 
 
 class RecordingCriteria(StoppingCriteriaList):  # type: ignore[misc]
@@ -76,12 +83,24 @@ class PackedDecoder:
         self._chunk = prefill_chunk_size
         self._check_pool = check_pool  # raises ValueError if prompts of these lengths do not fit
         self._on_step = on_step
-        self._next_id = 0
+        known = [seq_id for seq_id in self.memory.managers[0].seq_ids if isinstance(seq_id, int)]
+        self._first_id = max(known, default=-1) + 1  # of the sequences that are made here
+        self._ids = itertools.count(self._first_id)
+        self._lent: list[int] = []
+        self._num_new = 0  # columns of input_ids that continue the lent rows
         self.criteria: RecordingCriteria | None = None
         self.cache = RowsCache(self)
         self.rows: list[int | None] = []
-        self.padding: list[int] = []
-        self.length = 0
+        self.padding: list[int] = []  # of each row
+        self.length = 0  # positions with K/V in every layer, padding included
+
+    def continue_rows(self, rows: Sequence[int], padding: Sequence[int], length: int, num_new: int) -> None:
+        """Start with rows that another owner lends until `give_back`: `length` positions each, padding included.
+
+        The last `num_new` columns of the call's input_ids continue them.
+        """
+        self.rows, self.padding, self.length = list(rows), list(padding), length
+        self._lent, self._num_new = list(rows), num_new
 
     # -- what the loops ask of a model --------------------------------------------------------------------------
 
@@ -115,43 +134,46 @@ class PackedDecoder:
 
     # -- the forwards -------------------------------------------------------------------------------------------
 
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the ends.
 
         Equal rows are computed once and forked. Rows that begin alike share the full blocks of their beginning.
         """
-        heads = input_ids[:: self._expand]
-        self.length = input_ids.shape[1]
-        if attention_mask is None:
-            padding = [0] * len(heads)
-        else:
-            padding = (attention_mask[:: self._expand] == 0).sum(dim=1).tolist()
+        columns = input_ids.shape[1]
+        new = self._num_new or columns
+        repeats = 1 if self.rows else self._expand
+        heads = input_ids[::repeats, columns - new :]
         if len(heads) > 1:
             heads = heads.to("cpu", torch.int64)
-        prompts, index = share_prompts([head[pad:] for head, pad in zip(heads, padding)], self.memory.block_size)
+        batch = list(heads)
+        if not self.rows:
+            self.padding = _left_padding(attention_mask, len(input_ids))
+            batch = [head[padding:] for head, padding in zip(heads, self.padding[::repeats])]
+        prompts, index = share_prompts(batch, self.memory.block_size, [self._content(row) for row in self.rows])
         prompts = self._fit(prompts)
-        seq_ids = [self._new_id() for _ in prompts]
-        logits = self._compute(seq_ids, prompts)
-        index = [i for i in index for _ in range(self._expand)]
+        seq_ids = [self.rows[index.index(i)] if self.rows else next(self._ids) for i in range(len(prompts))]
+        logits = compute_prompts(self._packed, seq_ids, prompts, self._chunk)
+        index = [i for i in index for _ in range(repeats)]
         self.rows = self._fork_rows(seq_ids, index)
-        self.padding = [pad for pad in padding for _ in range(self._expand)]
+        self.length += new
+        if self._lent:
+            self._free_others()
         self._report()
         return logits if index == [*range(len(logits))] else logits[torch.tensor(index, device=logits.device)]
+
+    def _content(self, seq_id: int) -> bytes:
+        """Equal for sequences with the same tokens in the same blocks."""
+        manager = self.memory.managers[0]
+        return manager.num_tokens(seq_id).to_bytes(8, "little") + manager.block_table(seq_id).tobytes()
 
     def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts as this memory can share them. Raises ValueError if it is too small for them."""
         has_windows = any(manager.sliding_window is not None for manager in self.memory.managers)
-        lengths = [prompt.own_length for prompt in prompts]
-        in_one_step = sum(lengths) <= MAX_PREFILL_TOKENS and max(lengths) <= (self._chunk or MAX_PREFILL_TOKENS)
-        if has_windows and not in_one_step:
+        if has_windows and not is_one_step(prompts, self._chunk):
             # Blocks that left a window after an earlier step are neither shared nor needed together.
             return [Prompt(prompt.tokens) for prompt in prompts]
         if self._check_pool is not None:
-            self._check_pool(lengths)
+            self._check_pool([prompt.own_length for prompt in prompts])
         return prompts
 
     def _fork_rows(self, seq_ids: Sequence[int], index: Sequence[int]) -> list[int | None]:
@@ -161,64 +183,15 @@ class PackedDecoder:
         for i in index:
             row = seq_ids[i]
             if i in taken:
-                row = self._new_id()
+                row = next(self._ids)
                 self.memory.fork(seq_ids[i], row)
             taken.add(i)
             rows.append(row)
         return rows
 
-    def _compute(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
-        """Compute prompts, packed, in chunks; logits [num_prompts, vocab] after the last token of each."""
-        device = self._model.device
-        done = [0] * len(prompts)
-        logits: list[torch.Tensor | None] = [None] * len(prompts)
-        while any(row is None for row in logits):
-            chunks = self._append_chunks(seq_ids, prompts, done)
-            ids = [seq_ids[i] for i, _ in chunks]
-            metadata, positions = self.memory.step_metadata(ids, [count for _, count in chunks], device)
-            tokens = torch.cat([prompts[i].tokens[done[i] : done[i] + count] for i, count in chunks]).to(device)
-            last = metadata[0].query_start_loc[1:].long() - 1
-            rows = self._packed.forward(tokens, positions, metadata, last)
-            for (i, count), row in zip(chunks, rows):
-                done[i] += count
-                if done[i] == len(prompts[i].tokens):
-                    logits[i] = row
-            self.memory.step_done(ids)
-        return torch.stack([row for row in logits if row is not None])
-
-    def _append_chunks(
-        self, seq_ids: Sequence[int], prompts: Sequence[Prompt], done: list[int]
-    ) -> list[tuple[int, int]]:
-        """Append the next step's tokens; returns (index of the prompt, number of tokens). Notes what is shared as done.
-
-        A prompt starts with the blocks of its source as soon as these are written, which may be in the same step: each
-        layer writes the K/V of the whole step before it attends.
-        """
-        budget = MAX_PREFILL_TOKENS
-        chunks: list[tuple[int, int]] = []
-        appends: list[tuple[int, int]] = []
-        appended = list(done)
-        for i, prompt in enumerate(prompts):
-            count = min(len(prompt.tokens) - max(done[i], prompt.shared), self._chunk or budget, budget)
-            if count <= 0 or (prompt.source is not None and appended[prompt.source] < prompt.shared):
-                continue
-            if prompt.source is not None and not done[i]:
-                self.memory.append(appends)
-                appends = []
-                self.memory.fork(seq_ids[prompt.source], seq_ids[i])
-                self.memory.crop(seq_ids[i], prompt.shared)
-                done[i] = appended[i] = prompt.shared
-            appends.append((seq_ids[i], count))
-            chunks.append((i, count))
-            appended[i] += count
-            budget -= count
-        self.memory.append(appends)
-        return chunks
-
     def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids int64 [num_rows, length] so far -> logits [num_rows, vocab]; zeros for dropped rows."""
         device = self._model.device
-        self.length = input_ids.shape[1]
         if not self.keep_finished:
             self._drop_finished()
         active = [r for r, row in enumerate(self.rows) if row is not None]
@@ -234,6 +207,7 @@ class PackedDecoder:
             some = self._packed.forward(tokens[index], positions, metadata)
             logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
         self.memory.step_done(seq_ids)
+        self.length += 1
         self._report()
         return logits
 
@@ -250,6 +224,26 @@ class PackedDecoder:
         """Row i continues row `parents[i]` (beam search): block tables move, K/V does not."""
         self.memory.reorder(self.rows, parents)
         self.padding = [self.padding[p] for p in parents]
+
+    def give_back(self) -> tuple[list[int], list[int]]:
+        """Ends `continue_rows`: the rows, which may be others by now, and their padding.
+
+        After an error, tokens without K/V in every layer are removed. Everything else that was made here is freed.
+        """
+        rows = [row for row in self.rows if row is not None]
+        for row, padding in zip(rows, self.padding):
+            self.memory.crop(row, max(self.length - padding, 0))
+        self._free_others()
+        self.rows, self._lent = [], []
+        return rows, self.padding[: len(rows)]
+
+    def _free_others(self) -> None:
+        """Free the lent rows that forks of equal ones have replaced, and what an error has left unfinished."""
+        manager = self.memory.managers[0]
+        made = [i for i in manager.seq_ids if isinstance(i, int) and i >= self._first_id]
+        for seq_id in {*self._lent, *made}.difference(self.rows):
+            if seq_id in manager:
+                self.memory.free(seq_id)
 
     def free(self) -> None:
         """Free every block, also those of prompts whose computation has failed."""

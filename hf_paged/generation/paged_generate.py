@@ -23,7 +23,7 @@ from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import blocks_in_memory, window_groups
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.records import CallRecord, add_record, is_recording
-from hf_paged.generation.routes import argument_obstacle, config_obstacle
+from hf_paged.generation.routes import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.validation import (
     check_cache,
     check_counts,
@@ -61,8 +61,8 @@ def release_memory(model: nn.Module | None = None) -> None:
 class _Decoding:
     """How a paged call is decoded: `decoder` has packed rows; without one, transformers' loop runs over `cache`.
 
-    key: of the pool of idle memory (None: the memory is that of the caller's own cache). keeps_cache: the caller gets
-    the cache, so its blocks stay in use.
+    key: of the pool of idle memory; None if the memory is that of the caller's own `cache`, which lends its rows to the
+    decoder. keeps_cache: the caller gets the cache, so its blocks stay in use.
     """
 
     memory: PagedMemory
@@ -79,6 +79,8 @@ class _Decoding:
 
     def close(self, model: Any, *, failed: bool) -> None:
         """Free every block, unless the caller has the cache."""
+        if self.key is None and self.cache is not None and self.decoder is not None:
+            self.cache.return_rows(*self.decoder.give_back())
         if self.key is None or (self.keeps_cache and not failed):
             return
         if self.decoder is not None:
@@ -142,14 +144,16 @@ def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     # Custom code named by a string receives the arguments as they are, this one included, and calls generate again.
     if isinstance(kwargs.get("custom_generate"), str):
         return False
-    if "cache_implementation" in kwargs:
-        return bool(kwargs["cache_implementation"] == PAGED)
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    for config in (generation_config, model.generation_config):
-        wanted = getattr(config, "cache_implementation", None)
-        if wanted is not None:
-            return bool(wanted == PAGED)
-    return False
+    wanted = kwargs.get("cache_implementation")
+    if "cache_implementation" not in kwargs:
+        named = (
+            getattr(config, "cache_implementation", None) for config in (generation_config, model.generation_config)
+        )
+        wanted = next((name for name in named if name is not None), None)
+    if wanted is None:  # a cache of ours says it too
+        return isinstance(paged_part(kwargs.get("past_key_values")), PagedKVCache)
+    return bool(wanted == PAGED)
 
 
 def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
@@ -193,12 +197,17 @@ def prepare_cache_for_generation(
     obstacle = call.obstacle or config_obstacle(
         model, call.report, config, model_kwargs, str(values["generation_mode"].value)
     )
-    call.record.route, call.record.reason = ("packed", None) if obstacle is None else ("hf_loop", obstacle)
     given = model_kwargs.get("past_key_values")
+    if given is not None and obstacle is None:
+        shape = values["batch_size"] * max(config.num_beams, config.num_return_sequences), call.prompt_length
+        obstacle = cache_obstacle(call.report, config, model_kwargs, shape)
+    call.record.route, call.record.reason = ("packed", None) if obstacle is None else ("hf_loop", obstacle)
     if given is not None:
         given._is_user_defined = True
-        cache = paged_part(given)
-        call.decoding = _Decoding(cache.memory, None, True, cache=cache)
+        if obstacle is None:
+            _continue_rows(call, config, model_kwargs)
+        else:
+            call.decoding = _Decoding(paged_part(given).memory, None, True, cache=paged_part(given))
     else:
         open_decoding = _open_packed_rows if obstacle is None else _open_dense_view
         call.decoding = open_decoding(call, config, cache_config, values["batch_size"])
@@ -232,6 +241,24 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig, batch
     return _Decoding(memory, key, keeps_cache, decoder=decoder)
 
 
+def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Lend the rows of the given cache to a decoder, which takes its place in `model_kwargs`."""
+    cache: PagedKVCache = model_kwargs["past_key_values"]
+    length = cache.get_seq_length()
+    num_new = new_columns(cache, config, model_kwargs.get("attention_mask"), call.prompt_length)
+    decoder = PackedDecoder(
+        PackedModel(call.model, cache.memory, overrides_for_calls(call.model)),
+        expand=max(config.num_beams, config.num_return_sequences),
+        keep_finished=True,
+        prefill_chunk_size=config.prefill_chunk_size,
+        on_step=call.record.observe if is_recording() else None,
+    )
+    rows, padding = cache.lend_rows()
+    call.decoding = _Decoding(cache.memory, None, True, decoder=decoder, cache=cache)
+    decoder.continue_rows(rows, padding, length, num_new)
+    model_kwargs["past_key_values"] = decoder.cache
+
+
 def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_size: int) -> _Decoding:
     model = call.model
     num_rows = batch_size * max(config.num_beams, config.num_return_sequences)
@@ -255,31 +282,36 @@ def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig) ->
     return blocks_in_memory(cache_config, bytes_per_block, device_of(model))
 
 
-def _decoder(model: Any) -> PackedDecoder | None:
+def _packed(model: Any) -> tuple[PackedDecoder, PagedKVCache | None] | None:
+    """The decoder of the call in progress and the cache whose rows it continues. None: it has no packed rows."""
     call = _active(model)
-    return None if call is None or call.decoding is None else call.decoding.decoder
+    if call is None or call.decoding is None or call.decoding.decoder is None:
+        return None
+    return call.decoding.decoder, call.decoding.cache
 
 
 def sample(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin._sample."""
-    decoder = _decoder(model)
-    if decoder is None:
+    packed = _packed(model)
+    if packed is None:
         return function(model, *args, **kwargs)
+    decoder, given = packed
     decoder.criteria = RecordingCriteria(kwargs["stopping_criteria"])
     # Without an EOS id the loop writes no padding after a row's end: it goes on with that row's own tokens.
     pads = any(hasattr(criterion, "eos_token_id") for criterion in decoder.criteria)
     if not pads or kwargs.get("synced_gpus") or _sees_every_row(kwargs):
         decoder.keep_finished = True
     result = function(decoder, *args, **{**kwargs, "stopping_criteria": decoder.criteria})
-    return _with_cache(model, decoder, result)
+    return _with_cache(model, decoder, given, result)
 
 
 def beam_search(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin._beam_search."""
-    decoder = _decoder(model)
-    if decoder is None:
+    packed = _packed(model)
+    if packed is None:
         return function(model, *args, **kwargs)
-    return _with_cache(model, decoder, function(decoder, *args, **kwargs))
+    decoder, given = packed
+    return _with_cache(model, decoder, given, function(decoder, *args, **kwargs))
 
 
 def _sees_every_row(kwargs: dict[str, Any]) -> bool:
@@ -288,13 +320,15 @@ def _sees_every_row(kwargs: dict[str, Any]) -> bool:
     return any(not type(item).__module__.startswith("transformers.") for item in objects)
 
 
-def _with_cache(model: Any, decoder: PackedDecoder, result: Any) -> Any:
-    """A returned ModelOutput carries a PagedKVCache of the rows, which the caller may pass back."""
+def _with_cache(model: Any, decoder: PackedDecoder, given: PagedKVCache | None, result: Any) -> Any:
+    """A returned ModelOutput carries a PagedKVCache of the rows, which the caller may pass back: the given one, if any,
+    which gets its rows when the call ends."""
     if isinstance(result, torch.Tensor):
         return result
-    cache = PagedKVCache(model.config, memory=decoder.memory)
-    cache.take_rows(decoder.rows, decoder.padding)
-    result.past_key_values = cache
+    if given is None:
+        cache = PagedKVCache(model.config, memory=decoder.memory)
+        cache.take_rows(decoder.rows, decoder.padding)
+    result.past_key_values = cache if given is None else given
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.sizing import draws_dropout
 from hf_paged.generation.validation import extends_positions
@@ -31,8 +32,6 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
             return f"{report.model} has a {name} of its own"
     if kwargs.get("position_ids") is not None:
         return "position_ids are given explicitly"
-    if kwargs.get("past_key_values") is not None:
-        return "the conversation continues a given cache"
     if model.training and draws_dropout(model):
         return "the model is in training mode, where dropout depends on the batch layout"
     return None
@@ -41,11 +40,47 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
 def config_obstacle(
     model: Any, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
 ) -> str | None:
-    """An obstacle in the call's final generation config or in the arguments of the model's forward."""
+    """An obstacle in the call's final generation config or in the arguments of the model's forward, except in a given
+    cache."""
     obstacle = _option_obstacle(config, model_kwargs, mode)
     if obstacle is None and _prepares_otherwise(model):
         obstacle = f"{report.model} prepares the inputs of a step in a way of its own"
     return obstacle or _layout_obstacle(report, config.max_length, model_kwargs.get("attention_mask"))
+
+
+def cache_obstacle(
+    report: SupportReport, config: Any, model_kwargs: dict[str, Any], shape: tuple[int, int]
+) -> str | None:
+    """An obstacle in the given cache. shape: that of input_ids, with a row for each beam or sample."""
+    cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    num_rows, columns = shape
+    if type(cache) is not PagedKVCache:
+        return f"past_key_values is a {type(cache).__name__}, which may do more than keep K/V in blocks"
+    if not cache.is_even:
+        return "the layers of past_key_values hold different numbers of tokens"
+    if new_columns(cache, config, mask, columns) < 1:
+        return "input_ids and attention_mask do not continue past_key_values"
+    if not cache.num_rows:
+        return None
+    if cache.num_rows != num_rows:
+        return f"past_key_values has {cache.num_rows} rows, the call {num_rows}"
+    padding = [0] * num_rows if mask is None else (mask == 0).sum(dim=1).tolist()
+    if padding != cache.padding:
+        return f"attention_mask has {padding} zeros, but the rows of past_key_values {cache.padding} of padding"
+    if report.native_length is not None:
+        return _layout_obstacle(report, config.max_length + cache.get_seq_length(), mask)
+    return None
+
+
+def new_columns(cache: PagedKVCache, config: Any, mask: torch.Tensor | None, columns: int) -> int:
+    """How many of the `columns` of input_ids the cache lacks, as transformers' loop counts them; 0 if that is unclear.
+
+    The ids are those of the whole conversation, or only the new ones; the mask always covers the whole one.
+    """
+    covered = mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
+    if covered == columns:
+        return columns - cache.get_seq_length()
+    return columns if covered == columns + cache.get_seq_length() else 0
 
 
 def _option_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:

@@ -1,15 +1,19 @@
-"""The plan of a step for the torch path: which sequences are attended to together, and where their keys lie."""
+"""The plan of a step for the torch implementation: which sequences are attended to together, and where their keys lie.
+
+Computed on the host, once per step and mask. Knows lengths and block tables; never K or V.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
 
-# Sequences with at most this many new tokens are batched with others; longer ones are attended to one by one.
+# Sequences with at most this many new tokens share a bucket with others; longer ones have buckets of their own.
 MAX_BATCHED_QUERY_LEN = 64
 # New tokens of a long prompt that share one mask and one range of keys.
 _QUERY_TILE = 256
@@ -17,15 +21,17 @@ _QUERY_TILE = 256
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sequences (or one tile of a long one) attended to in one call; padded to `query_len` x `span`.
+    """Sequences (or one tile of a long one) that one call attends to, padded to `query_len` queries and `span` keys.
 
-    slots     int64 [num_seqs, span]: where the keys lie; padding repeats a slot of the same sequence, whose
-              values are finite and its own.
-    rows      int64 [num_seqs, query_len]: rows of the query; padding repeats the last row. None: `first_row` onwards.
-    kept      int64 [n]: the positions in `rows` that are not padding; None: all.
-    q_pos, k_pos   int64 [num_seqs, query_len], [num_seqs, span]: positions.
-    hidden    bool [num_seqs, query_len, span]: keys a query must not see; None: it sees all of them, or `causal`.
-    causal    query i sees keys 0..i; query_len == span.
+    slots     int64 [num_seqs, span]: slots of the keys. Padding repeats a slot of the same sequence, because unowned
+              slots may hold NaN.
+    rows      int64 [num_seqs, query_len]: rows of the query; padding repeats the last row. None: consecutive rows from
+              `first_row` on.
+    kept      int64 [n]: indices into the flattened `rows` that are not padding. None: all.
+    q_pos     int64 [num_seqs, query_len]: positions of the queries in their sequences.
+    k_pos     int64 [num_seqs, span]: positions of the keys.
+    hidden    bool [num_seqs, query_len, span]: keys that a query must not see. None: none, or see `causal`.
+    causal    query i sees keys 0 to i; query_len == span.
     """
 
     first_row: int
@@ -38,7 +44,7 @@ class Bucket:
     causal: bool = False
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, ...] -> [num_seqs, query_len, ...]"""
+        """The bucket's rows of x [num_tokens, ...] -> [num_seqs, query_len, ...]; a view if they are consecutive."""
         shape = self.q_pos.shape
         if self.rows is None:
             count = shape.numel()
@@ -47,8 +53,7 @@ class Bucket:
 
 
 def _padded(length: int, quantum: int, digits: int) -> int:
-    """`length` rounded up to a multiple of `quantum` and to `digits` binary digits, so that sequences fall into few
-    buckets."""
+    """`length` rounded up to a multiple of `quantum` and to `digits` significant bits, so that few buckets suffice."""
     step = max(quantum, 1 << max(length.bit_length() - digits, 0))
     return -(-length // step) * step
 
@@ -60,81 +65,112 @@ def make_buckets(
     chunk_size: int | None,
     whole_prompts: bool,
 ) -> list[Bucket]:
-    """`whole_prompts`: a prompt without a prefix is one bucket (masked by the kernel); otherwise it is cut in tiles."""
-    tables = metadata.block_tables.cpu().numpy()
-    seq_lens = metadata.seq_lens.cpu().numpy().astype(np.int64)
-    starts = metadata.query_start_loc.cpu().numpy().astype(np.int64)
-    query_lens = np.diff(starts)
-    device = metadata.block_tables.device
+    """Divide a step's sequences into buckets; every new token is in exactly one.
 
-    def first_key(position: int) -> int:
-        low = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-        return low if chunk_size is None else max(low, position // chunk_size * chunk_size)
-
-    def bucket(members: list[tuple[int, int, int]], query_len: int, span: int, *, causal: bool = False) -> Bucket:
-        """members: (sequence, first query, one past its last query), queries counted within the step."""
-        index, low, high = (np.array(column)[:, None] for column in zip(*members))
-        context = seq_lens[index] - query_lens[index]
-        q_local = np.minimum(low + np.arange(query_len), high - 1)  # [n, query_len]
-        q_pos = context + q_local
-        first = np.array([first_key(int(p)) for p in q_pos[:, 0]])[:, None]
-        k_pos = first + np.arange(span)  # [n, span]
-        k_real = np.minimum(k_pos, q_pos[:, -1:])
-        blocks = np.take_along_axis(tables[index[:, 0]], k_real // block_size, axis=1).astype(np.int64)
-        slots = blocks * block_size + k_real % block_size
-        rows = starts[index] + q_local
-        hidden = None
-        if not causal:
-            hidden = k_pos[:, None, :] > q_pos[:, :, None]
-            if sliding_window is not None:
-                hidden |= k_pos[:, None, :] <= q_pos[:, :, None] - sliding_window
-            if chunk_size is not None:
-                hidden |= k_pos[:, None, :] // chunk_size != q_pos[:, :, None] // chunk_size
-            # A block that has left the window (-1) is seen by no query; read some slot that is ours instead.
-            if slots.min() < 0:
-                slots = np.where(slots < 0, slots[:, -1:], slots)
-        flat = rows.ravel()
-        regular = bool((np.diff(flat) == 1).all())
-        real = np.arange(query_len) < high - low
-        return Bucket(
-            first_row=int(flat[0]),
-            rows=None if regular else torch.from_numpy(rows).to(device),
-            kept=None if real.all() else torch.from_numpy(real.ravel().nonzero()[0]).to(device),
-            slots=torch.from_numpy(slots).to(device),
-            q_pos=torch.from_numpy(q_pos).to(device),
-            k_pos=torch.from_numpy(k_pos).to(device),
-            hidden=torch.from_numpy(hidden).to(device) if hidden is not None and hidden.any() else None,
-            causal=causal,
-        )
-
-    batched: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    prompts: dict[int, list[tuple[int, int, int]]] = {}
+    Sequences with few new tokens and similar lengths share a bucket. Each `_QUERY_TILE` new tokens of a longer one are
+    a bucket. With `whole_prompts`, all tokens of a prompt without cached tokens are one bucket, and the attention call
+    applies the causal mask.
+    """
+    step = _Step(metadata, block_size, sliding_window, chunk_size)
+    batched: dict[tuple[int, int], list[_Part]] = {}
+    prompts: dict[int, list[_Part]] = {}
     buckets = []
-    for i in range(len(seq_lens)):
-        query_len, seq_len = int(query_lens[i]), int(seq_lens[i])
+    for i, (query_len, seq_len) in enumerate(zip(step.query_lens.tolist(), step.seq_lens.tolist())):
         if query_len == 0:
             continue
         if query_len <= MAX_BATCHED_QUERY_LEN:
-            span = seq_len - first_key(seq_len - query_len)
+            span = seq_len - step.first_key(seq_len - query_len)
             key = (query_len if query_len <= 2 else _padded(query_len, 8, 4), _padded(span, 64, 3))
-            batched.setdefault(key, []).append((i, 0, query_len))
-        elif whole_prompts and query_len == seq_len and first_key(seq_len - 1) == 0:
-            prompts.setdefault(query_len, []).append((i, 0, query_len))
+            batched.setdefault(key, []).append(_Part(i, 0, query_len))
+        elif whole_prompts and query_len == seq_len and step.first_key(seq_len - 1) == 0:
+            prompts.setdefault(query_len, []).append(_Part(i, 0, query_len))
         else:
             for low in range(0, query_len, _QUERY_TILE):
                 high = min(low + _QUERY_TILE, query_len)
                 context = seq_len - query_len
-                span = context + high - first_key(context + low)
-                buckets.append(bucket([(i, low, high)], high - low, span))
-    for query_len, members in prompts.items():
-        buckets.append(bucket(members, query_len, query_len, causal=True))
-    for (query_len, span), members in batched.items():
-        buckets.append(bucket(members, query_len, span))
+                span = context + high - step.first_key(context + low)
+                buckets.append(step.bucket([_Part(i, low, high)], high - low, span))
+    for query_len, parts in prompts.items():
+        buckets.append(step.bucket(parts, query_len, query_len, causal=True))
+    for (query_len, span), parts in batched.items():
+        buckets.append(step.bucket(parts, query_len, span))
     return buckets
 
 
+class _Part(NamedTuple):
+    """New tokens [low, high) of a sequence, counted from its first new token."""
+
+    seq: int
+    low: int
+    high: int
+
+
+class _Step:
+    """The lengths and block tables of a step on the host, and the mask of its layers."""
+
+    def __init__(
+        self, metadata: AttentionMetadata, block_size: int, sliding_window: int | None, chunk_size: int | None
+    ) -> None:
+        self._tables = metadata.block_tables.cpu().numpy()
+        self._starts = metadata.query_start_loc.cpu().numpy().astype(np.int64)
+        self._device = metadata.block_tables.device
+        self._block_size = block_size
+        self._window = sliding_window
+        self._chunk = chunk_size
+        self.seq_lens = metadata.seq_lens.cpu().numpy().astype(np.int64)
+        self.query_lens = np.diff(self._starts)
+
+    def first_key(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        low = 0 if self._window is None else max(0, position - self._window + 1)
+        return low if self._chunk is None else max(low, position // self._chunk * self._chunk)
+
+    def bucket(self, parts: list[_Part], query_len: int, span: int, *, causal: bool = False) -> Bucket:
+        """The bucket of some parts of sequences, padded to `query_len` new tokens and `span` keys each."""
+        index, low, high = (np.array(column)[:, None] for column in zip(*parts))
+        local = np.minimum(low + np.arange(query_len), high - 1)  # [num_seqs, query_len]
+        q_pos = self.seq_lens[index] - self.query_lens[index] + local
+        first = np.array([self.first_key(position) for position in q_pos[:, 0].tolist()])[:, None]
+        k_pos = first + np.arange(span)  # [num_seqs, span]
+        rows = self._starts[index] + local
+        is_contiguous = bool((np.diff(rows.ravel()) == 1).all())
+        real = np.arange(query_len) < high - low
+        hidden = None if causal else self._hidden(q_pos, k_pos)
+        return Bucket(
+            first_row=int(rows[0, 0]),
+            rows=None if is_contiguous else self._tensor(rows),
+            kept=None if real.all() else self._tensor(real.ravel().nonzero()[0]),
+            slots=self._tensor(self._slots(index[:, 0], np.minimum(k_pos, q_pos[:, -1:]))),
+            q_pos=self._tensor(q_pos),
+            k_pos=self._tensor(k_pos),
+            hidden=self._tensor(hidden) if hidden is not None and hidden.any() else None,
+            causal=causal,
+        )
+
+    def _hidden(self, q_pos: np.ndarray, k_pos: np.ndarray) -> np.ndarray:
+        """bool [num_seqs, query_len, span]: the keys that a query must not see."""
+        q, k = q_pos[:, :, None], k_pos[:, None, :]
+        hidden: np.ndarray = k > q
+        if self._window is not None:
+            hidden |= k <= q - self._window
+        if self._chunk is not None:
+            hidden |= k // self._chunk != q // self._chunk
+        return hidden
+
+    def _slots(self, seqs: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int64 [num_seqs, span]: the slots of these positions of these sequences."""
+        blocks = np.take_along_axis(self._tables[seqs], positions // self._block_size, axis=1).astype(np.int64)
+        slots: np.ndarray = blocks * self._block_size + positions % self._block_size
+        if slots.min() < 0:  # a block that has left the window (-1): no query sees it, so read a slot of the sequence
+            slots = np.where(slots < 0, slots[:, -1:], slots)
+        return slots
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
 def slice_bucket(bucket: Bucket, low: int, high: int) -> Bucket:
-    """Sequences low..high of a bucket."""
+    """Sequences [low, high) of a bucket; the bucket itself if these are all."""
     num_seqs, query_len = bucket.q_pos.shape
     if low == 0 and high >= num_seqs:
         return bucket

@@ -1,29 +1,31 @@
-"""The torch path: the three operations on a CPU that has no compiler (and wherever the native kernel does not apply).
+"""The torch implementation of the operations in `kernels.ops`, for any device; on a CPU it needs no compiler.
 
-Gathers K/V slots into a workspace that all calls share, then one fused attention per bucket of sequences of similar
-length. What is computed for a sequence depends on its own lengths only, never on the other rows of the batch.
+Attention gathers the K/V of a bucket of sequences of similar lengths into a workspace, and computes each bucket in one
+call of torch's fused attention. How a sequence is computed depends only on its own lengths, never on the rest of the
+batch.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_paged.kernels.buckets import MAX_BATCHED_QUERY_LEN, Bucket, make_buckets, slice_bucket
 from hf_paged.kernels.metadata import AttentionMetadata
 
-WRITES_NEW_KV = True  # whether paged_attention takes the step's K/V too, and writes it
-# A bucket is cut so that its gathered K/V stays about this large: what was just copied is then still in the cache.
+WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V and writes it
+# Buckets are cut so that their gathered K/V takes about this much memory: it is then still in the CPU's caches.
 _WORKSPACE_BYTES = 16 << 20
-# A plain decode step that gathers more than this a core is cut into parts that stay in the caches next to the core.
+# A plain decode step that gathers more than _WHOLE_BYTES per core is cut into parts of _NEAR_BYTES, which stay in the
+# caches of one core.
 _WHOLE_BYTES, _NEAR_BYTES = 4 << 20, 768 << 10
 
 _local = threading.local()
 _sdpa = torch.nn.functional.scaled_dot_product_attention
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # the same, with its log-sum-exp
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # also returns the log-sum-exp
 
 
 def write_kv(
@@ -38,7 +40,7 @@ def write_kv(
 
 
 def _without_padding(slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The slots that are real, and the rows they belong to (None: all)."""
+    """The slots of tokens that are not padding, and the rows of these tokens (None: all rows)."""
     if slot_mapping.numel() == 0 or int(slot_mapping.min()) >= 0:
         return slot_mapping, None
     rows = (slot_mapping >= 0).nonzero().flatten()
@@ -88,88 +90,118 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention`."""
     if key is not None and value is not None:
-        writes = metadata.scratch.get("torch writes")
-        if writes is None:
-            writes = metadata.scratch["torch writes"] = _without_padding(metadata.slot_mapping)
-        _write(key, value, key_cache, value_cache, *writes)
-    num_tokens, num_heads, head_dim = query.shape
-    v_head_dim = value_cache.shape[3]
-    block_size = key_cache.shape[1]
-    whole_prompts = softcap is None and alibi_slopes is None  # else the scores of a long prompt would fill the memory
-    plan_key = ("torch", block_size, sliding_window, chunk_size, whole_prompts)
-    buckets = metadata.scratch.get(plan_key)
+        _write_step(key, value, key_cache, value_cache, metadata)
+    # Only the fused attention can compute a long prompt at once: otherwise its scores would fill the memory.
+    whole_prompts = softcap is None and alibi_slopes is None
+    plan = (key_cache.shape[1], sliding_window, chunk_size, whole_prompts)
+    buckets = metadata.scratch.get(("torch", plan))
     if buckets is None:
-        buckets = make_buckets(metadata, block_size, sliding_window, chunk_size, whole_prompts)
-        metadata.scratch[plan_key] = buckets
-    whole = buckets[0] if len(buckets) == 1 and out is None and not return_lse else None
-    if whole is not None and (whole.rows is not None or whole.q_pos.numel() != num_tokens):
-        whole = None
-    is_plain = whole_prompts and sinks is None and head_dim == v_head_dim and query.device.type == "cpu"
-    if whole is not None and is_plain and whole.q_pos.shape[1] == 1:
-        return _decode_plain(whole, query, key_cache, value_cache, scale, metadata.scratch)
-    kv = _KeysValues.of(key_cache, value_cache, key, value)
-    if whole is not None and is_plain and whole.causal:
-        return _prompt_plain(whole, query, kv, scale, metadata.scratch)
+        buckets = metadata.scratch[("torch", plan)] = make_buckets(metadata, *plan)
+    kv = _KeysValues(key_cache, value_cache, key, value)
     options = _Options(scale, softcap, sinks, alibi_slopes, needs_lse=return_lse or sinks is not None)
-    row_bytes = key_cache.shape[2] * (key_cache.shape[3] + v_head_dim) * key_cache.element_size()
-    if whole is not None:
-        num_seqs, span = whole.slots.shape
-        if num_seqs == 1 or num_seqs * span * row_bytes <= _WORKSPACE_BYTES:  # the bucket is the result: no copy
-            o, _ = _attend_bucket(whole, query, kv, options, metadata.scratch)
-            return o.reshape(num_tokens, num_heads, v_head_dim).to(query.dtype)
+    if len(buckets) == 1 and out is None and not return_lse:
+        result = _attend_step(buckets[0], query, kv, options, metadata.scratch)
+        if result is not None:
+            return result
+    num_tokens, num_heads, _ = query.shape
     if out is None:
-        out = query.new_empty(num_tokens, num_heads, v_head_dim)
+        out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
     lse = None
     if return_lse:
         lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
-    for number, bucket in enumerate(buckets):
-        num_seqs, span = bucket.slots.shape
-        step = max(1, _WORKSPACE_BYTES // (span * row_bytes))
-        for low in range(0, num_seqs, step):
-            part = metadata.scratch.get((*plan_key, number, low, step))
-            if part is None:
-                part = metadata.scratch[(*plan_key, number, low, step)] = slice_bucket(bucket, low, low + step)
-            o, row_lse = _attend_bucket(part, query, kv, options, metadata.scratch)
-            _scatter(part, o, out)
-            if lse is not None and row_lse is not None:
-                _scatter(part, row_lse, lse)
+    for part in _parts(buckets, plan, kv.bytes_per_token, metadata.scratch):
+        o, row_lse = _attend_bucket(part, query, kv, options, metadata.scratch)
+        _scatter(part, o, out)
+        if lse is not None and row_lse is not None:
+            _scatter(part, row_lse, lse)
     return out if lse is None else (out, lse)
 
 
-@dataclass(frozen=True, slots=True)
-class _KeysValues:
-    """Where K and V are: all in the blocks, this step's also in new_key and new_value [num_tokens, num_kv_heads, ...]
-    if those are given."""
+def _write_step(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> None:
+    writes = metadata.scratch.get("torch writes")
+    if writes is None:
+        writes = metadata.scratch["torch writes"] = _without_padding(metadata.slot_mapping)
+    _write(key, value, key_cache, value_cache, *writes)
+
+
+def _attend_step(
+    bucket: Bucket, query: torch.Tensor, kv: _KeysValues, options: _Options, scratch: dict[Any, Any]
+) -> torch.Tensor | None:
+    """The result [num_tokens, num_heads, v_head_dim] of a step whose rows all belong to one bucket, without a copy.
+
+    None if the bucket has other rows, or if it must be cut because its K/V is too large.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    if bucket.rows is not None or bucket.q_pos.numel() != num_tokens:
+        return None
+    if options.is_plain and head_dim == kv.value_cache.shape[3] and query.device.type == "cpu":
+        if bucket.q_pos.shape[1] == 1:
+            return _decode_plain(bucket, query, kv, options.scale, scratch)
+        if bucket.causal:
+            return _prompt_plain(bucket, query, kv, options.scale, scratch)
+    num_seqs, span = bucket.slots.shape
+    if num_seqs > 1 and num_seqs * span * kv.bytes_per_token > _WORKSPACE_BYTES:
+        return None
+    o, _ = _attend_bucket(bucket, query, kv, options, scratch)
+    return o.reshape(num_tokens, num_heads, -1).to(query.dtype)
+
+
+def _parts(
+    buckets: list[Bucket], plan: tuple[Any, ...], bytes_per_token: int, scratch: dict[Any, Any]
+) -> Iterator[Bucket]:
+    """The buckets, cut so that the gathered K/V of each part fits the workspace."""
+    for number, bucket in enumerate(buckets):
+        num_seqs, span = bucket.slots.shape
+        step = max(1, _WORKSPACE_BYTES // (span * bytes_per_token))
+        for low in range(0, num_seqs, step):
+            key = ("torch part", plan, number, low, step)
+            part = scratch.get(key)
+            if part is None:
+                part = scratch[key] = slice_bucket(bucket, low, low + step)
+            yield part
+
+
+class _KeysValues(NamedTuple):
+    """The caches, which hold all K and V, and the new K and V of the step's tokens, [num_tokens, num_kv_heads,
+    (v_)head_dim], if the caller gave them."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
-    new_key: torch.Tensor | None = None
-    new_value: torch.Tensor | None = None
+    new_key: torch.Tensor | None
+    new_value: torch.Tensor | None
 
-    @staticmethod
-    def of(
-        key_cache: torch.Tensor, value_cache: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None
-    ) -> _KeysValues:
-        """Leaves out new K/V of other dtypes than the blocks have: what was written is what counts."""
-        if key is None or value is None or (key.dtype, value.dtype) != (key_cache.dtype, value_cache.dtype):
-            return _KeysValues(key_cache, value_cache)
-        return _KeysValues(key_cache, value_cache, key, value)
+    @property
+    def bytes_per_token(self) -> int:
+        _, _, num_kv_heads, head_dim = self.key_cache.shape
+        return num_kv_heads * (head_dim + self.value_cache.shape[3]) * self.key_cache.element_size()
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
+    """The options of one call; `needs_lse`: its log-sum-exp is returned, or needed for the sinks."""
+
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     needs_lse: bool
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but a scale and a mask, so that the fused attention alone gives the result."""
+        return self.softcap is None and self.alibi_slopes is None and self.sinks is None
+
 
 def _prompt_plain(
     bucket: Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
 ) -> torch.Tensor:
-    """What `_attend_bucket` does for whole prompts, with nothing around the operations themselves: next to a model's
-    weights everything else is cold in the caches."""
+    """The result of `_attend_bucket` for whole prompts with plain options, in as few operations as possible: in a
+    model's forward, reading its weights evicts everything else from the CPU's caches, so each operation costs more."""
     q = bucket.rows_of(query).transpose(1, 2)
     k, v = _keys_values(bucket, False, kv, scratch)
     o = _sdpa(q, k, v, None, 0.0, True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -177,24 +209,20 @@ def _prompt_plain(
 
 
 def _decode_plain(
-    bucket: Bucket,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    scale: float,
-    scratch: dict[Any, Any],
+    bucket: Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
 ) -> torch.Tensor:
-    """The same for one new token a sequence."""
-    q = query.unflatten(1, (key_cache.shape[2], -1))
-    key = ("torch decode", id(bucket), key_cache.shape[2:], key_cache.dtype, query.dtype, q.shape[2])
+    """The same for one new token per sequence."""
+    shape, dtype = kv.key_cache.shape[2:], kv.key_cache.dtype
+    q = query.unflatten(1, (shape[0], -1))
+    key = ("torch decode", id(bucket), shape, dtype, query.dtype, q.shape[2])
     parts = scratch.get(key)
     if parts is None:
-        parts = scratch[key] = _decode_parts(bucket, q, key_cache, value_cache, scratch)
-    flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+        parts = scratch[key] = _decode_parts(bucket, q, kv, scratch)
+    flat_keys, flat_values = kv.key_cache.flatten(0, 1), kv.value_cache.flatten(0, 1)
     out = torch.empty_like(q) if len(parts) > 1 else None
-    for rows, index, keys, values, k, v, bias in parts:
-        torch.index_select(flat_keys, 0, index, out=keys)
-        torch.index_select(flat_values, 0, index, out=values)
+    for rows, slots, keys, values, k, v, bias in parts:
+        torch.index_select(flat_keys, 0, slots, out=keys)
+        torch.index_select(flat_values, 0, slots, out=values)
         if out is None:
             return _sdpa(q, k, v, bias, scale=scale).flatten(1, 2)
         out[rows] = _sdpa(q[rows], k, v, bias, scale=scale)
@@ -202,34 +230,37 @@ def _decode_plain(
     return out.flatten(1, 2)
 
 
-def _decode_parts(
-    bucket: Bucket,
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    scratch: dict[Any, Any],
-) -> list[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Cuts a bucket into sequences whose gathered K/V stays in the caches of the cores that have just copied it.
+class _DecodePart(NamedTuple):
+    """Some sequences of a decode step. `keys` and `values` are the workspace as `index_select` fills it; `k` and `v`
+    are views of it as attention reads it."""
 
-    A part: rows of q, slots, where these go of K and of V, the same as SDPA takes them, bias.
-    """
+    rows: slice
+    slots: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def _decode_parts(bucket: Bucket, q: torch.Tensor, kv: _KeysValues, scratch: dict[Any, Any]) -> list[_DecodePart]:
+    """Cuts a bucket into parts whose gathered K/V stays in the caches of the cores that have just copied it."""
     num_seqs, span = bucket.slots.shape
     num_kv_heads, group = q.shape[1:3]
-    row_bytes = num_kv_heads * (key_cache.shape[3] + value_cache.shape[3]) * key_cache.element_size()
     threads = torch.get_num_threads()
-    count = max(1, _NEAR_BYTES // (span * row_bytes)) * threads
-    if num_seqs * span * row_bytes <= _WHOLE_BYTES * threads:
+    count = max(1, _NEAR_BYTES // (span * kv.bytes_per_token)) * threads
+    if num_seqs * span * kv.bytes_per_token <= _WHOLE_BYTES * threads:
         count = num_seqs
     parts = []
     for low in range(0, num_seqs, count):
         part = slice_bucket(bucket, low, low + count)
-        scratch[("torch part", id(part))] = part  # an id is a key only as long as its object lives
+        scratch[("torch part", id(part))] = part  # an id is a valid key only while its object lives
         bias = None
         if part.hidden is not None:
             bias = _bias(part, True, q.dtype, group, num_kv_heads, None, scratch)
-        index, keys, k = _prepare_gather(key_cache, part.slots, True, "key")
-        _, values, v = _prepare_gather(value_cache, part.slots, True, "value")
-        parts.append((slice(low, low + part.slots.shape[0]), index, keys, values, k, v, bias))
+        slots, keys, k = _prepare_gather(kv.key_cache, part.slots, True, "key")
+        _, values, v = _prepare_gather(kv.value_cache, part.slots, True, "value")
+        parts.append(_DecodePart(slice(low, low + part.slots.shape[0]), slots, keys, values, k, v, bias))
     return parts
 
 
@@ -240,13 +271,14 @@ def _attend_bucket(
     options: _Options,
     scratch: dict[Any, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """-> out [num_seqs, query_len, num_kv_heads, group, v_head_dim]; if needed lse, the same without the last one."""
+    """-> out [num_seqs, query_len, num_kv_heads, group, v_head_dim]; log-sum-exp [num_seqs, query_len, num_kv_heads,
+    group], or None if it is not needed."""
     num_seqs, query_len = bucket.q_pos.shape
     num_heads, num_kv_heads = query.shape[1], kv.key_cache.shape[2]
     group = num_heads // num_kv_heads
     packed = not bucket.causal and (num_seqs > 1 or query_len <= MAX_BATCHED_QUERY_LEN)
     q = bucket.rows_of(query)
-    # All query heads that read a KV head are rows of one product; a sequence and a KV head are one problem.
+    # packed: the query heads that read one KV head are rows of one product, one product per sequence and KV head.
     if packed and query_len == 1:
         q = q.squeeze(1).unflatten(1, (num_kv_heads, group))
     elif packed:
@@ -279,9 +311,11 @@ def _keys_values(
     bucket: Bucket, packed: bool, kv: _KeysValues, scratch: dict[Any, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> K, V [num_seqs, num_kv_heads, span, (v_)head_dim]"""
-    if bucket.causal and kv.new_key is not None and kv.new_value is not None:
-        # A prompt without a prefix: its keys and values are this step's, all of them and in order.
-        return bucket.rows_of(kv.new_key).transpose(1, 2), bucket.rows_of(kv.new_value).transpose(1, 2)
+    key, value, dtypes = kv.new_key, kv.new_value, (kv.key_cache.dtype, kv.value_cache.dtype)
+    # The K/V of a prompt without cached tokens is exactly that of the step's tokens, in order. If the cache has another
+    # dtype, attention must read the rounded values.
+    if bucket.causal and key is not None and value is not None and (key.dtype, value.dtype) == dtypes:
+        return bucket.rows_of(key).transpose(1, 2), bucket.rows_of(value).transpose(1, 2)
     return (
         _gather(kv.key_cache, bucket, packed, "key", scratch),
         _gather(kv.value_cache, bucket, packed, "value", scratch),
@@ -289,7 +323,8 @@ def _keys_values(
 
 
 def _scatter(bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
-    """values [num_seqs, query_len, num_kv_heads, group, ...] to the bucket's rows of [num_tokens, num_heads, ...]."""
+    """Writes values [num_seqs, query_len, num_kv_heads, group, ...] to the bucket's rows of out [num_tokens, num_heads,
+    ...]."""
     if bucket.rows is None:
         rows = out[bucket.first_row : bucket.first_row + values.shape[0] * values.shape[1]]
         rows.view(values.shape).copy_(values)
@@ -301,8 +336,8 @@ def _scatter(bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _gather(cache: torch.Tensor, bucket: Bucket, packed: bool, name: str, scratch: dict[Any, Any]) -> torch.Tensor:
-    """The bucket's slots of a cache [num_blocks, block_size, num_kv_heads, dim], in a workspace that all calls of this
-    thread share -> [num_seqs, num_kv_heads, span, dim]."""
+    """The bucket's slots of a cache [num_blocks, block_size, num_kv_heads, dim] -> [num_seqs, num_kv_heads, span, dim],
+    in this thread's workspace, which the next call overwrites."""
     key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype)
     prepared = scratch.get(key)
     if prepared is None:
@@ -315,7 +350,8 @@ def _gather(cache: torch.Tensor, bucket: Bucket, packed: bool, name: str, scratc
 def _prepare_gather(
     cache: torch.Tensor, slots: torch.Tensor, packed: bool, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows to take, where to (rows as they lie in the cache), and the same as [num_seqs, num_kv_heads, span, dim]."""
+    """For `index_select`: the indices and its target in the workspace; and the target as [num_seqs, num_kv_heads, span,
+    dim]."""
     heads, dim = cache.shape[2:]
     buffers: dict[Any, torch.Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get((name, cache.dtype, cache.device))
@@ -326,7 +362,7 @@ def _prepare_gather(
     if packed:
         target = buffer[:needed].view(-1, heads, dim)
         return slots.flatten(), target, target.unflatten(0, slots.shape).transpose(1, 2)
-    # Each head's keys are gathered to one place: many queries read them, and products run faster on dense rows.
+    # Gather each head's keys contiguously: many queries read them, and products are faster on contiguous rows.
     index = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
     target = buffer[:needed].view(-1, dim)
     return index.flatten(), target, target.unflatten(0, index.shape)
@@ -341,7 +377,10 @@ def _bias(
     alibi_slopes: torch.Tensor | None,
     scratch: dict[Any, Any],
 ) -> torch.Tensor | None:
-    """What is added to the scores: -inf where hidden, ALiBi. Broadcasts to [batch, heads, rows, span]."""
+    """The bias of the scores: -inf for hidden keys, plus ALiBi. Broadcasts to [batch, heads, rows, span]; None: zero.
+
+    packed: as in `_attend_bucket`, heads are KV heads, and rows are queries x group.
+    """
     if bucket.hidden is None and alibi_slopes is None:
         return None
     key = ("torch bias", id(bucket), packed, dtype, group)
@@ -373,12 +412,12 @@ def _bias(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q [a, b, rows, head_dim], k, v [a, b // group, span, (v_)head_dim], where `group` heads of q share one of k
-    -> out [a, b, rows, v_head_dim], log-sum-exp [a, b, rows] if that is needed."""
+    """q [a, b, rows, head_dim], k and v [a, b // group, span, (v_)head_dim]; `group` heads of q read one head of k
+    -> out [a, b, rows, v_head_dim]; log-sum-exp [a, b, rows], or None if it is not needed."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
     if options.softcap is not None or q.device.type != "cpu":
         return _attend_unfused(q, k, v, bias, causal, options)
-    if head_dim < v_head_dim:  # the fused kernel wants equal sizes; zeros change no product
+    if head_dim < v_head_dim:  # the fused attention requires equal sizes; zeros change no product
         q, k = (torch.nn.functional.pad(x, (0, v_head_dim - head_dim)) for x in (q, k))
     elif v_head_dim < head_dim:
         v = torch.nn.functional.pad(v, (0, head_dim - v_head_dim))
@@ -394,7 +433,7 @@ def _attend(
 def _attend_unfused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in fp32 products, for scores that need more than a bias."""
+    """The same in separate fp32 operations: for softcap, and for devices without the fused call."""
     group = q.shape[1] // k.shape[1]
     k, v = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k, v))
     q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+SHORT_QUERY = 16
+"""Sequences with up to this many new tokens are decode (one token, or speculative tokens to verify), others prefill."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
@@ -28,6 +31,7 @@ class AttentionMetadata:
     slot_mapping     int64 [num_tokens]: where each new token's K/V goes (`block_id * block_size + offset`);
                      -1 = padding, not written.
     max_query_len, max_seq_len: host integers, upper bounds of the lengths above; they size launch grids.
+    max_short_query_len: the same for the query lengths up to SHORT_QUERY; 0 if the step has no such sequence.
     in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, split plans), computed by the first layer
@@ -41,6 +45,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    max_short_query_len: int = SHORT_QUERY
     contiguous: bool = False
     in_bounds: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -69,6 +74,7 @@ class StepArrays:
     block_tables: list[np.ndarray]
     slots: list[np.ndarray]
     max_query_len: int
+    max_short_query_len: int
     max_seq_len: int
 
     def metadata(self, device: torch.device) -> list[AttentionMetadata]:
@@ -81,6 +87,7 @@ class StepArrays:
                 query_start_loc=query_start_loc,
                 slot_mapping=to_device(slots, device),
                 max_query_len=self.max_query_len,
+                max_short_query_len=self.max_short_query_len,
                 max_seq_len=self.max_seq_len,
                 in_bounds=True,
             )
@@ -119,6 +126,7 @@ def step_arrays(
         block_tables=tables,
         slots=slot_arrays,
         max_query_len=int(lengths.max(initial=0)),
+        max_short_query_len=int(lengths.max(initial=0, where=lengths <= SHORT_QUERY)),
         max_seq_len=int(ends.max(initial=0)),
     )
 

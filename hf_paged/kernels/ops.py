@@ -1,12 +1,12 @@
-"""The three operations of the paper's section 5.1 (block write, block read + attention, block copy): validated,
-registered with torch.library, dispatched by device.
+"""The three operations of the paper's section 5.1: block write, block read with attention, and block copy. Each call is
+checked and dispatched to an implementation; torch.compile sees the operations as custom operators.
 
 Layouts (all sizes in elements):
   key_cache    [num_blocks, block_size, num_kv_heads, head_dim]
   value_cache  [num_blocks, block_size, num_kv_heads, v_head_dim]      head_dim and v_head_dim may differ
-Implementations: "reference" (any device), "torch" (any device; the CPU path that needs no compiler), "native" (CPU,
-C compiled once per machine), "triton" (GPU, or a CPU under TRITON_INTERPRET=1). `impl=None` picks the best one for
-the device; an explicit `impl` never falls back: it runs or raises.
+Implementations: "reference" (any device), "torch" (any device; needs no compiler), "native" (CPU; C code compiled once
+per machine), "triton" (GPU, or a CPU under TRITON_INTERPRET=1). `impl=None` selects the best one for the device. An
+explicit `impl` never falls back: it runs or raises.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MODULES = {
     "native": "hf_paged.kernels.native.ops",
     "triton": "hf_paged.kernels.triton.ops",
 }
-_default_impl: dict[str, str] = {}  # what `impl=None` means on a device, where it is not what is best
+_default_impl: dict[str, str] = {}  # overrides `default_impl` by type of device, for tests
 
 
 def default_impl(device: torch.device | str) -> str:
-    """The implementation that `impl=None` means on `device`, the same for the whole process.
+    """The implementation that `impl=None` selects on `device`, the same for the whole process.
 
-    On a CPU it goes with all other native parts: see `native.build`.
+    On a CPU it is "native" if this process has the native kernels, which it decides once (see `native.build`).
     """
     kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     name = _default_impl.get(kind)
@@ -46,7 +46,7 @@ def default_impl(device: torch.device | str) -> str:
 
 
 def _module(impl: str | None, like: torch.Tensor) -> ModuleType:
-    """The module that serves `impl`, or the default one for tensors like this."""
+    """The module of `impl`, or the default one for tensors with the device and dtype of `like`."""
     name = impl
     if name is None:
         name = default_impl(like.device)
@@ -76,11 +76,12 @@ def write_kv(
 ) -> None:
     """Write each token's K and V into its slot (fused reshape and block write, SOSP'23 section 5.1).
 
-    key [num_tokens, num_kv_heads, head_dim] and value [num_tokens, num_kv_heads, v_head_dim], any strides with a
-    contiguous last dimension; slot_mapping int64 [num_tokens], tokens with slot -1 are skipped. The caches are
-    changed in place. Raises ValueError on arguments that do not fit and on slots beyond the cache.
-    in_bounds: the caller has made the slots from its own block tables, and they are not checked; on a GPU checking
-    makes the host wait.
+    key [num_tokens, num_kv_heads, head_dim], value [num_tokens, num_kv_heads, v_head_dim]: any strides, but a
+    contiguous last dimension; they are converted to the dtype of the caches. slot_mapping int64 [num_tokens]: block_id
+    * block_size + offset; tokens with slot -1 are skipped. The caches are changed in place.
+
+    in_bounds: the caller has derived the slots from its own block tables, so they are not checked. On a GPU, checking
+    makes the host wait. Raises ValueError for arguments that do not fit each other, and for slots outside the cache.
     """
     if torch.compiler.is_compiling() and impl is None:
         torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping, in_bounds)
@@ -101,13 +102,14 @@ def copy_blocks(
     in_bounds: bool = False,
     impl: str | None = None,
 ) -> None:
-    """Copy whole blocks of every cache tensor: all copies of a step, all layers, one launch.
+    """Copy whole blocks of every cache tensor: all copies of a step and all layers in one launch (SOSP'23 section 5.1).
 
-    caches: tensors [num_blocks, ...] of any shapes and dtypes on one device. copies int64 [n, 2]: (src, dst) pairs; no
-    destination appears twice. `into`: the tensors that are changed, one for each cache, with blocks of its shape and
-    dtype, however many, in other memory of the device. None: the caches themselves, where no block may be both a source
-    and a destination. Raises ValueError on arguments that do not fit and on block ids beyond a tensor.
-    in_bounds: as for `write_kv`.
+    caches: tensors [num_blocks, ...] of any shapes and dtypes on one device. copies int64 [n, 2]: pairs (src, dst) of
+    block ids; no destination appears twice. into: the destination tensors, one per cache, with blocks of the same shape
+    and dtype, any number of blocks, and memory of their own on the same device. None: the caches themselves; then no
+    block may be both a source and a destination. in_bounds: as for `write_kv`.
+
+    Raises ValueError for arguments that do not fit each other, and for block ids outside a tensor.
     """
     validation.check_copies(caches, copies, into, in_bounds=in_bounds)
     if caches and copies.shape[0]:
@@ -132,18 +134,24 @@ def paged_attention(
     return_lse: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a ragged batch of queries over K/V read from the blocks where they lie.
+    """Causal attention of a ragged batch of queries over K/V that is read through block tables (SOSP'23 section 4.1).
 
-    query [num_tokens, num_heads, head_dim]; num_heads is a multiple of num_kv_heads (GQA: query head h reads KV head
-    h // (num_heads // num_kv_heads)). With p the position of a query and j that of a key:
-    key j is visible iff j <= p, and j > p - sliding_window, and j // chunk_size == p // chunk_size (where given).
-    score = scale * (q . k); softcap c: c * tanh(score / c); alibi_slopes fp32 [num_heads]: + slope * (j - p);
-    sinks [num_heads]: one more logit per head that takes part in the softmax and has no value.
-    Returns [num_tokens, num_heads, v_head_dim] (in `out` if given), and with `return_lse` also the natural-log
-    sum-exp of the scores, sink included, fp32 [num_tokens, num_heads]. Rows of padding are undefined.
-    key, value: the K/V of this step's tokens, as for `write_kv`; they are written first. On a CPU that is faster than
-    a call of its own, and a prompt that is computed at once is attended to where it is. Without them the K/V must be
-    in the cache already. Slots that no query may see are never used, whatever they hold, NaN included.
+    query [num_tokens, num_heads, head_dim] of the caches' dtype. num_heads is a multiple of num_kv_heads (GQA: query
+    head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key at position j:
+
+    - the key is visible if j <= p, j > p - sliding_window, and j // chunk_size == p // chunk_size;
+    - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p);
+    - sinks add one logit per head to the softmax, without a value.
+
+    Options that are None do not apply; sinks and alibi_slopes (the slopes) are floating-point [num_heads].
+
+    key, value: the new K/V of the step's tokens, as for `write_kv`, which is written first. On a CPU this is faster
+    than a separate call. If they are None, the K/V must be in the cache already. Slots that no query sees never affect
+    the result, even if they hold NaN.
+
+    Returns [num_tokens, num_heads, v_head_dim], which is `out` if that is given; with `return_lse` also the natural
+    logarithm of the sum of exp(score), sinks included, fp32 [num_tokens, num_heads]. Rows of padding are undefined.
+    Raises ValueError for arguments that do not fit each other, and if `impl` does not support them.
     """
     if torch.compiler.is_compiling() and impl is None:
         return _compiled_attention(
@@ -159,7 +167,7 @@ def paged_attention(
     new_kv: dict[str, torch.Tensor] = {}
     module = _module(impl, query)
     if (key is None) != (value is None):
-        raise ValueError("key and value come together: give both, or neither")
+        raise ValueError("only one of key and value is given; give both, or neither")
     if key is not None and value is not None:
         validation.check_new_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
         validation.check_step_slots(metadata, key_cache)
@@ -198,9 +206,9 @@ def _compiled_attention(
     return_lse: bool,
     options: tuple[Any, ...],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention` as nodes of a graph that torch.compile makes; they check their arguments when they run."""
+    """`paged_attention` as nodes of a graph of torch.compile. They check their arguments when they run."""
     if (key is None) != (value is None):
-        raise ValueError("key and value come together: give both, or neither")
+        raise ValueError("only one of key and value is given; give both, or neither")
     if key is not None and value is not None:
         slots, in_bounds = metadata.slot_mapping, metadata.in_bounds
         torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slots, in_bounds)
@@ -213,7 +221,7 @@ def _compiled_attention(
     return (result, lse) if return_lse else result
 
 
-# -- torch.library: the same operations as opaque nodes for torch.compile and export -------------------------------
+# -- torch.library: the same operations as custom operators, opaque to torch.compile and export -------------------
 
 _lib = torch.library.Library("hf_paged", "DEF")
 _lib.define(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 
 
 def check_attention(
@@ -181,6 +181,11 @@ def _check_lengths(metadata: AttentionMetadata, num_rows: int, block_size: int) 
         raise ValueError(
             f"max_query_len={metadata.max_query_len} and max_seq_len={metadata.max_seq_len} are no upper bounds of the "
             f"lengths: {query_lens.max()} and {lens[computed].max()}"
+        )
+    longest_short = query_lens.max(initial=0, where=query_lens <= SHORT_QUERY)
+    if longest_short > metadata.max_short_query_len:
+        raise ValueError(
+            f"max_short_query_len={metadata.max_short_query_len}, but a sequence has {longest_short} new tokens"
         )
     return lens, query_lens
 

@@ -55,8 +55,15 @@ class CudaGraphs:
             self._aside(record)
         except BaseException:
             self._end_broken_capture()
+            self._aside(self._capture_nothing)
             raise
         return graph.replay
+
+    def _capture_nothing(self) -> None:
+        """Before torch 2.13 the random numbers of the device stay in capture mode after a capture that CUDA has
+        aborted, and the next draw raises. A capture that succeeds ends that mode."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+            torch.empty(1, device=self._device).zero_()
 
     def _end_broken_capture(self) -> None:
         """After CUDA itself has aborted a capture, end it for torch's allocator too."""

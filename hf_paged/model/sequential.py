@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer
+from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions

@@ -14,7 +14,8 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.paged_cache import PagedKVCache, PagedLayer, PagedStateLayer
+from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor
 
 import hf_paged
-from hf_paged.generation import decoder
+from hf_paged.generation import prefill
 from hf_paged.generation.prompts import share_prompts
 from tests import conftest, models
 
@@ -109,7 +109,7 @@ def test_rows_that_begin_alike_share_full_blocks(family: str, paged_equals_plain
 @pytest.mark.parametrize("chunk", [5, 16, 40])
 def test_in_chunks(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch, paged_equals_plain: Compare) -> None:
     """Prompts that are computed over several steps: a row starts when the beginning that it shares is there."""
-    monkeypatch.setattr(decoder, "MAX_PREFILL_TOKENS", 24)
+    monkeypatch.setattr(prefill, "MAX_PREFILL_TOKENS", 24)
     beginning, *ends = models.prompts(37, 5, 11, 1)
     rows = [*(torch.cat([beginning, end]) for end in ends), *copies(2, 2)]
     options = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}

@@ -17,15 +17,20 @@ CHIPS = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB of shared 
 @pytest.fixture(scope="module", params=CHIPS)
 def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, Any]]]:
     """(chip, measurements by variant), from a subprocess, because this process may use the interpreter."""
+    found = [json.loads(line) for line in offline(request.param).splitlines()]
+    return request.param, {measured["name"]: measured for measured in found}
+
+
+def offline(*arguments: str) -> str:
+    """What offline.py prints, run without the interpreter."""
     folder = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder.parent.parent), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
-        [sys.executable, str(folder / "offline.py"), request.param], capture_output=True, text=True, env=environment
+        [sys.executable, str(folder / "offline.py"), *arguments], capture_output=True, text=True, env=environment
     )
     assert result.returncode == 0, result.stderr
-    found = [json.loads(line) for line in result.stdout.splitlines()]
-    return request.param, {measured["name"]: measured for measured in found}
+    return result.stdout
 
 
 def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
@@ -58,3 +63,12 @@ def test_machine_code(compiled: tuple[str, dict[str, dict[str, Any]]]) -> None:
     chip, variants = compiled
     assert len(variants) >= 15
     assert not [fault for name, found in variants.items() for fault in faults(chip, name, found)]
+
+
+def test_serving_compiles_nothing_after_a_few_steps() -> None:
+    """Batch sizes, table widths and lengths are no constants of a kernel: a handful of steps compiles every variant."""
+    found = json.loads(offline("sm90", "sweep"))
+    assert set(found) == {"common_prefix_kernel", "plan_kernel", "split_kernel", "reduce_kernel", "whole_kernel",
+                          "write_kv_kernel"}  # fmt: skip
+    assert {name: counts["all"] for name, counts in found.items()} == {n: c["few"] for n, c in found.items()}
+    assert sum(counts["all"] for counts in found.values()) <= 14

@@ -16,7 +16,11 @@ KERNELS = Path(structs.__file__).parent
 
 
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
-@pytest.mark.parametrize("struct", [structs.Step, structs.Call], ids=lambda struct: struct.__name__)
+@pytest.mark.parametrize(
+    "struct",
+    [structs.Step, structs.WriteStrides, structs.Span, structs.Call, structs.Prompts],
+    ids=lambda struct: struct.__name__,
+)
 def test_offsets(struct: type[ctypes.Structure], tmp_path: Path) -> None:
     name, fields = struct.__name__, [field[0] for field in struct._fields_]
     checks = [f'_Static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size");']

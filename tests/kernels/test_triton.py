@@ -198,6 +198,38 @@ def test_more_sequences_share_than_fit_a_tile() -> None:
     assert units_of(plan)[0] == (0, 11, 0, 1)
 
 
+# -- short queries beside prompts ------------------------------------------------------------------------------------
+
+
+def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch], torch.Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        launches: list[triton_launch.Launch] = []
+        run = triton_launch.Launch.run
+        patch.setattr(triton_launch.Launch, "run", lambda self: (launches.append(self), run(self)))
+        metadata = replace(batch.metadata, scratch={}, **bounds)
+        out = ops.paged_attention(
+            batch.query, batch.key_cache, batch.value_cache, metadata, impl="triton", **batch.options
+        )
+    return launches, out
+
+
+@pytest.mark.parametrize("lens, longest", [(((40, 90), (1, 200), (1, 7)), 1), (((3, 60), (33, 33), (1, 150)), 3)])
+def test_the_reduction_covers_only_short_queries(lens: tuple[tuple[int, int], ...], longest: int) -> None:
+    """Host bounds size the launch: not sixteen programs for each sequence because a neighbour has a prompt."""
+    batch = make_batch(Case(lens), DEVICE)
+    launches, out = launches_of(batch, max_short_query_len=longest)
+    grids = [launch.grid for launch in launches if launch.kernel is triton_ops.reduce_kernel]
+    assert grids == [(len(lens) * longest, 4)]
+    torch.testing.assert_close(out, batch.run("reference"), atol=2e-5, rtol=2e-5)
+
+
+def test_prompts_alone_need_no_split_kernel() -> None:
+    batch = make_batch(Case(((40, 90), (17, 17), (0, 0))), DEVICE)
+    launches, out = launches_of(batch, max_short_query_len=0)
+    assert [launch.kernel for launch in launches] == [triton_ops.whole_kernel]
+    torch.testing.assert_close(out, batch.run("reference"), atol=2e-5, rtol=2e-5)
+
+
 # -- recorded launches, as in a CUDA graph ---------------------------------------------------------------------------
 
 STEPS = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,13 @@ def test_native_writes_in_any_layout() -> None:
     ops.write_kv(key, key, *caches, slots, impl="native")
     ops.write_kv(key, key, *expected, slots, impl="reference")
     assert all(map(torch.equal, caches, expected))
+
+
+def test_the_bound_of_short_queries_is_checked() -> None:
+    batch = make_batch(Case(((40, 90), (3, 60))))
+    for bound, is_valid in ((2, False), (3, True), (16, True)):
+        metadata = replace(batch.metadata, max_short_query_len=bound)
+        with nullcontext() if is_valid else pytest.raises(ValueError, match="max_short_query_len=2"):
+            ops.paged_attention(
+                batch.query, batch.key_cache, batch.value_cache, metadata, impl="torch", **batch.options
+            )

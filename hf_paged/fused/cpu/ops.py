@@ -17,12 +17,11 @@ from hf_paged.fused.cpu import structs
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.ops import workspace
 
-_Eps = ctypes.c_double * 3
 _LARGE_PAGE = 1 << 21
 
 
 def is_available() -> bool:
-    """Whether this process has these kernels; see `cpu_native.status` for the reasons."""
+    """Whether this process has these kernels. Without them, `native.build.status` says which kernels it has instead."""
     library = native_build.library()
     return library is not None and bool(library.hfp_has_layers())
 
@@ -34,7 +33,7 @@ def _library() -> ctypes.CDLL:
 
 
 class WeightArena:
-    """Contiguous memory for packed copies of weights, so that they are in large pages."""
+    """Contiguous memory for packed copies of weights, so that large pages can hold them. `parts`: one per weight."""
 
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
         """shapes: [columns, depth] of each weight."""
@@ -138,15 +137,14 @@ class LayerIn:
     key_norm: Norm | None
     head_dim: int
     call: structs.LayerIn = field(init=False)
-    eps: ctypes.Array[ctypes.c_double] = field(init=False)
 
     def __post_init__(self) -> None:
         norms = self.norm, self.query_norm, self.key_norm
         addresses = (0 if norm is None else norm.weight.data_ptr() for norm in norms)
         linears = (linear.struct() for linear in (self.query, self.key, self.value))
         call = structs.LayerIn(0, 0, self.query.depth, self.head_dim, *addresses, *linears)
+        call.norm_eps, call.query_eps, call.key_eps = (0.0 if norm is None else norm.eps for norm in norms)
         object.__setattr__(self, "call", call)
-        object.__setattr__(self, "eps", _Eps(*(0.0 if norm is None else norm.eps for norm in norms)))
 
 
 def layer_in(
@@ -166,7 +164,7 @@ def layer_in(
     call.new_query, call.new_key, call.new_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
     call.workspace = workspace(library.hfp_layer_in_workspace(tokens, call.depth))
     call.threads = torch.get_num_threads()
-    library.hfp_layer_in(ctypes.byref(call), layer.eps)
+    library.hfp_layer_in(ctypes.byref(call))
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -184,7 +182,9 @@ class LayerOut:
     def __post_init__(self) -> None:
         linears = (linear.struct() for linear in (self.output, self.gate, self.up, self.down))
         sizes = self.output.depth, self.output.columns
-        object.__setattr__(self, "call", structs.LayerOut(0, 0, 0, *sizes, self.norm.weight.data_ptr(), *linears))
+        call = structs.LayerOut(0, 0, 0, *sizes, self.norm.weight.data_ptr(), *linears)
+        call.norm_eps = self.norm.eps
+        object.__setattr__(self, "call", call)
 
 
 def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -197,5 +197,5 @@ def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -
     call.x, call.residual, call.rows, call.out = attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr()
     num_bytes = library.hfp_layer_out_workspace(tokens, call.x_depth, call.depth, layer.gate.columns)
     call.workspace, call.threads = workspace(num_bytes), torch.get_num_threads()
-    library.hfp_layer_out(ctypes.byref(call), layer.norm.eps)
+    library.hfp_layer_out(ctypes.byref(call))
     return out

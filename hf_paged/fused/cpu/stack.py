@@ -50,9 +50,8 @@ class Stack:
         # The fields that are equal in every step; `run` fills in the others in a copy.
         self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])
         self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])
-        self._in_eps = np.array([tuple(layer.before.eps) for layer in layers])
-        self._out_eps = np.array([layer.after.norm.eps for layer in layers])
-        self._scales = np.array([(layer.attention.scale, layer.attention.softcap or 0.0) for layer in layers])
+        self._scales = [layer.attention.scale for layer in layers]
+        self._softcaps = [layer.attention.softcap or 0.0 for layer in layers]
         self._windows = [(layer.attention.sliding_window, layer.attention.chunk_size) for layer in layers]
 
     def is_of(self, layers: Sequence[StackLayer]) -> bool:
@@ -101,6 +100,7 @@ class Stack:
         calls["key"] = [key_cache.data_ptr() for key_cache, _ in caches]
         calls["value"] = [value_cache.data_ptr() for _, value_cache in caches]
         calls["workspace"] = workspace
+        calls["scale"], calls["softcap"] = self._scales, self._softcaps
 
         ends = results.data_ptr() + np.arange(count) * rows.nbytes
         starts = np.concatenate(([rows.data_ptr()], ends[:-1]))
@@ -111,10 +111,7 @@ class Stack:
         outs["x"] = attended.data_ptr()
         for records in (ins, outs):
             records["rows"], records["workspace"], records["threads"] = tokens, workspace, threads
-        library.hfp_decode_layers(
-            ins.ctypes.data, self._in_eps.ctypes.data, calls.ctypes.data, self._scales.ctypes.data, outs.ctypes.data,
-            self._out_eps.ctypes.data, count,
-        )  # fmt: skip
+        library.hfp_decode_layers(ins.ctypes.data, calls.ctypes.data, outs.ctypes.data, count)
         return results
 
 

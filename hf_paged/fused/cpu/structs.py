@@ -9,6 +9,10 @@ def _integers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
+def _reals(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_double) for name in names]
+
+
 class Linear(ctypes.Structure):
     _fields_ = _integers("x", "rows", "columns", "depth", "weight", "bias", "out", "workspace", "threads")
 
@@ -32,6 +36,7 @@ class LayerIn(ctypes.Structure):
         ("key", Packed),
         ("value", Packed),
         *_integers("cos", "sin", "new_query", "new_key", "new_value", "workspace", "threads"),
+        *_reals("norm_eps", "query_eps", "key_eps"),
     ]
 
 
@@ -43,4 +48,5 @@ class LayerOut(ctypes.Structure):
         ("up", Packed),
         ("down", Packed),
         *_integers("out", "workspace", "threads"),
+        *_reals("norm_eps"),
     ]

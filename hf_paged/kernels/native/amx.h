@@ -1,4 +1,4 @@
-/* The matrix unit: permission to use it, its configuration, a product of matrices. */
+/* The matrix unit (AMX): permission to use it, its configuration, and a product of matrices. */
 #ifndef HFP_AMX_H
 #define HFP_AMX_H
 #include "common.h"
@@ -15,7 +15,7 @@ static inline int amx_allowed(void) { return 1; }
 #include <unistd.h>
 #define AMX_NAME "AMX"
 
-/* Whether the system lets this process use the matrix unit: on Linux a process has to ask for it. */
+/* Whether this process may use the matrix unit; on Linux a process must request it. */
 static inline int amx_allowed(void) {
     static int answer; /* 0: not asked */
     int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
@@ -27,7 +27,7 @@ static inline int amx_allowed(void) {
 }
 #endif
 
-/* gcc does not know that a tile load reads memory: what it is to read is written before this. */
+/* gcc does not know that a tile load reads memory. Put this between writing data and loading it as tiles. */
 #define COMPILER_FENCE() __asm__ volatile("" ::: "memory")
 
 typedef struct {
@@ -37,8 +37,8 @@ typedef struct {
 } AmxConfig;
 static const AmxConfig amx_config_16 = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-/* out[32][32] (+)= a[32][depth] x b[depth][32]: b in pairs of bf16 from two of its rows, depth a multiple of 32. What
- * is read must have been written before a COMPILER_FENCE. */
+/* out[32][32] = a[32][depth] x b[depth][32], added to out if `add`. b is in pairs of bf16 from two of its rows; depth
+ * is a multiple of 32. a and b must have been written before a COMPILER_FENCE. */
 INLINE void amx_multiply(float *out, int64_t out_stride, const uint16_t *a, int64_t a_stride, const uint32_t *b,
                          int64_t b_stride, int64_t depth, int add) {
     float *below = out + 16 * out_stride;
@@ -69,7 +69,7 @@ INLINE void amx_multiply(float *out, int64_t out_stride, const uint16_t *a, int6
     _tile_stored(3, below + 16, out_stride * 4);
 }
 
-/* to[i] = a[i], b[i]: 16 pairs of bf16 */
+/* to[i] = the pair (a[i], b[i]), for 16 pairs of bf16 */
 INLINE void interleave(uint32_t *to, const uint16_t *a, const uint16_t *b) {
     __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a));
     __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b));

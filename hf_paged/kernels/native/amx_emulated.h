@@ -1,9 +1,10 @@
-/* The AMX tile instructions that the kernels use, in AVX-512: for tests on machines without a matrix unit. Replaces the
- * intrinsics of the compiler. The results are those of the instruction manual, bit for bit: TDPBF16PS sums the products
- * of even and of odd elements separately, each with one fused multiply-add, adds the two sums, then adds the result to
- * the destination; it rounds to nearest even and treats subnormal numbers as zero, as inputs and as results.
+/* The AMX tile instructions that the kernels use, emulated with AVX-512, for tests on machines without a matrix unit.
+ * Replaces the intrinsics of the compiler. The results are bit for bit those that the instruction manual specifies:
+ * TDPBF16PS sums the products of even and of odd elements separately, with fused multiply-adds, adds the two sums, and
+ * adds the result to the destination. It rounds to nearest even, and treats subnormal inputs and results as zero.
  *
- * Whatever would be an invalid instruction (no configuration, tiles whose shapes do not fit) aborts the process. */
+ * Every use that would be invalid on a machine (no configuration, tiles whose shapes do not match) aborts the process.
+ */
 #ifndef HFP_AMX_EMULATED_H
 #define HFP_AMX_EMULATED_H
 #include <immintrin.h>
@@ -33,7 +34,7 @@ typedef struct {
 static __thread struct {
     int configured;
     EmulatedTile tiles[8];
-} emulated_unit; /* one for each thread, as on a machine */
+} emulated_unit; /* one per thread, as on a machine */
 
 static inline void emulated_require(int condition, const char *what) {
     if (condition) return;
@@ -81,8 +82,9 @@ static inline void emulated_stored(int index, void *to, int64_t stride) {
     for (int r = 0; r < tile->rows; r++) memcpy((char *)to + r * stride, tile->data[r], (size_t)tile->bytes);
 }
 
-/* Not inlined: its arithmetic must stay between the two changes of the floating-point mode. */
-__attribute__((noinline)) static void emulated_products(EmulatedTile *sum, const EmulatedTile *a, const EmulatedTile *b) {
+/* Not inlined, because its arithmetic must stay between the two changes of the floating-point mode. */
+__attribute__((noinline)) static void emulated_products(EmulatedTile *sum, const EmulatedTile *a,
+                                                        const EmulatedTile *b) {
     for (int m = 0; m < sum->rows; m++) {
         __m512 even = _mm512_setzero_ps(), odd = even;
         for (int k = 0; k < a->bytes / 4; k++) {

@@ -1,6 +1,6 @@
-/* Paged attention for one dtype. Included by the unit of each dtype, which defines DTYPE (suffix), ELEMENT, LOAD (W
- * elements as fp32), DOT_BF16 (queries stay bf16 and are multiplied by the machine's bf16 dot product) and COMMON_DIMS
- * (head sizes 64 and 128 get code of their own). */
+/* Paged attention of few new tokens. Included by the unit of each dtype, which defines DTYPE (the suffix), ELEMENT
+ * (its C type), LOAD (loads W elements as fp32), DOT_BF16 (whether queries stay in bf16 and are multiplied by the
+ * CPU's bf16 dot product) and COMMON_DIMS (whether separate code is compiled for head sizes 64 and 128). */
 #include "keys.h"
 #include "vectors.h"
 #include "finish.inc.c"
@@ -13,7 +13,7 @@
 #define Q_STEP W
 #endif
 
-/* The first n < W elements at p, zeros behind them; reads nothing else. */
+/* The first n < W elements at p, followed by zeros. Reads no other elements. */
 INLINE vf TYPED(load_part)(const ELEMENT *p, int64_t n) {
     ELEMENT whole[W] = {0};
     memcpy(whole, p, (size_t)n * sizeof(ELEMENT));
@@ -29,9 +29,9 @@ INLINE vf TYPED(load_part)(const ELEMENT *p, int64_t n) {
 #define MULTIPLY_ADD(sum, q, k) ((sum) + load_f32(q) * LOAD(k))
 #endif
 
-/* Scores of one query with W keys: lane j = q . k[offsets[j]]. q is padded with zeros to a multiple of 2 * W.
- * The rows at `ahead` are prefetched meanwhile, a few at a time: all at once would fill the miss buffers and stall.
- * `fixed`: dim is a constant, a multiple of Q_STEP. */
+/* The scores of one query with W keys: lane j = q . k[offsets[j]]. q is padded with zeros to a multiple of 2 * W.
+ * Prefetches the rows at `ahead` along the way, because prefetching many at once would fill the miss buffers and
+ * stall. fixed: dim is a compile-time constant and a multiple of Q_STEP. */
 INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *offsets, const int64_t *ahead,
                         const int64_t dim, const int fixed) {
     vf sums[W];
@@ -71,7 +71,8 @@ INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *off
 #define SLICE 2
 #endif
 
-/* acc[r] = acc[r] * factor[r] + sum over keys of p[r] * v, for `rows` rows and `width` vectors from element d on. */
+/* acc[r] = acc[r] * factors[r] + the sum of p[r] * v over the keys, for `rows` rows and `width` vectors from element d
+ * on. part: elements of the last, partial vector; 0 if it is full. */
 INLINE void TYPED(add_values)(float **acc, const float *factors, const float *p, const ELEMENT *v,
                               const int64_t *offsets, const int64_t *ahead, int first, int last, int64_t d,
                               int64_t part, const int rows, const int width) {
@@ -114,22 +115,22 @@ typedef struct {
     float *scores;  /* [rows, TILE] */
     float *factors; /* [rows] */
     float **acc;    /* [rows] of the current KV head */
-    float **slots;  /* [count]: maxima, sums, outputs of each query */
-    float *own;     /* slots of the queries that have no other chunk */
-    int64_t *low, *high; /* [count]: the keys each query sees */
+    float **slots;  /* [count]: the partial result of each query */
+    float *own;     /* slots for the queries without other chunks */
+    int64_t *low, *high; /* [count]: the positions [low, high) that each query sees */
 } TYPED(Buffers);
 
-/* An item while it is computed. Passed by value, which lets the compiler keep its fields in registers. */
+/* An item while it is computed. Passed by value, so that the compiler can keep its fields in registers. */
 typedef struct {
     const Call *call;
     const Token *tokens;                 /* [count] */
-    int64_t count, group, heads, rows;   /* queries, query heads a KV head, query heads, rows of a KV head */
-    int64_t q_pad, v_pad, header;        /* floats from query to query and output to output; before the outputs */
+    int64_t count, group, heads, rows;   /* queries; query heads per KV head; query heads; rows of a KV head */
+    int64_t q_pad, v_pad, header;        /* padded sizes of a query, of an output; floats before a slot's outputs */
     float scale, softcap;
     TYPED(Buffers) b;
 } TYPED(Work);
 
-/* Clears the partial results of the item's queries, and lays out the queries by KV head. */
+/* Clear the slots of the item's queries, and pack the queries by KV head. */
 INLINE void TYPED(begin_item)(const TYPED(Work) w, const int64_t dim, const int64_t v_dim) {
     const Call *call = w.call;
     const int64_t slot_size = slot_bytes(w.heads, v_dim) / 4;
@@ -158,7 +159,8 @@ INLINE void TYPED(begin_item)(const TYPED(Work) w, const int64_t dim, const int6
     memset(w.b.sums, 0, sizeof(float) * (size_t)(w.heads * w.count * W));
 }
 
-/* Scores of a tile's keys with the rows of KV head h: [rows, TILE], `vectors` of each row. */
+/* The scores of a tile's keys with the rows of KV head h: [rows, TILE], of which `vectors` vectors per row are
+ * computed. */
 INLINE void TYPED(score_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, const int64_t *ahead, int vectors,
                               const int64_t dim, const int fixed) {
     const ELEMENT *k = (const ELEMENT *)w.call->key + h * w.call->k_head;
@@ -172,8 +174,8 @@ INLINE void TYPED(score_tile)(const TYPED(Work) w, int64_t h, const int64_t *at,
     }
 }
 
-/* Caps and masks one row of scores in its place: query t, with the keys from position `tile` on. Returns the maxima, lane
- * by lane. */
+/* Apply softcap, ALiBi and the mask to a row of scores: query t, keys from position `tile` on. Returns the maximum of
+ * each lane. */
 INLINE vf TYPED(mask_row)(const TYPED(Work) w, float *s, int64_t head, int64_t t, int64_t tile, int vectors) {
     const Call *call = w.call;
     const int64_t lo = w.b.low[t] - tile, hi = w.b.high[t] - tile;
@@ -199,8 +201,8 @@ INLINE vf TYPED(mask_row)(const TYPED(Work) w, float *s, int64_t head, int64_t t
     return top;
 }
 
-/* One row of scores to weights; updates the row's maximum and sums. Leaves in factors[r] what the output so far is to be
- * multiplied by. r: query t, head g of the group of KV head h. */
+/* Replace a row of scores by weights, and update the row's maximum and sums. Stores in factors[r] the factor for the
+ * output so far. The row r is query t, head g of the group of KV head h. */
 INLINE void TYPED(softmax_row)(const TYPED(Work) w, int64_t h, int64_t t, int64_t g, int64_t tile, int vectors) {
     const int64_t r = t * w.group + g, head = h * w.group + g;
     float *s = w.b.scores + r * TILE, *slot = w.b.slots[t], *sums = w.b.sums + (h * w.rows + r) * W;
@@ -208,7 +210,7 @@ INLINE void TYPED(softmax_row)(const TYPED(Work) w, int64_t h, int64_t t, int64_
     const vf top = TYPED(mask_row)(w, s, head, t, tile, vectors);
     float before = slot[head], after = max_lanes(top);
     if (!(after > before)) after = before;
-    if (after == -INFINITY) { /* sees nothing of the chunk so far */
+    if (after == -INFINITY) { /* no visible key in the chunk so far */
         for (int x = 0; x < vectors; x++) store_f32(s + x * W, (vf){0});
         w.b.factors[r] = 1;
         return;
@@ -225,9 +227,9 @@ INLINE void TYPED(softmax_row)(const TYPED(Work) w, int64_t h, int64_t t, int64_
     w.b.factors[r] = factor;
 }
 
-/* Adds keys [first, last) of a tile, weighed, to the outputs of KV head h: four rows at a time. */
-INLINE void TYPED(add_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, const int64_t *ahead, int first, int last,
-                            const int64_t v_dim) {
+/* Add the weighted values of keys [first, last) of a tile to the outputs of KV head h, four rows at a time. */
+INLINE void TYPED(add_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, const int64_t *ahead, int first,
+                            int last, const int64_t v_dim) {
     const ELEMENT *v = (const ELEMENT *)w.call->value + h * w.call->v_head;
     for (int64_t r = 0; r < w.rows; r += 4, ahead = NULL) {
         float **acc = w.b.acc + r, *factors = w.b.factors + r, *p = w.b.scores + r * TILE;
@@ -242,7 +244,7 @@ INLINE void TYPED(add_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, c
     }
 }
 
-/* Sums of the lanes; outputs of the queries that have no other chunk. */
+/* Store the sums, and write the outputs of the queries without other chunks. */
 INLINE void TYPED(end_item)(const TYPED(Work) w) {
     for (int64_t t = 0; t < w.count; t++) {
         for (int64_t h = 0; h < w.heads; h++) {
@@ -253,7 +255,7 @@ INLINE void TYPED(end_item)(const TYPED(Work) w) {
     }
 }
 
-/* `next`: the item that this thread is likely to do next (prefetched), or NULL. */
+/* Compute an item. next: the item that this thread is likely to compute next, which is prefetched, or NULL. */
 INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next, TYPED(Buffers) b, float scale,
                             float softcap, const int64_t dim, const int64_t v_dim, const int fixed) {
     const int64_t kv_heads = call->num_kv_heads, heads = call->num_heads, group = heads / kv_heads;

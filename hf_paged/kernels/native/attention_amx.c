@@ -1,39 +1,36 @@
-/* Paged attention in bf16 on the matrix unit.
+/* Paged attention of few new tokens in bf16 on the matrix unit.
  *
- * An item is one chunk of keys, so all its scores are computed before the softmax and no accumulator is ever rescaled.
- * Scores are transposed, [key][row]: keys then go into tiles straight from their blocks, and the softmax treats the
- * query rows as lanes. A block of rows is 4 or 16 wide; a vector of scores holds 4 keys or 1. Probabilities are the sum
- * of two bf16 numbers, as exact as fp32 for the purpose. Every sum is taken in an order that depends on the positions
- * alone, so the width changes no bit. */
+ * A work item has one chunk of keys, so all its scores are computed before the softmax, and no accumulator is
+ * rescaled. Scores are stored as [key][row]: tiles of keys can then be loaded directly from the blocks, and the query
+ * rows are the lanes of the softmax. A block of rows is 4 or 16 wide, so a vector of scores has 4 keys or 1. Each
+ * probability is the sum of two bf16 numbers, because one would be too coarse. The order of every sum depends only on
+ * positions, so both widths give the same bits. */
 #include "common.h"
 #if HAS_AMX
 #include "amx.h"
+#include "amx_tiles.h"
 #include "keys.h"
-#include "transpose.h"
-#include "vectors.h"
 #define DTYPE bf16
 #define ELEMENT uint16_t
 #include "finish.inc.c"
 
-#define STEP 32 /* keys of one tile of probabilities, elements of one row of a tile */
-
 typedef struct {
     uint16_t *q;         /* [num_kv_heads, row blocks, head_dim / STEP, 16 pairs of elements, width, 2] */
-    uint16_t *k;         /* [CHUNK, head_dim]: keys that do not lie evenly in their blocks */
-    uint16_t *v;         /* [CHUNK / STEP, 2 halves, 16 pairs of keys, 16 elements, 2]: STEP elements of every value */
+    uint16_t *k;         /* [CHUNK, head_dim]: copies of keys that are not evenly spaced in their blocks */
+    uint16_t *v;         /* [CHUNK / STEP, 2 halves, 16 pairs of keys, 16 elements, 2]: STEP elements of each value */
     float *scores;       /* [row blocks, CHUNK, width]; then bf16 [row blocks, CHUNK / STEP, 2 parts, width, STEP] */
-    float *out;          /* [2 parts, width, 2 halves, 16]: STEP elements of every output */
+    float *out;          /* [2 parts, width, 2 halves, 16]: STEP elements of each output */
     int32_t *pos;        /* [row blocks, 16]: the query's position, relative to the chunk */
-    int32_t *low, *high; /* [row blocks, 16]: the keys it sees, likewise */
-    float **slots;       /* [count] */
-    float *own;          /* slots of the queries that have no other chunk */
+    int32_t *low, *high; /* [row blocks, 16]: the keys [low, high) that it sees, likewise */
+    float **slots;       /* [count]: the partial result of each query */
+    float *own;          /* slots for the queries without other chunks */
 } AmxBuffers;
 
-/* The keys and values of an item: positions [first, last) of its chunk, and where they lie. */
+/* The keys and values of an item. */
 typedef struct {
     const Item *item;
-    int first, last;
-    int64_t k[CHUNK], v[CHUNK];
+    int first, last; /* positions [first, last), relative to the chunk */
+    int64_t k[CHUNK], v[CHUNK]; /* their offsets in the caches */
 } AmxRows;
 
 static int64_t amx_blocks(int64_t rows) { return (rows + 15) / 16; }
@@ -54,53 +51,14 @@ static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv
     return b;
 }
 
-/* Tiles 0, 1: scores; 2: queries; 3, 7: keys or values; 4, 5: outputs; 6: probabilities. With 16 rows the second parts
- * of the probabilities and their outputs take tiles 2, 0 and 1; with 4 they are further rows of the first. */
+/* Tiles 0 and 1 have scores, 2 queries, 3 and 7 keys or values, 4 and 5 outputs, 6 probabilities. With 16 rows, tile 2
+ * has the second parts of the probabilities, and 0 and 1 their outputs; with 4 rows, these are further rows of tiles
+ * 6, 4, 5. */
 static const AmxConfig amx_config_4 = {1, 0, {0}, {16, 16, 16, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 8, 8, 8, 16}};
 
-/* Lays out up to `width` query rows as tiles; the rows behind them are zero. */
-INLINE void amx_pack_queries(const uint16_t *const *from, int64_t rows, uint16_t *to, int64_t dim, const int width) {
-    for (int64_t d = 0; d < dim; d += STEP, to += 16 * width * 2) {
-        if (width == 16) {
-            __m512i x[16];
-#pragma GCC unroll 16
-            for (int r = 0; r < 16; r++)
-                x[r] = r < rows ? _mm512_loadu_si512(from[r] + d) : _mm512_setzero_si512();
-            transpose_16(x, to, 64);
-        } else {
-            __m512i x[4], y[4];
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; r++)
-                x[r] = r < rows ? _mm512_loadu_si512(from[r] + d) : _mm512_setzero_si512();
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
-                y[i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-                y[2 + i] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-            }
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
-                x[2 * i] = _mm512_unpacklo_epi64(y[2 * i], y[2 * i + 1]);
-                x[2 * i + 1] = _mm512_unpackhi_epi64(y[2 * i], y[2 * i + 1]);
-            }
-            transpose_lanes(x, (char *)to, 64);
-        }
-    }
-}
-
-/* Interleaves the values of each two of STEP keys, as far as 128-bit lanes go: of STEP elements, one half has {0-3,
- * 8-11, 16-19, 24-27}. */
-INLINE void amx_pack_values(const uint16_t *v, const int64_t *at, uint16_t *to) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i++) {
-        __m512i a = _mm512_loadu_si512(v + at[2 * i]), b = _mm512_loadu_si512(v + at[2 * i + 1]);
-        _mm512_store_si512(to + i * 32, _mm512_unpacklo_epi16(a, b));
-        _mm512_store_si512(to + 512 + i * 32, _mm512_unpackhi_epi16(a, b));
-    }
-}
-
-/* Where a tile of the 16 keys from position j on is to be loaded from, and its stride in bytes; -1: they do not lie
- * evenly, copy them. Keys of a tile are never mixed with each other: what lies in a block behind the keys that are seen
- * may be read, if only its scores are masked. */
+/* The offset from which to load a tile of the 16 keys from position j on, and its stride in bytes. Returns -1 if the
+ * keys are not evenly spaced and must be copied. Slots behind the last visible key may be loaded, because products do
+ * not mix the keys of a tile, and their scores are masked. */
 INLINE int64_t amx_tile(const Call *call, const AmxRows *rows, int j, int64_t *stride) {
     *stride = call->k_token * 2;
     if (call->block_size % 16 == 0) {
@@ -116,15 +74,15 @@ INLINE int64_t amx_tile(const Call *call, const AmxRows *rows, int j, int64_t *s
     return -1;
 }
 
-/* What is prefetched next: heads [first, last) of the rows from `row` on. */
+/* What to prefetch next: heads [first, last) of the K/V rows from `row` on. */
 typedef struct {
     const AmxRows *rows;
     int64_t first, last;
-    int row, share, credit; /* heads of a row: how many a call may prefetch, and those not used so far */
+    int row, share, credit; /* share: heads that each call adds to `credit`, which pays for prefetching rows */
 } AmxAhead;
 
-/* A few rows at a time, all along: more at once would fill the miss buffers and stall. To L2: what comes next is too
- * much for L1. */
+/* Prefetch a few rows to L2. Many calls with few rows each, because more at once would fill the miss buffers and
+ * stall; to L2, because the K/V of an item is too large for L1. */
 INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const int64_t v_dim) {
     const int64_t heads = a->last - a->first;
     for (a->credit += a->share; a->credit >= heads && a->row < a->rows->last; a->credit -= heads, a->row++) {
@@ -140,11 +98,11 @@ INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const
 typedef struct {
     float scale, softcap;
     int plain, alibi;
-    vf slopes; /* by lane: a query row, and with 4 rows one of 4 keys */
-    vi place, pos, low, high;
+    vf slopes; /* a lane is a query row; with 4 rows, it is also one of 4 keys */
+    vi place, pos, low, high; /* place: the key of each lane, relative to the first */
 } AmxMask;
 
-/* Scales and masks the scores of STEP keys from position j of the chunk on. top: the maxima so far, four of a lane. */
+/* Scale and mask the scores of STEP keys from position j of the chunk on. top[4]: the running maxima, four per lane. */
 INLINE void amx_mask(float *scores, int j, const AmxMask *m, const int width, vf *top) {
     const int keys = 16 / width;
     for (int i = 0; i < STEP; i += 4 * keys)
@@ -172,51 +130,8 @@ INLINE vf amx_top(const vf *tops, const int width) {
     return top;
 }
 
-/* Two probabilities as a pair of bf16, cut off; what is cut off is left. */
-INLINE __m512i amx_pair(vf *a, vf *b) {
-    const vi mask = (vi){0} + (int32_t)0xffff0000;
-    vi high_a = (vi)*a & mask, high_b = (vi)*b & mask;
-    *a -= (vf)high_a;
-    *b -= (vf)high_b;
-    return (__m512i)((vi)((vu)high_a >> 16) | high_b);
-}
-
-/* The same for what is left, rounded. */
-INLINE __m512i amx_last_pair(vf a, vf b) {
-    vu x = (vu)a + 0x8000, y = (vu)b + 0x8000;
-    return (__m512i)((x >> 16) | (y & 0xffff0000));
-}
-
-/* Probabilities of STEP keys as two tiles. */
-INLINE void amx_pack_probabilities(const float *p, uint16_t *to, const int width) {
-    __m512i high[16], low[16];
-    if (width == 16) {
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            vf a = load_f32(p + 2 * i * 16), b = load_f32(p + (2 * i + 1) * 16);
-            high[i] = amx_pair(&a, &b);
-            low[i] = amx_last_pair(a, b);
-        }
-        transpose_16(high, to, 64);
-        transpose_16(low, to + 16 * STEP, 64);
-    } else {
-        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) { /* lanes: 4 pairs of keys, 4 rows */
-            __m512 x = (__m512)load_f32(p + i * 32), y = (__m512)load_f32(p + i * 32 + 16);
-            vf a = (vf)_mm512_shuffle_f32x4(x, y, 0x88), b = (vf)_mm512_shuffle_f32x4(x, y, 0xdd);
-            high[i] = _mm512_permutexvar_epi32(order, amx_pair(&a, &b)); /* 4 rows, 4 pairs of keys */
-            low[i] = _mm512_permutexvar_epi32(order, amx_last_pair(a, b));
-        }
-#pragma GCC unroll 2
-        for (int part = 0; part < 2; part++) {
-            transpose_lanes(part ? low : high, (char *)(to + part * 4 * STEP), STEP * 2);
-        }
-    }
-}
-
-/* Scores of STEP keys become probabilities, in their place: two tiles of bf16. sums: by key modulo 4; the first holds
- * them all where a vector has 4 keys. */
+/* Replace the scores of STEP keys by their probabilities, as two tiles of bf16. sums[4]: by key modulo 4; if a vector
+ * has 4 keys, all sums are in the first. */
 INLINE void amx_probabilities(float *scores, vf top, const int width, vf *sums, const Call *call, AmxAhead *ahead,
                               const int64_t dim, const int64_t v_dim) {
     for (int j = 0; j < STEP; j += 4) {
@@ -251,16 +166,16 @@ static void amx_locate(const Call *call, const Item *item, AmxRows *rows) {
 /* An item while it is computed. */
 typedef struct {
     const Call *call;
-    const AmxRows *at, *next; /* next: what this thread is likely to do next; the item itself if there is nothing */
+    const AmxRows *at, *next; /* next: what this thread is likely to compute next, else the item itself */
     const Token *tokens;      /* [count] */
-    int64_t count, group, heads, kv_heads, rows, blocks; /* rows of a KV head, and blocks of 16 of these */
-    int64_t start, header;    /* position of the chunk; floats before the outputs of a partial result */
-    int first, last;          /* steps of STEP keys */
+    int64_t count, group, heads, kv_heads, rows, blocks; /* rows of a KV head; blocks of 16 rows */
+    int64_t start, header;    /* position of the chunk; floats before the outputs in a slot */
+    int first, last;          /* steps of STEP keys: [first, last) */
     AmxBuffers b;
-    int64_t tiles[CHUNK / 16], strides[CHUNK / 16]; /* of the keys, see amx_tile */
+    int64_t tiles[CHUNK / 16], strides[CHUNK / 16]; /* of the keys; see amx_tile */
 } AmxWork;
 
-/* What each query sees and where its partial results go; the queries as tiles; where the keys are loaded from. */
+/* Set the range of keys and the slot of each query, pack the queries, and find the offsets of the tiles of keys. */
 INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_t v_dim, const int width) {
     const Call *call = w->call;
     const int64_t group = w->group, rows = w->rows, slot_size = slot_bytes(w->heads, v_dim) / 4;
@@ -289,8 +204,8 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
     for (int x = 2 * w->first; x < 2 * w->last; x++) w->tiles[x] = amx_tile(call, w->at, x * 16, &w->strides[x]);
 }
 
-/* What to prefetch while heads [h, h + together) are computed: other heads of these keys, or the first ones of the next
- * item. */
+/* What to prefetch while heads [h, h + together) are computed: the following heads of these keys, or the first heads
+ * of the next item. */
 INLINE AmxAhead amx_plan_ahead(const AmxWork *w, int64_t h, int64_t together, const int64_t v_dim, const int width) {
     const int64_t first = h + together < w->kv_heads ? h + together : 0;
     const int64_t last = first + together < w->kv_heads ? first + together : w->kv_heads;
@@ -302,7 +217,7 @@ INLINE AmxAhead amx_plan_ahead(const AmxWork *w, int64_t h, int64_t together, co
     return ahead;
 }
 
-/* Scores of the item's keys with one block of rows. k_at: where each 16 keys lie. */
+/* The scores of the item's keys with one block of rows. k_at: the address of each 16 keys. */
 INLINE void amx_scores(const AmxWork *w, AmxAhead *ahead, const uint16_t *const *k_at, const uint16_t *q, float *scores,
                        const int64_t dim, const int64_t v_dim, const int width) {
     COMPILER_FENCE();
@@ -322,8 +237,8 @@ INLINE void amx_scores(const AmxWork *w, AmxAhead *ahead, const uint16_t *const 
     }
 }
 
-/* Scores of one block of rows from row r of KV head h on become probabilities, in their place; maxima and sums go to the
- * partial results. */
+/* Replace the scores of the block of rows from row r of KV head h on by probabilities, and store the maxima and sums
+ * in the slots. */
 INLINE void amx_softmax(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h, int64_t r, float *scores,
                         const int64_t dim, const int64_t v_dim, const int width) {
     const Call *call = w->call;
@@ -340,7 +255,7 @@ INLINE void amx_softmax(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_
         amx_prefetch(call, ahead, dim, v_dim);
         amx_mask(scores + x * STEP * width, x * STEP, mask, width, tops);
     }
-    vf top = amx_top(tops, width), base = choose(top == none, splat(0), top); /* none: nothing to see */
+    vf top = amx_top(tops, width), base = choose(top == none, splat(0), top); /* none: no visible key */
     for (int x = w->first; x < w->last; x++)
         amx_probabilities(scores + x * STEP * width, base, width, sums, call, ahead, dim, v_dim);
     vf sum = amx_sum(sums, width);
@@ -351,7 +266,7 @@ INLINE void amx_softmax(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_
     }
 }
 
-/* STEP elements from element d on of the outputs of one block of rows from row r of KV head h on. */
+/* Elements [d, d + STEP) of the outputs of the block of rows from row r of KV head h on. */
 INLINE void amx_outputs(const AmxWork *w, int64_t h, int64_t r, int64_t d, const int64_t v_dim, const int width) {
     _tile_zero(4);
     _tile_zero(5);
@@ -391,9 +306,9 @@ INLINE void amx_outputs(const AmxWork *w, int64_t h, int64_t r, int64_t d, const
     }
 }
 
-/* One KV head of an item. */
-INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h, const int64_t dim, const int64_t v_dim,
-                     const int width) {
+/* Compute one KV head of an item. */
+INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h, const int64_t dim,
+                     const int64_t v_dim, const int width) {
     const uint16_t *k = (const uint16_t *)w->call->key + h * w->call->k_head;
     const uint16_t *v = (const uint16_t *)w->call->value + h * w->call->v_head;
     const uint16_t *k_at[CHUNK / 16];
@@ -419,7 +334,7 @@ INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h
     }
 }
 
-/* next: see AmxWork; it is prefetched meanwhile, a few rows at a time. */
+/* Compute an item. next: see AmxWork; its K/V is prefetched. */
 INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, AmxBuffers b, float scale,
                      float softcap, const int64_t dim, const int64_t v_dim, const int width) {
     const Item *item = at->item;
@@ -430,7 +345,7 @@ INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, A
                  (at->last + STEP - 1) / STEP, b, {0}, {0}};
     AmxMask mask = {scale, softcap, softcap <= 0 && !call->slopes, call->slopes != NULL};
     for (int i = 0; i < 16; i++) mask.place[i] = i / width;
-    /* Heads that are prefetched together: a few lines of each row, so that memory is read in runs. */
+    /* Heads are prefetched together, so that several cache lines of a row are read in one run. */
     const int64_t together = 256 / dim < 1 ? 1 : 256 / dim < kv_heads ? 256 / dim : kv_heads;
     AmxAhead ahead = {0};
     amx_begin(&w, &mask, dim, v_dim, width);
@@ -442,7 +357,7 @@ INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, A
         if (w.tokens[t].slot < 0) finish_bf16(call, w.tokens[t].row, b.slots[t], 0, 1, 0, heads);
 }
 
-/* The item in code made for its sizes. */
+/* Compute an item with code compiled for its head sizes, if they are common ones. */
 INLINE void amx_run(const Call *call, const AmxRows *now, const AmxRows *next, AmxBuffers b, float scale, float softcap,
                     const int width) {
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
@@ -454,7 +369,7 @@ INLINE void amx_run(const Call *call, const AmxRows *now, const AmxRows *next, A
         amx_item(call, now, next, b, scale, softcap, dim, v_dim, width);
 }
 
-/* With one query head a KV head there is too little to multiply: plain decoding is faster without tiles. */
+/* With one query head per KV head, tiles are mostly empty, and decoding is faster without them. */
 int amx_has_shape(const Call *call) {
     return call->head_dim % STEP == 0 && call->v_head_dim % STEP == 0 && call->num_heads > call->num_kv_heads;
 }
@@ -487,7 +402,7 @@ void attention_amx(const Call *call, float scale, float softcap) {
                 amx_run(call, now, next, b, scale, softcap, 16);
             side ^= 1;
         }
-        _tile_release(); /* others use tiles in these threads, each with a configuration of its own */
+        _tile_release(); /* other libraries use tiles in these threads with their own configurations */
         merge_bf16(call);
     }
 }

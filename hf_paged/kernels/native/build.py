@@ -1,8 +1,8 @@
-"""The native kernels of a process: found in the user's cache, or compiled there, and loaded. Knows files, no tensors.
+"""Loads the library of native kernels from the user's cache, after compiling it if necessary. Knows files, not tensors.
 
-A process decides once, for all native parts together (attention, sampling, decoder layers), when it first asks whether
-it has the kernels: then it waits until they are compiled, seconds, once a machine. So its results do not depend on when
-a compiler ends.
+A process decides once whether it uses native kernels, for all of them together (attention, sampling, decoder layers).
+The first call on a machine waits until they are compiled, which takes seconds, so results never depend on whether a
+compilation has finished.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ __all__ = ["NativeBuildError", "build", "compile_library", "has_compiler", "libr
 log = logging.getLogger("hf_paged")
 
 SWITCH = "HF_PAGED_NATIVE"
+"""The environment variable that turns native kernels on or off."""
 _PACKAGE = Path(__file__).parents[2]
-# Every *.c in these is a translation unit of its own; *.inc.c and *.h are included by those.
+# Every *.c file in them is a translation unit, except *.inc.c, which units include.
 _SOURCE_DIRECTORIES = (Path(__file__).parent, _PACKAGE / "fused" / "cpu" / "native")
 _RETRY_SECONDS = 3600  # after a failed build
-_COMPILER_SECONDS = 900  # then it hangs
+_COMPILER_SECONDS = 900  # a compiler that takes longer is assumed to hang
 
 
 def _read_sources() -> dict[str, bytes]:
-    """Path in the package -> content."""
+    """The content of each source file, by its path in the package."""
     files = (path for directory in _SOURCE_DIRECTORIES for path in sorted(directory.glob("*.[ch]")))
     return {str(path.relative_to(_PACKAGE)): path.read_bytes() for path in files}
 
 
-# Read with the Python code that calls the kernels: an upgrade of the package while this process runs changes both.
+# Read at import, so that they match the Python code of this process even if the package is upgraded while it runs.
 SOURCES: Mapping[str, bytes] = _read_sources()
 
 
@@ -60,24 +61,25 @@ _lock = usable_after_fork(threading.Lock())
 
 
 def library() -> ctypes.CDLL | None:
-    """The loaded kernels, or None: then `status` says why. The first question of a machine compiles them and waits.
+    """The loaded kernels, or None if there are none; `status` gives the reason. The first call on a machine compiles
+    them and waits.
 
-    Raises ValueError if HF_PAGED_NATIVE has a value that means neither on nor off.
+    Raises ValueError if HF_PAGED_NATIVE is neither on nor off.
     """
     return (_decision or _decided()).library
 
 
 def status() -> str:
-    """One line for people: which CPU kernels this process has, or why it has none."""
+    """One readable line: which native CPU kernels this process has, or why it has none."""
     return _decided().status
 
 
 def build() -> Path:
-    """Compile the kernels if they are not in the cache, whatever failed before, and load them.
+    """Load the kernels, and compile them first if they are not in the cache, even after a recent failed build.
 
-    Returns the library's path. A process that had decided to do without them uses them from now on: not while a
-    generate call or an engine runs. Raises NativeBuildError with the reason, the compiler's words for one, if there is
-    nothing to load.
+    Returns the library's path. If the process had no native kernels, it uses them from now on, so do not call it while
+    a generate call or an engine is running. Raises NativeBuildError with the reason, such as the compiler's output, if
+    there is no library to load.
     """
     global _decision
     if _is_off():
@@ -111,8 +113,8 @@ def _decide() -> _Decision:
     except (OSError, NativeBuildError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())[:300]
     warnings.warn(
-        f"no native CPU kernels, so slower code of torch takes their place: {reason}. `hf-paged build` tries again and "
-        f"tells all of it; {SWITCH}=0 does without them and without this warning",
+        f"no native CPU kernels, so the slower torch implementation is used: {reason}. `hf-paged build` retries and "
+        f"prints the whole error; {SWITCH}=0 turns native kernels and this warning off",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -125,7 +127,7 @@ def _is_off() -> bool:
         return True
     if value in ("", "1", "true", "on", "yes"):
         return False
-    raise ValueError(f"{SWITCH}={os.environ[SWITCH]!r}: use 1 (compile and use the native CPU kernels) or 0 (do not)")
+    raise ValueError(f"{SWITCH}={os.environ[SWITCH]!r}: use 1 (compile and use native CPU kernels) or 0 (do not)")
 
 
 def _loaded(path: Path) -> _Decision:
@@ -135,23 +137,23 @@ def _loaded(path: Path) -> _Decision:
 
 
 def _built(*, retry: bool) -> Path:
-    """Path of the library, compiled now if need be. retry: even if that has failed within the last hour."""
+    """The path of the library, which is compiled if necessary. retry: even if a build failed within the last hour."""
     toolchain = find_toolchain()
     directory = store.open_directory()
     path = directory / _file_name(toolchain)
     if not path.exists():
         if store.is_locked(directory):
-            log.warning("hf_paged: waiting for another process that compiles the CPU kernels")
+            log.warning("hf_paged: waiting for another process that is compiling the CPU kernels")
         with store.locked(directory):
             if not path.exists():
                 _build(toolchain, path, retry=retry)
-    with suppress(OSError):  # a cache that is read-only
-        os.utime(path)  # the builds last used are kept
+    with suppress(OSError):  # the cache may be read-only
+        os.utime(path)  # only the most recently used builds are kept
     return path
 
 
 def _file_name(toolchain: Toolchain) -> str:
-    """Names a build: changes with the sources and with whatever they are compiled with."""
+    """A name that identifies the sources and everything that they are compiled with."""
     digest = hashlib.sha256(toolchain.identity().encode())
     for name, content in SOURCES.items():
         digest.update(f"{name} {len(content)} ".encode() + content)
@@ -175,9 +177,9 @@ def _build(toolchain: Toolchain, path: Path, *, retry: bool) -> None:
 
 
 def compile_library(toolchain: Toolchain, directory: Path) -> Path:
-    """Compile the sources in `directory`, all units side by side; returns the library.
+    """Compile the sources in `directory`, all units in parallel, and return the path of the library.
 
-    Raises NativeBuildError with the compiler's words.
+    Raises NativeBuildError with the compiler's output.
     """
     toolchain.check()
     includes = [directory / path.relative_to(_PACKAGE) for path in _SOURCE_DIRECTORIES]
@@ -195,7 +197,7 @@ def compile_library(toolchain: Toolchain, directory: Path) -> Path:
 
 
 def _run(commands: list[list[str]], directory: Path) -> None:
-    """All at once. Raises NativeBuildError with the words of the first that fails."""
+    """Run the commands in parallel. Raises NativeBuildError with the output of the first one that failed."""
     running: list[subprocess.Popen[bytes]] = []
     logs = [directory / f"{number}.log" for number in range(len(commands))]
     try:
@@ -204,8 +206,8 @@ def _run(commands: list[list[str]], directory: Path) -> None:
                 running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
         for process, command, output in zip(running, commands, logs, strict=True):
             if process.wait(_COMPILER_SECONDS):
-                words = output.read_text(errors="replace").strip() or f"exit status {process.returncode}"
-                raise NativeBuildError(f"the compiler failed: {words}\n{shlex.join(command)}")
+                message = output.read_text(errors="replace").strip() or f"exit status {process.returncode}"
+                raise NativeBuildError(f"the compiler failed: {message}\n{shlex.join(command)}")
     finally:
         for process in running:
             if process.poll() is None:
@@ -214,5 +216,5 @@ def _run(commands: list[list[str]], directory: Path) -> None:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """A library that `compile_library` has made, with the types of its functions."""
+    """Load a library that `compile_library` has made, and declare the types of its functions."""
     return declare(store.load(path))

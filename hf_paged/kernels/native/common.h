@@ -1,9 +1,9 @@
-/* What every unit of the kernels needs: the instruction set it is compiled for, and a few small helpers.
+/* For every unit of the kernels: the instruction set that it is compiled for, and small helpers.
  *
- * Keys are cut into chunks of CHUNK positions, at the same positions in every sequence. A work item is one chunk of one
- * sequence (or of several that hold the same blocks there) with all heads; the chunks of a query are combined in order.
- * So a query's result depends on its own keys alone: not on the batch, the threads, or which sequences share its blocks.
- */
+ * The keys of every sequence are cut into chunks at multiples of CHUNK positions. A work item is one chunk of one
+ * sequence, or of several sequences that hold the same blocks there, with all heads. The chunks of a query are
+ * combined in order, so its result depends only on its own keys: not on the batch, the threads, or which sequences
+ * share its blocks. */
 #ifndef HFP_COMMON_H
 #define HFP_COMMON_H
 #include <math.h>
@@ -34,7 +34,7 @@
 #else
 #define HAS_DPBF16 0
 #endif
-/* HF_PAGED_EMULATE_AMX, for tests: the AMX code runs on a software matrix unit. */
+/* HF_PAGED_EMULATE_AMX is for tests: the AMX code runs on an emulated matrix unit. */
 #if HAS_DPBF16 && defined(HF_PAGED_EMULATE_AMX)
 #define HAS_AMX 1
 #elif HAS_DPBF16 && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
@@ -49,7 +49,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-/* An entry point of the library. Everything else is hidden. */
+/* An entry point of the library; other symbols are hidden. */
 #define HFP_EXPORT __attribute__((visibility("default")))
 
 #define NAME_2(a, b) a##_##b
@@ -58,7 +58,7 @@
 
 static inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
-/* The next `bytes` of a buffer, rounded up so that the part behind them is aligned to 64 as well. */
+/* Take the next `bytes` of a buffer, rounded up so that the following part is aligned to 64 bytes too. */
 static inline void *take(char **at, int64_t bytes) {
     void *part = *at;
     *at += round_up(bytes, 64);

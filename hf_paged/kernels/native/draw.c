@@ -1,11 +1,11 @@
-/* Probabilities to tokens, as torch.multinomial draws one token a row on a CPU: each token has a clock, which rings after
- * the time -log1p(-u), and the largest p / time wins. The random numbers u are those of torch's generator, a Mersenne
- * Twister: 53 bits of two words each, for every token of the row. No time is less than its u; so a logarithm is taken
- * only where u does not tell already that another token is ahead. */
+/* Samples one token per row of probabilities with the algorithm of torch.multinomial on a CPU: for each token with
+ * probability p draw an exponential variate e = -log1p(-u), and take the token with the largest p / e. The uniform
+ * variates u are those of torch's generator, a Mersenne Twister: 53 bits of two words, for every token of the row.
+ * Because e >= u, the logarithm is computed only if p / u exceeds the largest p / e so far. */
 
 #include "vectors.h"
 
-/* Plain loops, which gcc puts on vectors at this level only. */
+/* gcc vectorises these loops only at this level. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("O3")
@@ -14,7 +14,8 @@
 #define TWISTER_WORDS 624
 #define DRAWN_AT_ONCE 512
 
-/* The beginning of what torch.Generator.get_state() gives. `left`: words until the next renewal, plus one. */
+/* The first fields of the state that torch.Generator.get_state() returns. left: words before the next refill, plus
+ * one. */
 typedef struct {
     uint64_t seed;
     int32_t left, seeded;
@@ -23,14 +24,14 @@ typedef struct {
 
 typedef struct {
     uint32_t words[TWISTER_WORDS];
-    int next; /* word; TWISTER_WORDS: they are used up */
+    int next; /* index of the next word; TWISTER_WORDS: all are used */
 } twister;
 
 static inline uint32_t twist(uint32_t a, uint32_t b) {
     return (((a & 0x80000000u) | (b & 0x7fffffffu)) >> 1) ^ (-(b & 1u) & 0x9908b0dfu);
 }
 
-static void twister_renew(uint32_t *w) {
+static void twister_refill(uint32_t *w) {
     int i = 0;
     for (; i < 227; i++) w[i] = w[i + 397] ^ twist(w[i], w[i + 1]);
     for (; i < 623; i++) w[i] = w[i - 227] ^ twist(w[i], w[i + 1]);
@@ -40,7 +41,7 @@ static void twister_renew(uint32_t *w) {
 static void twister_take(twister *restrict t, uint32_t *restrict out, int count) {
     while (count > 0) {
         if (t->next == TWISTER_WORDS) {
-            twister_renew(t->words);
+            twister_refill(t->words);
             t->next = 0;
         }
         const int n = count < TWISTER_WORDS - t->next ? count : TWISTER_WORDS - t->next;
@@ -64,7 +65,7 @@ static int64_t draw_row(const float *p, int64_t vocab, twister *t) {
     for (int64_t start = 0; start < vocab; start += DRAWN_AT_ONCE) {
         const int n = vocab - start < DRAWN_AT_ONCE ? (int)(vocab - start) : DRAWN_AT_ONCE;
         twister_take(t, words, 2 * n);
-        /* What p must reach for a time of u's first bits; the margin is for the rounding of both sides. */
+        /* The p that a token with e = u needs, for u cut to its first 21 bits; the factor covers rounding errors. */
         const float needed = best * (0x1p-21f * 0.999999f);
         int any = 0;
         for (int i = 0; i < n; i++) {
@@ -75,8 +76,8 @@ static int64_t draw_row(const float *p, int64_t vocab, twister *t) {
             const float u = (float)(int32_t)(words[2 * i] & 0x1fffffu), value = p[start + i];
             if (!(value > 0 && value >= best * (0x1p-21f * 0.999999f) * u)) continue;
             const uint64_t bits = ((uint64_t)words[2 * i] << 32 | words[2 * i + 1]) & ((1ull << 53) - 1);
-            const float ahead = value / (float)-log1p(-((double)bits * 0x1p-53));
-            if (ahead > best) best = ahead, token = start + i;
+            const float ratio = value / (float)-log1p(-((double)bits * 0x1p-53));
+            if (ratio > best) best = ratio, token = start + i;
         }
     }
     return token;
@@ -94,7 +95,8 @@ static void move_on(generator_state *state, const twister *t) {
     state->left = TWISTER_WORDS + 1 - t->next;
 }
 
-/* probs: rows `stride` apart. states: one of a generator for each row, moved on; are_distinct: no two are the same. */
+/* probs [rows, vocab], rows `stride` elements apart -> tokens [rows]. states: the state of each row's generator, which
+ * is advanced. are_distinct: no two rows have the same generator. */
 HFP_EXPORT void hfp_draw(const float *probs, int64_t stride, int64_t rows, int64_t vocab,
                          generator_state *const *states, int are_distinct, int64_t *tokens, int64_t threads) {
     (void)threads, (void)are_distinct;

@@ -1,7 +1,8 @@
-/* Partial results to outputs, for one dtype: DTYPE (suffix) and ELEMENT. Included by the code for each dtype. */
+/* Combines partial results into outputs. Included by the code for each dtype, which defines DTYPE (the suffix) and
+ * ELEMENT (its C type). */
 
-/* Normalise and write one query's heads [first, last) from `count` partial results, `stride` floats apart. The maxima
- * are replaced by the weights of their partial results. */
+/* Write heads [first, last) of one query's output and log-sum-exp from its `count` partial results, which are `stride`
+ * floats apart. Overwrites the maxima with the weights of the partial results. */
 static void TYPED(finish)(const Call *call, int32_t row, float *partials, int64_t stride, int64_t count, int64_t first,
                           int64_t last) {
     const int64_t heads = call->num_heads, dim = call->v_head_dim, pad = padded_dim(dim);
@@ -27,7 +28,7 @@ static void TYPED(finish)(const Call *call, int32_t row, float *partials, int64_
     }
 }
 
-/* Combine the partial results of the queries that have several chunks. Called by all threads, which divide the work. */
+/* Finish the queries with several chunks. All threads call it and divide the work. */
 static void TYPED(merge)(const Call *call) {
     const Plan *plan = call->plan;
     const int64_t kv_heads = call->num_kv_heads, group = call->num_heads / kv_heads;

@@ -1,21 +1,21 @@
-/* Logits to tokens: the most likely token of each row and its log-probability, in two passes over the row where it lies.
- * Included for each dtype; see attention.inc.c for the macros. */
+/* Greedy sampling: the most likely token of each row of logits and its log-probability, in two passes over the row.
+ * Included by the unit of each dtype; see attention.inc.c for the macros. */
 
 static void TYPED(greedy_row)(const ELEMENT *x, int64_t vocab, int64_t *token, float *logprob) {
-    vf most = splat(-INFINITY), sums[4] = {{0}};
+    vf tops = splat(-INFINITY), sums[4] = {{0}};
     vi at = {0}, lanes = {0};
     for (int i = 0; i < W; i++) lanes[i] = i;
     int64_t i = 0;
     for (; i + W <= vocab; i += W) {
         const vf v = LOAD(x + i);
-        const vi larger = v > most;
-        most = choose(larger, v, most);
+        const vi larger = v > tops;
+        tops = choose(larger, v, tops);
         at = (at & ~larger) | ((lanes + (int32_t)i) & larger);
     }
-    float top = most[0];
+    float top = tops[0];
     int64_t best = at[0];
-    for (int j = 1; j < W; j++) /* the first of equals */
-        if (most[j] > top || (most[j] == top && at[j] < best)) top = most[j], best = at[j];
+    for (int j = 1; j < W; j++) /* the first of equal logits */
+        if (tops[j] > top || (tops[j] == top && at[j] < best)) top = tops[j], best = at[j];
     float tail[W];
     for (int j = 0; j < W; j++) {
         tail[j] = -INFINITY;
@@ -27,7 +27,7 @@ static void TYPED(greedy_row)(const ELEMENT *x, int64_t vocab, int64_t *token, f
             if (v[0] > top) top = v[0], best = i + j;
         }
     }
-    /* exp(-inf) adds nothing. NaN anywhere, or no finite maximum, makes the sum NaN. */
+    /* exp(-inf) adds nothing. NaN in the row, or no finite maximum, makes the sum NaN. */
     int64_t k = 0;
     for (; k + 4 * W <= vocab; k += 4 * W)
 #pragma GCC unroll 4

@@ -1,9 +1,27 @@
-/* What the units of attention share: the arguments of a call, the sizes of workspaces, the code for each dtype. */
+/* Shared by the units of attention: the arguments of a call, the sizes of workspaces, and the functions for each
+ * dtype. */
 #ifndef HFP_KERNELS_H
 #define HFP_KERNELS_H
 #include "plan.h"
 
-/* Filled by the caller as 64-bit words in this order (kernels/native/structs.py); strides in elements, 0 = absent. */
+/* The strides of a write, in bytes: from token to token and from head to head of the new K and V, and from block to
+ * block, slot to slot and head to head of the caches. k_size, v_size: bytes of one head. */
+typedef struct {
+    int64_t k_token, k_head, k_size, v_token, v_head, v_size;
+    int64_t kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head;
+} WriteStrides;
+
+/* A run of bytes in every block of a tensor that is copied: its addresses in block 0 of the source and of the target,
+ * the bytes from block to block in each, and the size of the run. */
+typedef struct {
+    const char *source;
+    int64_t source_block;
+    char *target;
+    int64_t target_block, size;
+} Span;
+
+/* The arguments of attention, which the caller fills as 64-bit words in this order (kernels/native/structs.py). Strides
+ * are in elements. window, chunk_size, softcap: 0 = none. */
 typedef struct {
     const char *query, *key, *value;
     char *out;
@@ -14,12 +32,14 @@ typedef struct {
     char *workspace;
     int64_t q_token, q_head, k_block, k_token, k_head, v_block, v_token, v_head, o_token, o_head;
     int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk_size, threads;
-    const char *new_key, *new_value; /* K/V of the step's tokens, to be written first; NULL: they are in the cache */
-    const int64_t *slots;
-    int64_t num_tokens, strides[12]; /* as hfp_write_kv takes them */
+    const char *new_key, *new_value; /* K/V of the step's tokens, which is written first; NULL: it is in the cache */
+    const int64_t *slots;            /* [num_tokens] */
+    int64_t num_tokens;
+    WriteStrides strides;
+    double scale, softcap;
 } Call;
 
-/* Sequences whose new tokens are many. seq_lens, starts: of all sequences; seqs: which ones. */
+/* The sequences with many new tokens: their numbers in `seqs`. seq_lens and starts: of all sequences of the step. */
 typedef struct {
     const int32_t *seq_lens, *starts, *seqs;
     int64_t num_seqs;
@@ -27,12 +47,12 @@ typedef struct {
 
 static inline int64_t padded_dim(int64_t dim) { return round_up(dim, 2 * W); }
 
-/* floats of one partial result: maxima, sums, unnormalised outputs */
+/* Floats in a slot, which holds one partial result: maxima and sums by head, then outputs that are not normalised. */
 static inline int64_t slot_floats(int64_t num_heads, int64_t v_head_dim) {
     return round_up(2 * num_heads, 16) + num_heads * padded_dim(v_head_dim);
 }
 
-/* Bytes of one partial result. */
+/* Bytes of a slot. */
 static inline int64_t slot_bytes(int64_t num_heads, int64_t v_head_dim) {
     return round_up(slot_floats(num_heads, v_head_dim) * 4, 64);
 }
@@ -43,11 +63,11 @@ static inline int64_t thread_bytes(int64_t count, int64_t num_heads, int64_t num
     const int64_t rows = count * (num_heads / num_kv_heads);
     const int64_t floats = count * num_heads * padded_dim(head_dim) /* queries */
                            + count * slot_floats(num_heads, v_head_dim)
-                           + count * num_heads * W /* sums, lane by lane */
+                           + count * num_heads * W /* sums, for each lane */
                            + rows * (TILE + 4)     /* scores, factors, pointers to accumulators */
                            + count * 8
 #if HAS_AMX
-                           + round_up(rows, 16) * (num_kv_heads * head_dim / 2 + 3) /* queries as tiles, what they see */
+                           + round_up(rows, 16) * (num_kv_heads * head_dim / 2 + 3) /* queries as tiles, their masks */
                            + round_up(rows, 16) * CHUNK                             /* scores */
                            + CHUNK * (head_dim + 32) / 2 + 1024                     /* keys, values, outputs as tiles */
 #endif
@@ -75,8 +95,8 @@ void attention_amx(const Call *call, float scale, float softcap);
 void prefill_amx(const Call *call, const Prompts *prompts, float scale, float softcap);
 #endif
 
-int hfp_attention(const Call *call, int dtype, double scale, double softcap);
+int hfp_attention(const Call *call, int dtype);
 void hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache, const int64_t *slots,
-                  int64_t num_tokens, int64_t num_kv_heads, int64_t block_size, const int64_t *strides,
+                  int64_t num_tokens, int64_t num_kv_heads, int64_t block_size, const WriteStrides *strides,
                   int64_t threads);
 #endif

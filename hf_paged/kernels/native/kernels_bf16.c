@@ -1,4 +1,4 @@
-/* Attention, prompts and greedy choice in bf16, without a matrix unit. */
+/* Attention, prefill and greedy sampling in bf16, without a matrix unit. */
 #include "common.h"
 #define DTYPE bf16
 #define ELEMENT uint16_t

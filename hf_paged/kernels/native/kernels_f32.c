@@ -1,4 +1,4 @@
-/* Attention, prompts and greedy choice in fp32. */
+/* Attention, prefill and greedy sampling in fp32. */
 #include "common.h"
 #define DTYPE f32
 #define ELEMENT float

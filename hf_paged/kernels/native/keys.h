@@ -1,10 +1,10 @@
-/* Where the keys and values of an item lie. */
+/* The addresses of the keys and values of a work item. */
 #ifndef HFP_KEYS_H
 #define HFP_KEYS_H
 #include "kernels.h"
 
-/* Where the keys and values of `size` positions from `tile` on lie, as far as they are in [low, high). The others get the
- * place of one that is: they are read, but their scores are masked. */
+/* The offsets of the keys and values at positions [tile, tile + size). Positions outside [low, high) get the offsets
+ * of a position inside: they are read, but their scores are masked. */
 INLINE void locate(const Call *call, const int32_t *table, int64_t tile, int64_t size, int64_t low, int64_t high,
                    int64_t *k_at, int64_t *v_at) {
     const int64_t from = tile > low ? tile : low, to = tile + size < high ? tile + size : high;
@@ -25,7 +25,7 @@ INLINE void locate(const Call *call, const int32_t *table, int64_t tile, int64_t
     for (int64_t j = to - tile; j < size; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
 }
 
-/* The keys of an item that at least one of its queries sees. */
+/* The range of positions of an item that at least one of its queries sees. */
 INLINE void keys_of_item(const Call *call, const Item *item, int64_t *low, int64_t *high) {
     const Token *tokens = call->plan->tokens + item->first;
     const int64_t start = (int64_t)item->chunk * CHUNK, end = start + CHUNK;

@@ -1,7 +1,7 @@
-"""The native CPU implementation: C kernels that read the blocks where they lie.
+"""The native CPU implementation of the operations in `kernels.ops`, and native greedy and random sampling.
 
-One kernel is for sequences with few new tokens, another for those with many. Which of them computes a sequence depends
-only on the lengths of that sequence. This module knows tensors; `native.build` knows compilers.
+The kernels are C code that reads K/V through block tables. One computes sequences with few new tokens, another those
+with many; the choice depends only on the lengths of the sequence. Knows tensors; `native.build` knows compilers.
 """
 
 from __future__ import annotations
@@ -10,45 +10,44 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native.structs import Call, Step
+from hf_paged.kernels.native.structs import Call, Prompts, Span, Step, WriteStrides
 from hf_paged.locks import usable_after_fork
 
-WRITES_NEW_KV = True  # whether paged_attention takes the step's K/V too, and writes it
+WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V and writes it
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# A sequence with at least this many new query rows a KV head goes to the matrix products of prefill.inc.c, others to
-# attention.inc.c. About where their speeds cross, in fp32 and in bf16, after long prefixes and short ones.
+# Sequences with at least this many query rows (new tokens x query heads) per KV head are computed by prefill.inc.c,
+# others by attention.inc.c. Near this number both are equally fast, in fp32 and bf16, after short and long prefixes.
 _PROMPT_ROWS = 64
-# What prefill.inc.c has buffers for: elements of a head, query heads a KV head.
+# Limits of prefill.inc.c: elements of a head, query heads per KV head.
 _PROMPT_MAX_DIM, _PROMPT_MAX_GROUP = 512, 64
-# Queries (of one sequence, or of several that share blocks) that read a chunk together, and their rows a KV head.
+# Limits of a work item: queries that read a chunk together, and their rows per KV head.
 _MAX_ITEM_QUERIES = 16
 _MAX_ITEM_ROWS = 64
 
-_Strides = ctypes.c_int64 * 12
-_NO_NEW_KV = (0, 0, 0, 0, _Strides())
+_NO_NEW_KV = (0, 0, 0, 0, WriteStrides())
 _local = threading.local()
 _drawing = usable_after_fork(threading.Lock())
 
 
 def is_available() -> bool:
-    """Whether this process has the kernels. The first question of a machine compiles them, and waits."""
+    """Whether this process has the kernels. The first call on a machine compiles them and waits."""
     return native_build.library() is not None
 
 
 def status() -> str:
-    """One line for people: which CPU kernels this process has, or why it has none."""
+    """One readable line: which native CPU kernels this process has, or why it has none."""
     return native_build.status()
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether attention and writes have code for the dtype on this machine (block copies have, for any)."""
+    """Whether attention and greedy sampling support this dtype on this machine."""
     return dtype in (torch.float32, torch.bfloat16) or (dtype == torch.float16 and bool(_library().hfp_has_f16()))
 
 
@@ -59,51 +58,72 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+class _Sizes(NamedTuple):
+    """The sizes on which a plan depends. window, chunk_size: 0 = none. group: query heads per KV head. head_dim: the
+    larger one of K's and V's. num_blocks: of the cache. num_rows: of the query."""
+
+    block_size: int
+    window: int
+    chunk_size: int
+    group: int
+    head_dim: int
+    num_blocks: int
+    num_rows: int
+
+
 class _Plan:
-    """The work items of one step for one window: made once, used by all layers of the group."""
+    """The work items of one step for one mask: made once, used by all layers of the group.
 
-    __slots__ = ("_memory", "handle", "prompts", "workspace")
+    handle: the address of the plan. prompts: the sequences for `hfp_prefill`, or None.
+    """
 
-    def __init__(
-        self,
-        metadata: AttentionMetadata,
-        shape: tuple[int, ...],
-        share: bool,
-    ) -> None:
-        """shape: block size, window, attention chunk (0 = none), query heads a KV head, elements of a head, blocks of
-        the cache, rows of the query. Raises ValueError where an index of the step is out of bounds."""
+    __slots__ = ("_few", "_long", "_memory", "_workspace_bytes", "handle", "prompts")
+
+    def __init__(self, metadata: AttentionMetadata, sizes: _Sizes, share: bool) -> None:
+        """Raises ValueError if an index of the step is out of bounds."""
         library = _library()
-        block_size, window, chunk_size, group, dim = shape[:5]
+        group = sizes.group
         query_lens = np.diff(metadata.query_start_loc.numpy())
         long = query_lens * group >= _PROMPT_ROWS
-        # A single new token is a decode step, however many heads it has.
-        long &= (query_lens > 1) & (group <= _PROMPT_MAX_GROUP and dim <= _PROMPT_MAX_DIM)
-        mine = np.ascontiguousarray((~long).nonzero()[0], dtype=np.int32)
-        self.prompts = np.ascontiguousarray(long.nonzero()[0], dtype=np.int32) if long.any() else None
-        tables = metadata.block_tables
+        # One new token is a decode step, for any number of heads.
+        long &= (query_lens > 1) & (group <= _PROMPT_MAX_GROUP and sizes.head_dim <= _PROMPT_MAX_DIM)
+        self._few, self._long = (np.ascontiguousarray(x.nonzero()[0], dtype=np.int32) for x in (~long, long))
+        tables, lens, starts = metadata.block_tables, metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr()
+        self.prompts = Prompts(lens, starts, self._long.ctypes.data, len(self._long)) if len(self._long) else None
         step = Step(
             tables.data_ptr(),
-            metadata.seq_lens.data_ptr(),
-            metadata.query_start_loc.data_ptr(),
-            mine.ctypes.data,
+            lens,
+            starts,
+            self._few.ctypes.data,
             tables.stride(0),
-            len(mine),
-            block_size,
-            window,
-            chunk_size,
+            len(self._few),
+            sizes.block_size,
+            sizes.window,
+            sizes.chunk_size,
             max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
             share,
         )
-        num_blocks, num_rows = shape[5:]
-        fault = library.hfp_check(ctypes.byref(step), len(query_lens), tables.shape[1], num_blocks, num_rows)
+        fault = library.hfp_check(
+            ctypes.byref(step), len(query_lens), tables.shape[1], sizes.num_blocks, sizes.num_rows
+        )
         if fault:
             what = ("the query rows", "the length", "a block id")[fault % 4 - 1]
             raise ValueError(f"{what} of sequence {fault // 4} is out of bounds")
-        # A tensor's memory, which is freed without running Python: Ctrl-C in a finalizer would be lost.
+        # The memory of a tensor is freed without running Python: a finalizer would swallow Ctrl-C.
         self._memory = torch.empty(library.hfp_plan_bytes(ctypes.byref(step)), dtype=torch.uint8)
         self.handle = self._memory.data_ptr()
         library.hfp_plan(self.handle, ctypes.byref(step))
-        self.workspace: dict[tuple[int, ...], int] = {}  # bytes by shape
+        self._workspace_bytes: dict[tuple[int, ...], int] = {}
+
+    def workspace_bytes(self, *shape: int) -> int:
+        """Bytes of workspace for a call. shape: num_heads, num_kv_heads, head_dim, v_head_dim, threads."""
+        num_bytes = self._workspace_bytes.get(shape)
+        if num_bytes is None:
+            num_bytes = _library().hfp_workspace_bytes(self.handle, *shape)
+            if self.prompts is not None:
+                num_bytes = max(num_bytes, _library().hfp_prefill_bytes(*shape[2:]))
+            self._workspace_bytes[shape] = num_bytes
+        return num_bytes
 
     def counts(self) -> tuple[int, int, int, int]:
         """Work items, queries in them, queries with several chunks, partial results."""
@@ -113,7 +133,7 @@ class _Plan:
 
 
 def workspace(num_bytes: int) -> int:
-    """Address of memory, aligned to 64 bytes, that the next call of this thread may overwrite."""
+    """The address of `num_bytes` bytes, aligned to 64, that are valid until this thread's next call."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < num_bytes:
         buffer = _local.buffer = torch.empty(num_bytes + num_bytes // 2, dtype=torch.uint8)
@@ -138,7 +158,7 @@ def paged_attention(
     return_lse: bool = False,
     share: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.paged_attention`. `share`: read blocks that several sequences hold once for all of them."""
+    """See `ops.paged_attention`. share: blocks that several sequences hold are read once for all of them."""
     dtype = query.dtype
     if not (dtype == key_cache.dtype == value_cache.dtype) or dtype not in _DTYPES:
         raise ValueError(
@@ -159,16 +179,13 @@ def paged_attention(
         query, key_cache, value_cache, metadata, target, key=key, value=value, sliding_window=sliding_window,
         chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, share=share,
     )  # fmt: skip
-    call.workspace = workspace(num_bytes)
+    call.scale, call.softcap, call.workspace = scale, softcap or 0.0, workspace(num_bytes)
     library, address = _library(), ctypes.byref(call)
-    failed = library.hfp_attention(address, _DTYPES[dtype], scale, softcap or 0.0)
+    failed = library.hfp_attention(address, _DTYPES[dtype])
     if plan.prompts is not None:
-        failed |= library.hfp_prefill(
-            address, _DTYPES[dtype], scale, softcap or 0.0, metadata.seq_lens.data_ptr(),
-            metadata.query_start_loc.data_ptr(), plan.prompts.ctypes.data, len(plan.prompts),
-        )  # fmt: skip
+        failed |= library.hfp_prefill(address, _DTYPES[dtype], ctypes.byref(plan.prompts))
     if failed:
-        raise ValueError(f"impl='native': this machine has no conversion for {dtype}; use impl='torch'")
+        raise ValueError(f"impl='native': this CPU cannot convert {dtype}; use impl='torch'")
     if target is not out:
         out.copy_(target)
     if lse is not None:
@@ -192,63 +209,37 @@ def attention_call(
     lse: torch.Tensor | None = None,
     share: bool = True,
 ) -> tuple[Call, _Plan, int]:
-    """What the kernels want to know of an attention, the step's plan for it, and how many bytes of workspace it takes,
-    whose address the caller puts in. All as for `ops.paged_attention`; last dimensions contiguous, floats fp32."""
-    library = _library()
+    """The arguments of an attention for the kernels; the plan of the step; and the bytes of workspace that it needs.
+
+    The arguments are as for `ops.paged_attention`, but the last dimension of every tensor is contiguous, and sinks and
+    alibi_slopes are fp32. The caller sets the scale, the softcap and the address of the workspace.
+    """
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, v_head_dim = value_cache.shape
-    window, chunk = sliding_window or 0, chunk_size or 0
-    group = num_heads // num_kv_heads
-    plan_shape = (block_size, window, chunk, group, max(head_dim, v_head_dim), num_blocks, num_tokens)
-    plan_key = ("native", plan_shape, share)
-    plan: _Plan | None = metadata.scratch.get(plan_key)
+    window, chunk, threads = sliding_window or 0, chunk_size or 0, torch.get_num_threads()
+    group, dim = num_heads // num_kv_heads, max(head_dim, v_head_dim)
+    sizes = _Sizes(block_size, window, chunk, group, dim, num_blocks, num_tokens)
+    plan: _Plan | None = metadata.scratch.get(("native", sizes, share))
     if plan is None:
-        plan = metadata.scratch[plan_key] = _Plan(metadata, plan_shape, share)
+        plan = metadata.scratch[("native", sizes, share)] = _Plan(metadata, sizes, share)
     new_kv: tuple[Any, ...] = _NO_NEW_KV
     slots = None
     if key is not None and value is not None:
         key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), metadata.slot_mapping.contiguous()
         strides = _write_strides(key, value, key_cache, value_cache)
         new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, strides)
-    threads = torch.get_num_threads()
-    shape = (num_heads, num_kv_heads, head_dim, v_head_dim, threads)
-    num_bytes = plan.workspace.get(shape)
-    if num_bytes is None:
-        num_bytes = library.hfp_workspace_bytes(plan.handle, *shape)
-        if plan.prompts is not None:
-            num_bytes = max(num_bytes, library.hfp_prefill_bytes(head_dim, v_head_dim, threads))
-        plan.workspace[shape] = num_bytes
-    k_strides, v_strides = key_cache.stride(), value_cache.stride()
     call = Call(
-        query.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        out.data_ptr(),
+        query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        metadata.block_tables.data_ptr(),
-        plan.handle,
-        0,
-        query.stride(0),
-        query.stride(1),
-        *k_strides[:3],
-        *v_strides[:3],
-        out.stride(0),
-        out.stride(1),
-        metadata.block_tables.stride(0),
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        v_head_dim,
-        block_size,
-        window,
-        chunk,
-        threads,
-        *new_kv,
-    )
+        metadata.block_tables.data_ptr(), plan.handle, 0,
+        *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
+        metadata.block_tables.stride(0), num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk,
+        threads, *new_kv,
+    )  # fmt: skip
     call.held = key, value, slots
-    return call, plan, num_bytes
+    return call, plan, plan.workspace_bytes(num_heads, num_kv_heads, head_dim, v_head_dim, threads)
 
 
 def write_kv(
@@ -262,13 +253,13 @@ def write_kv(
     key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), slot_mapping.contiguous()
     _library().hfp_write_kv(
         key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
-        *key.shape[:2], key_cache.shape[1], _write_strides(key, value, key_cache, value_cache),
+        *key.shape[:2], key_cache.shape[1], ctypes.byref(_write_strides(key, value, key_cache, value_cache)),
         torch.get_num_threads(),
     )  # fmt: skip
 
 
 def _as_in(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype of the cache, its last dimension contiguous."""
+    """x in the dtype of the cache, with a contiguous last dimension."""
     if x.dtype != cache.dtype:
         x = x.to(cache.dtype)
     return x if x.stride(2) == 1 else x.contiguous()
@@ -276,11 +267,10 @@ def _as_in(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _write_strides(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
-) -> ctypes.Array[ctypes.c_int64]:
-    """See `hfp_write_kv`."""
+) -> WriteStrides:
     k, v, kc, vc = key.stride(), value.stride(), key_cache.stride(), value_cache.stride()
     a, b = key_cache.element_size(), value_cache.element_size()
-    return _Strides(
+    return WriteStrides(
         k[0] * a, k[1] * a, key.shape[2] * a, v[0] * b, v[1] * b, value.shape[2] * b,
         kc[0] * a, kc[1] * a, kc[2] * a, vc[0] * b, vc[1] * b, vc[2] * b,
     )  # fmt: skip
@@ -288,26 +278,23 @@ def _write_strides(
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
     """See `ops.copy_blocks`."""
-    table: list[int] = []
+    spans: list[Span] = []
     for source, target in zip(caches, into):
         size = source.element_size()
-        blocks = source.stride(0) * size, target.stride(0) * size
+        source_block, target_block = source.stride(0) * size, target.stride(0) * size
         first, run = _runs(source, target)
         for from_, to in first:
-            table += (source.data_ptr() + from_ * size, blocks[0], target.data_ptr() + to * size, blocks[1], run * size)
+            addresses = source.data_ptr() + from_ * size, target.data_ptr() + to * size
+            spans.append(Span(addresses[0], source_block, addresses[1], target_block, run * size))
     copies = copies.contiguous()
     _library().hfp_copy_blocks(
-        (ctypes.c_int64 * len(table))(*table),
-        len(table) // 5,
-        copies.data_ptr(),
-        copies.shape[0],
-        torch.get_num_threads(),
+        (Span * len(spans))(*spans), len(spans), copies.data_ptr(), copies.shape[0], torch.get_num_threads()
     )
 
 
 def _runs(source: torch.Tensor, target: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
-    """The parts of a block that lie in one piece in both tensors: where they begin in each, and how long they are; in
-    elements. One, as a rule."""
+    """The runs of a block that are contiguous in both tensors, usually one: their offsets in each, and their length, in
+    elements."""
     run, dim = 1, source.ndim - 1
     while dim > 0 and (source.shape[dim] == 1 or source.stride(dim) == target.stride(dim) == run):
         run *= source.shape[dim]
@@ -320,8 +307,10 @@ def _runs(source: torch.Tensor, target: torch.Tensor) -> tuple[list[tuple[int, i
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [num_rows, vocab] of a supported dtype, last dimension contiguous -> the first of the largest int64
-    [num_rows], its log-probability fp32 [num_rows], NaN where the logits are. Two passes over each row, no copies.
+    """The most likely token of each row, the first of equal ones, and its log-probability, in two passes over the row.
+
+    logits [num_rows, vocab] of a supported dtype, last dimension contiguous -> tokens int64 [num_rows],
+    log-probabilities fp32 [num_rows], NaN for rows with NaN.
     """
     rows, vocab = logits.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
@@ -333,11 +322,11 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """probs fp32 [num_rows, vocab], last dimension contiguous, a generator for each row -> tokens int64 [num_rows].
+    """Sample one token per row, each with its row's generator: the tokens that `torch.multinomial` would sample row by
+    row. The generators end in the same state.
 
-    They are what `torch.multinomial` draws from one row after the other, and the generators are moved on as by it.
-    Draws are atomic among each other. A thread that draws from one of the generators with torch's own functions
-    meanwhile may get the same numbers.
+    probs fp32 [num_rows, vocab], last dimension contiguous -> tokens int64 [num_rows]. Concurrent calls are serialised.
+    A thread that uses one of the generators through torch's own functions meanwhile may get the same random numbers.
     """
     rows, vocab = probs.shape
     tokens = torch.empty(rows, dtype=torch.int64)
@@ -388,7 +377,10 @@ def draw_top_p(
 
 @functools.cache
 def draws_like_torch() -> bool:
-    """Whether `draw` gives torch's tokens and leaves its generators as it does: both are torch internals."""
+    """Whether `draw` samples what `torch.multinomial` samples and leaves the generator in the same state.
+
+    Both are torch internals, so a self-test decides once per process.
+    """
     probs = torch.softmax(torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)), dim=-1)
     mine, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
     for generator in (mine, theirs):

@@ -1,13 +1,13 @@
-/* Makes the plan of a step, and checks that its indices stay within the tables and the blocks. */
+/* Makes the plan of a step, and checks that its indices are within the tables and the cache. */
 #include "plan.h"
 
-/* A chunk of one sequence, on its way to become (part of) an item. */
+/* A chunk of one sequence. Members of different sequences that share a chunk form a linked list, a group. */
 typedef struct {
-    int32_t chunk, seq, next; /* next: the next member that shares this chunk; -1: none */
-    int32_t last;             /* of a group's first member: its last one; of the others: -1 */
+    int32_t chunk, seq, next; /* next: the next member of the group; -1: none */
+    int32_t last;             /* in the first member of a group: the last one; in the others: -1 */
 } Member;
 
-/* How much a plan can hold, and so how long its arrays are. */
+/* Upper bounds of the numbers of elements in a plan, which are the lengths of its arrays. */
 typedef struct {
     int64_t members, pairs, queries, rows, table;
 } Extent;
@@ -27,17 +27,18 @@ static Extent extent_of(const Step *step) {
     return extent;
 }
 
-/* Parts of the memory that a plan is made in: what it keeps, then what only making it needs. */
+/* The memory of a plan: the arrays that it consists of, then those that are needed only to make it. */
 typedef struct {
     Plan *plan;
     Item *items;
     Token *tokens;
     Merge *merges;
     Member *members;
-    int32_t *hashed, *slots; /* hashed: members by hash, -1 = free; slots: by query row */
+    int32_t *hashed; /* a hash table of members; -1 = free */
+    int32_t *slots;  /* by query row: the first slot of its partial results */
 } Parts;
 
-/* The next part of the memory at *at; the number of bytes so far, when that began at 0. */
+/* Reserve the next part of the memory at *at. If *at started at 0, it then is the number of bytes so far. */
 static void *part_of(uintptr_t *at, int64_t count, size_t size) {
     const uintptr_t part = *at;
     *at += (uintptr_t)round_up(count * (int64_t)size, 16);
@@ -56,7 +57,8 @@ static Parts divide(uintptr_t *at, Extent extent) {
     return parts;
 }
 
-/* Joins member m to an earlier one that reads the same blocks at the same positions, or makes it the first of a group. */
+/* Add member m to the group that reads the same blocks at the same positions, if there is one; else it leads a new
+ * group. */
 static void share_chunk(const Step *step, const Parts *parts, int64_t m, int64_t table_size) {
     Member *members = parts->members;
     const int64_t c = members[m].chunk, stride = step->table_stride;
@@ -82,8 +84,8 @@ static void share_chunk(const Step *step, const Parts *parts, int64_t m, int64_t
     }
 }
 
-/* The chunks of all sequences, in groups that are read together. Only chunks that all queries of a sequence see to the
- * end are shared: what lies behind a query's position in a shared block belongs to another sequence. */
+/* Make the members of all sequences. A chunk is shared only if every query of the sequence sees all of it: slots
+ * behind a query's position in a shared block belong to other sequences. */
 static void make_members(const Step *step, const Parts *parts, Extent extent) {
     memset(parts->hashed, 0xff, sizeof(int32_t) * (size_t)extent.table);
     int64_t m = 0;
@@ -97,7 +99,7 @@ static void make_members(const Step *step, const Parts *parts, Extent extent) {
     }
 }
 
-/* The queries whose keys span several chunks: where the partial results of each begin. */
+/* Assign slots for partial results to the queries whose keys span several chunks. */
 static void make_merges(const Step *step, const Parts *parts) {
     Plan *plan = parts->plan;
     for (int64_t n = 0; n < step->num_seqs; n++) {
@@ -114,7 +116,7 @@ static void make_merges(const Step *step, const Parts *parts) {
     }
 }
 
-/* The items of a group of members: their queries, max_count at a time. */
+/* Make the items of a group: all its queries, at most max_count in an item. */
 static void make_items(const Step *step, const Parts *parts, int64_t head) {
     Plan *plan = parts->plan;
     const Member *members = parts->members;
@@ -140,14 +142,14 @@ static void make_items(const Step *step, const Parts *parts, int64_t head) {
     if (item.count) plan->items[plan->num_items++] = item;
 }
 
-/* Bytes of memory, aligned to 16, that hfp_plan needs. */
+/* Bytes of memory, aligned to 16, for hfp_plan. */
 HFP_EXPORT int64_t hfp_plan_bytes(const Step *step) {
     uintptr_t end = 0;
     divide(&end, extent_of(step));
     return (int64_t)end;
 }
 
-/* Makes the plan at `memory`, which belongs to the caller. The step must have passed hfp_check. */
+/* Make the plan in `memory`, which the caller owns. The step must have passed hfp_check. */
 HFP_EXPORT void hfp_plan(void *memory, const Step *step) {
     const Extent extent = extent_of(step);
     uintptr_t at = (uintptr_t)memory;
@@ -162,6 +164,7 @@ HFP_EXPORT void hfp_plan(void *memory, const Step *step) {
         if (plan->items[k].count > plan->max_count) plan->max_count = plan->items[k].count;
 }
 
+/* counts[4]: items, queries in them, queries with several chunks, partial results. */
 HFP_EXPORT void hfp_plan_counts(const Plan *plan, int64_t *counts) {
     counts[0] = plan->num_items;
     counts[1] = plan->num_tokens;
@@ -169,7 +172,7 @@ HFP_EXPORT void hfp_plan_counts(const Plan *plan, int64_t *counts) {
     counts[3] = plan->num_slots;
 }
 
-/* What is wrong with one sequence; 0: nothing. */
+/* The first fault of one sequence, as hfp_check numbers them; 0 if it has none. */
 static int check_sequence(const Step *step, int64_t i, int64_t table_width, int64_t num_blocks, int64_t num_rows) {
     const int64_t first = step->starts[i], last = step->starts[i + 1], len = step->seq_lens[i], q = last - first;
     if (first < 0 || q < 0 || last > num_rows) return 1;
@@ -182,8 +185,8 @@ static int check_sequence(const Step *step, int64_t i, int64_t table_width, int6
     return 0;
 }
 
-/* Checks the first `count` sequences, whether they are planned or not: 0, or 4 * sequence + the kind of its first fault
- * (1: query rows, 2: its length, 3: a block id). */
+/* Check the first `count` sequences, planned or not. Returns 0, or 4 * i + the fault of the first faulty sequence i: 1
+ * for its query rows, 2 for its length, 3 for a block id. */
 HFP_EXPORT int64_t hfp_check(const Step *step, int64_t count, int64_t table_width, int64_t num_blocks,
                              int64_t num_rows) {
     for (int64_t i = 0; i < count; i++) {

@@ -1,20 +1,21 @@
-/* The plan of a step: which keys are read together, by which queries. Made once, used by all layers of a group. */
+/* The plan of a step: work items, each of which attends to one chunk of keys with the queries that see it. Made once
+ * per step, and used by all layers with the same mask. */
 #ifndef HFP_PLAN_H
 #define HFP_PLAN_H
 #include "common.h"
 
 typedef struct {
     int32_t first, count; /* its queries: tokens[first : first + count] */
-    int32_t chunk, seq;   /* which keys, and whose block table leads to them */
+    int32_t chunk, seq;   /* its keys: this chunk, found through the block table of this sequence */
 } Item;
 
 typedef struct {
     int32_t row, pos; /* row of the query tensor, position in its sequence */
-    int32_t slot;     /* where this chunk's partial result goes; -1: it is the only one, write the output */
+    int32_t slot;     /* of this chunk's partial result; -1: there is no other chunk, so write the output itself */
 } Token;
 
 typedef struct {
-    int32_t row, slot, count; /* the partial results of one query */
+    int32_t row, slot, count; /* a query, and its partial results: slots [slot, slot + count) */
 } Merge;
 
 typedef struct {
@@ -24,14 +25,14 @@ typedef struct {
     int64_t num_items, num_tokens, num_merges, num_slots, max_count;
 } Plan;
 
-/* A step as the caller describes it: 64-bit words in this order (kernels/native/structs.py). window, chunk_size: 0 =
- * none. Sequence i has the query rows starts[i] to starts[i + 1]. */
+/* A step, which the caller describes as 64-bit words in this order (kernels/native/structs.py). Sequence i has the
+ * query rows [starts[i], starts[i + 1]). window, chunk_size: 0 = none. */
 typedef struct {
     const int32_t *tables, *seq_lens, *starts;
-    const int32_t *seqs; /* the sequences to plan: num_seqs numbers */
+    const int32_t *seqs; /* [num_seqs]: the numbers of the sequences to plan */
     int64_t table_stride, num_seqs, block_size, window, chunk_size;
-    int64_t max_count; /* queries in an item, at most */
-    int64_t share;     /* whether a chunk that several sequences hold is read once for all of them */
+    int64_t max_count; /* maximum queries in an item */
+    int64_t share;     /* whether sequences that hold the same blocks of a chunk share its items */
 } Step;
 
 /* The first position that a query at position `pos` sees. */

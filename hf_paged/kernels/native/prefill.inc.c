@@ -1,10 +1,10 @@
-/* Attention of many new tokens of one sequence, as in a prompt: matrix products instead of rows. Included by the unit of
- * each dtype, behind the same macros as for attention.inc.c (PREFILL_TYPE is the suffix), and for bf16 once more with AMX
- * 1: products on the matrix unit (bf16 in, fp32 sums). Otherwise everything is converted to fp32 first.
+/* Attention of many new tokens of a sequence, as matrix products. Included by the unit of each dtype after the same
+ * macros as for attention.inc.c, with PREFILL_TYPE as the suffix; AMX is 0, and everything is converted to fp32.
+ * Included once more for bf16 with AMX 1: then the products run on the matrix unit, with bf16 inputs and fp32 sums.
  *
- * Work is cut by KV head and by new tokens: a unit is up to MAX_TILES tiles of ROWS query rows (new tokens x the head's
- * group). All tiles of a unit use a chunk of keys while it is packed; softmax state and outputs of a tile stay in L2.
- */
+ * The work is divided by KV head and by new tokens. A unit of work is up to MAX_TILES tiles of ROWS query rows (new
+ * tokens x query heads of the group). A chunk of keys is packed once for all tiles of a unit. The softmax state and
+ * outputs of a tile stay in L2. */
 #include "amx.h"
 #include "kernels.h"
 #include "prefill.h"
@@ -23,12 +23,12 @@
 typedef struct {
     PACKED *queries;  /* [tiles, ROWS, head_dim padded] */
     float *outputs;   /* [tiles, ROWS, v_head_dim padded], not normalised */
-    float *tops;      /* [tiles, ROWS] maxima of the scores so far */
-    float *sums;      /* [tiles, ROWS, W] of the weights, lane by lane */
-    uint32_t *keys;   /* [head_dim padded in words, KEYS]: transposed, so that a vector is one word of many keys */
+    float *tops;      /* [tiles, ROWS]: running maxima of the scores */
+    float *sums;      /* [tiles, ROWS, W]: running sums of the weights, for each lane */
+    uint32_t *keys;   /* [words of a padded head, KEYS]: transposed, so that a vector has one word of many keys */
     uint32_t *values; /* AMX: [KEYS / 2, v_head_dim padded] pairs of bf16; else fp32 [KEYS, v_head_dim padded] */
     float *scores;    /* [ROWS, KEYS] */
-    PACKED *weights;  /* [ROWS, KEYS]; without AMX the same memory as scores */
+    PACKED *weights;  /* [ROWS, KEYS]; without AMX, the same memory as scores */
 } PREFILL(Prefill);
 
 static PREFILL(Prefill) PREFILL(prefill_buffers)(char *at, int64_t dim, int64_t v_dim) {
@@ -45,7 +45,7 @@ static PREFILL(Prefill) PREFILL(prefill_buffers)(char *at, int64_t dim, int64_t 
     return b;
 }
 
-/* `dim` elements at `from` as PACKED at `to`, zeros up to `pad`. */
+/* Convert `dim` elements to PACKED, and append zeros up to `pad`. */
 INLINE void PREFILL(pack_row)(PACKED *to, const ELEMENT *from, int64_t dim, int64_t pad) {
 #if AMX
     memcpy(to, from, (size_t)dim * 2);
@@ -58,8 +58,8 @@ INLINE void PREFILL(pack_row)(PACKED *to, const ELEMENT *from, int64_t dim, int6
 #endif
 }
 
-/* Keys and values of `count` positions from `start` on, the first `skip` of which no query sees (zeros); zeros also
- * up to the next multiple of 32. */
+/* Pack the keys and values of `count` positions from `start` on. The first `skip` of them, which no query sees, and
+ * those up to the next multiple of 32 become zeros. */
 static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int32_t *table, int64_t head, int64_t start,
                                 int64_t skip, int64_t count) {
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim, pad = round_up(dim, 32), v_pad = round_up(v_dim, 32);
@@ -97,7 +97,7 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
 }
 
 #if !AMX
-/* out[BLOCK_ROWS][2 * W] (+)= a[BLOCK_ROWS][depth] x b[depth][2 * W] */
+/* out[BLOCK_ROWS][2 * W] = a[BLOCK_ROWS][depth] x b[depth][2 * W], added to out if `add`. */
 static void multiply_rows(float *out, int64_t out_stride, const float *a, int64_t a_stride, const float *b,
                           int64_t b_stride, int64_t depth, int add) {
     vf sums[BLOCK_ROWS][2];
@@ -123,7 +123,7 @@ static void multiply_rows(float *out, int64_t out_stride, const float *a, int64_
 }
 #endif
 
-/* out[ROWS][columns] (+)= a[ROWS][depth] x b[depth][columns]; columns and depth are multiples of 32. */
+/* out[ROWS][columns] = a[ROWS][depth] x b[depth][columns], added to out if `add`. columns, depth: multiples of 32. */
 static void PREFILL(multiply)(float *out, int64_t out_stride, const PACKED *a, int64_t a_stride, const uint32_t *b,
                               int64_t b_stride, int64_t columns, int64_t depth, int add) {
 #if AMX
@@ -147,14 +147,16 @@ INLINE void PREFILL(store_weights)(PACKED *to, vf p) {
 #endif
 }
 
-/* One row of scores to weights: keys [low, high) of the chunk at `start` are seen, `count` columns are written. */
+/* Compute the weights of a row from its scores, and update its maximum, sums and output. The row sees keys [low, high)
+ * of the chunk at position `start`; `count` weights are written. */
 INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *weights, float *top, float *sums,
                              float *output, int64_t v_pad, int64_t head, int64_t pos, int64_t start, int64_t low,
                              int64_t high, int64_t count, float scale, float softcap) {
-    vf y[KEYS / W], most = splat(-INFINITY), sum = load_f32(sums);
+    vf y[KEYS / W], maxima = splat(-INFINITY), sum = load_f32(sums);
     vi lanes = {0};
     for (int i = 0; i < W; i++) lanes[i] = i;
-    const int64_t first = low > 0 ? low / W : 0, last = high > 0 ? (high + W - 1) / W : 0; /* vectors with seen keys */
+    /* Vectors with visible keys. */
+    const int64_t first = low > 0 ? low / W : 0, last = high > 0 ? (high + W - 1) / W : 0;
 #pragma GCC unroll 4
     for (int64_t x = first; x < last; x++) {
         vf s = load_f32(scores + x * W) * scale;
@@ -166,11 +168,11 @@ INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *we
             s = choose((place >= (int32_t)low) & (place < (int32_t)high), s, splat(-INFINITY));
         }
         y[x] = s;
-        most = vmax(s, most);
+        maxima = vmax(s, maxima);
     }
-    float before = *top, after = max_lanes(most);
+    float before = *top, after = max_lanes(maxima);
     if (!(after > before)) after = before;
-    if (after == -INFINITY) { /* sees nothing of what there was so far */
+    if (after == -INFINITY) { /* no visible key so far */
         memset(weights, 0, (size_t)count * sizeof(PACKED));
         return;
     }
@@ -183,7 +185,7 @@ INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *we
     for (int64_t x = 0; x < first; x++) PREFILL(store_weights)(weights + x * W, (vf){0});
     for (int64_t x = last; x < count / W; x++) PREFILL(store_weights)(weights + x * W, (vf){0});
     int64_t x = first;
-    for (; x + 4 <= last; x += 4) { /* four independent chains keep the machine busy */
+    for (; x + 4 <= last; x += 4) { /* four independent chains hide latencies */
         vf p[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) p[i] = exp_negative(y[x + i] - after);
@@ -201,12 +203,12 @@ INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *we
 
 typedef struct {
     const int32_t *table;
-    int64_t row, context;  /* of its first new token: row of the query, position */
+    int64_t row, context;  /* query row and position of the first new token of the sequence */
     int64_t head;          /* KV head */
-    int64_t first, last;   /* new tokens of this unit */
+    int64_t first, last;   /* new tokens [first, last) of the sequence */
 } PREFILL(Unit);
 
-/* Clears the state of a unit's tiles, and lays out its queries. */
+/* Clear the state of a unit's tiles, and pack its queries. */
 static void PREFILL(begin_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, int64_t tiles) {
     const int64_t dim = call->head_dim, pad = round_up(dim, 32), v_pad = round_up(call->v_head_dim, 32);
     const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
@@ -222,13 +224,13 @@ static void PREFILL(begin_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefi
     }
 }
 
-/* One tile of queries with the packed chunk of `count` keys at `start`. */
+/* Attend from one tile of queries to the packed chunk of `count` keys at position `start`. */
 static void PREFILL(add_chunk)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, int64_t tile, int64_t start,
                                int64_t count, float scale, float softcap) {
     const int64_t pad = round_up(call->head_dim, 32), v_pad = round_up(call->v_head_dim, 32), window = call->window;
     const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
     const int64_t from = u.first + tile * per_tile, to = from + per_tile < u.last ? from + per_tile : u.last;
-    /* Keys of the chunk that the tile's last token sees at the top, its first token at the bottom. */
+    /* Keys below `end` are visible to the tile's last token. */
     const int64_t end = u.context + to - start < count ? u.context + to - start : count;
     if (end <= 0 || first_key(u.context + from, window, call->chunk_size) >= start + count) return;
     const int64_t columns = round_up(end, 32);
@@ -247,7 +249,7 @@ static void PREFILL(add_chunk)(const Call *call, PREFILL(Unit) u, PREFILL(Prefil
     PREFILL(multiply)(b.outputs + tile * ROWS * v_pad, v_pad, b.weights, KEYS, b.values, v_pad, v_pad, columns, 1);
 }
 
-/* Normalises and writes the outputs of a unit. */
+/* Normalise and write the outputs of a unit. */
 static void PREFILL(end_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b) {
     const int64_t v_dim = call->v_head_dim, v_pad = round_up(v_dim, 32);
     const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
@@ -257,15 +259,16 @@ static void PREFILL(end_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill
             const int64_t head = u.head * group + g;
             float top = b.tops[at], factor = 1, total = sum_lanes(load_f32(b.sums + at * W));
             if (call->sinks) {
-                const float most = call->sinks[head] > top ? call->sinks[head] : top;
-                factor = expf(top - most);
-                total = total * factor + expf(call->sinks[head] - most);
-                top = most;
+                const float new_top = call->sinks[head] > top ? call->sinks[head] : top;
+                factor = expf(top - new_top);
+                total = total * factor + expf(call->sinks[head] - new_top);
+                top = new_top;
             }
             factor /= total;
             ELEMENT *out = (ELEMENT *)call->out + (u.row + t) * call->o_token + head * call->o_head;
             for (int64_t d = 0; d < v_dim; d += W)
-                TYPED(store_part)(out + d, load_f32(b.outputs + at * v_pad + d) * factor, v_dim - d < W ? v_dim - d : W);
+                TYPED(store_part)(out + d, load_f32(b.outputs + at * v_pad + d) * factor,
+                                  v_dim - d < W ? v_dim - d : W);
             if (call->lse) call->lse[(u.row + t) * call->num_heads + head] = top + logf(total);
         }
 }
@@ -275,7 +278,7 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
     const int64_t tiles = (u.last - u.first + per_tile - 1) / per_tile;
     PREFILL(begin_unit)(call, u, b, tiles);
     const int64_t low = first_key(u.context + u.first, call->window, call->chunk_size), high = u.context + u.last;
-    /* Chunks begin at the same positions for every unit, so that sums do not depend on how work was cut. */
+    /* Chunks start at the same positions in every unit, so that sums do not depend on how the work was divided. */
     for (int64_t start = low / KEYS * KEYS; start < high; start += KEYS) {
         const int64_t count = high - start < KEYS ? high - start : KEYS;
         PREFILL(pack_chunk)(call, b, u.table, u.head, start, low > start ? low - start : 0, count);
@@ -285,7 +288,8 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
     PREFILL(end_unit)(call, u, b);
 }
 
-/* Unit number i of all units of `tokens` new tokens: the last tokens of a sequence first, as they see the most keys. */
+/* Unit i of all units of `tokens` new tokens. The last tokens of a sequence come first, because they see the most
+ * keys. */
 static PREFILL(Unit) PREFILL(unit_of)(const Call *call, const Prompts *p, int64_t i, int64_t units, int64_t tokens) {
     const int64_t kv_heads = call->num_kv_heads;
     int64_t unit = units - 1 - i / kv_heads, n = 0;
@@ -305,13 +309,13 @@ static PREFILL(Unit) PREFILL(unit_of)(const Call *call, const Prompts *p, int64_
 
 void PREFILL(prefill)(const Call *call, const Prompts *p, float scale, float softcap) {
     const int64_t kv_heads = call->num_kv_heads, per_tile = ROWS / (call->num_heads / kv_heads);
-    int64_t tiles = 0, most = num_tiles(round_up(call->v_head_dim, 32)), units = 0;
+    int64_t tiles = 0, max_tiles = num_tiles(round_up(call->v_head_dim, 32)), units = 0;
     for (int64_t n = 0; n < p->num_seqs; n++)
         tiles += (p->starts[p->seqs[n] + 1] - p->starts[p->seqs[n]] + per_tile - 1) / per_tile;
-    /* Every thread should find some units to do. */
-    if (call->threads > 1 && tiles * kv_heads / (3 * call->threads) < most)
-        most = tiles * kv_heads / (3 * call->threads) > 1 ? tiles * kv_heads / (3 * call->threads) : 1;
-    const int64_t tokens = most * per_tile; /* of a whole unit */
+    /* Make smaller units if that is necessary to give every thread about three. */
+    if (call->threads > 1 && tiles * kv_heads / (3 * call->threads) < max_tiles)
+        max_tiles = tiles * kv_heads / (3 * call->threads) > 1 ? tiles * kv_heads / (3 * call->threads) : 1;
+    const int64_t tokens = max_tiles * per_tile; /* of a full unit */
     for (int64_t n = 0; n < p->num_seqs; n++)
         units += (p->starts[p->seqs[n] + 1] - p->starts[p->seqs[n]] + tokens - 1) / tokens;
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1)

@@ -1,4 +1,4 @@
-/* Prompts in bf16 on the matrix unit. */
+/* Prefill in bf16 on the matrix unit. */
 #include "common.h"
 #if HAS_AMX
 #define DTYPE bf16

@@ -1,4 +1,4 @@
-"""The directory of the user where builds are kept. Code is loaded from it, so only its owner may write there."""
+"""The user's cache directory of builds. Code is loaded from it, so only its owner may be able to write there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from hf_paged.kernels.native.toolchain import NativeBuildError
 
-_KEPT = 8  # builds, the last used: environments with other versions of torch, machines that share a home
+_KEPT = 8  # recently used builds: for several environments, or machines that share a home directory
 _open_libraries: list[int] = []
 
 
 def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/hf_paged; ~/.cache/hf_paged; for a user whose home is missing or read-only, one in /tmp."""
+    """$XDG_CACHE_HOME/hf_paged or ~/.cache/hf_paged; one in /tmp if the home directory is missing or read-only."""
     chosen, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
-    if os.path.isabs(chosen):  # the XDG specification: others are ignored
+    if os.path.isabs(chosen):  # the XDG specification says to ignore relative paths
         return Path(chosen) / "hf_paged"
     if os.path.isabs(home):
         directory = Path(home) / ".cache" / "hf_paged"
@@ -30,13 +30,17 @@ def cache_directory() -> Path:
 
 
 def open_directory() -> Path:
-    """The cache directory, made if it is missing. Raises NativeBuildError if others may write there, or OSError."""
+    """The cache directory, which is created if it is missing. Raises NativeBuildError if other users may write there,
+    or OSError."""
     directory = cache_directory()
     for missing in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     info = os.lstat(directory)
     if not stat.S_ISDIR(info.st_mode) or _is_open_to_others(info):
-        raise NativeBuildError(f"{directory} can be written by others; make it yours alone, or set XDG_CACHE_HOME")
+        raise NativeBuildError(
+            f"{directory} belongs to another user or can be written by others; correct that (chown, chmod 700), or set "
+            "XDG_CACHE_HOME to another directory"
+        )
     if info.st_mode & 0o077:
         directory.chmod(0o700)
     return directory
@@ -48,16 +52,16 @@ def _is_open_to_others(info: os.stat_result) -> bool:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """One process at a time builds; the lock of a process that dies is free again."""
-    import fcntl  # POSIX only; the package can be imported elsewhere
+    """Hold the lock of builds: one process builds at a time. The lock is freed if the process dies."""
+    import fcntl  # exists on POSIX only, but the package can be imported elsewhere
 
     with (directory / "lock").open("a") as file:
-        with suppress(OSError):  # a file system without locks: two processes may build the same; the later one's stays
+        with suppress(OSError):  # a file system without locks: two processes may build, and the later library is kept
             fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a child forked meanwhile has the same open file
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the file open too
 
 
 def is_locked(directory: Path) -> bool:
@@ -74,8 +78,8 @@ def is_locked(directory: Path) -> bool:
 
 
 def publish(built: Path, path: Path) -> None:
-    """Move a library to where it is looked for, whatever the umask, and remove what is no longer used."""
-    built.chmod(0o600)
+    """Move a library to its final path, and remove builds that have not been used for long."""
+    built.chmod(0o600)  # for any umask
     os.replace(built, path)
     libraries = sorted(path.parent.glob("kernels-*.so"), key=lambda p: p.stat().st_mtime, reverse=True)
     kept = {path, *libraries[:_KEPT]}
@@ -92,14 +96,14 @@ def remove(entry: Path) -> None:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library, if it belongs to this user and nobody else may write it. Raises NativeBuildError or OSError."""
+    """Load the library. Raises NativeBuildError if another user owns it or may write it, or OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or _is_open_to_others(info):
         os.close(descriptor)
-        raise NativeBuildError(f"{path} can be written by others; remove it")
-    # The file that was looked at, whatever has the name by now. It stays open: the loader takes a library whose name it
-    # knows for loaded, so no other may ever have this number.
+        raise NativeBuildError(f"{path} belongs to another user or can be written by others; remove it")
+    # Load by descriptor, so that it is the file that was checked, even if its path has been replaced. The descriptor
+    # stays open: the loader identifies libraries by name, and another file must never get the same number.
     _open_libraries.append(descriptor)
     opened = f"/proc/self/fd/{descriptor}"
     return ctypes.CDLL(opened if os.path.exists(opened) else str(path))

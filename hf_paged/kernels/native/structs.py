@@ -1,4 +1,7 @@
-"""The C structs that the kernels take, field for field as in the headers, and the signatures of the entry points."""
+"""The C structs of the kernels, field for field as in plan.h and kernels.h, and the signatures of the entry points.
+
+Addresses are integers.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,56 @@ import ctypes
 _INTEGER, _POINTER, _REAL, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double, ctypes.c_int
 
 
-class Step(ctypes.Structure):
-    """struct Step of plan.h: the arguments of `hfp_plan` and `hfp_check`."""
+def _integers(*names: str) -> list[tuple[str, type]]:
+    return [(name, _INTEGER) for name in names]
 
-    _fields_ = [
-        (name, _INTEGER)
-        for name in (
-            "tables", "seq_lens", "starts", "seqs", "table_stride", "num_seqs", "block_size", "window", "chunk_size",
-            "max_count", "share",
-        )
-    ]  # fmt: skip
+
+class Step(ctypes.Structure):
+    """The arguments of `hfp_plan` and `hfp_check`."""
+
+    _fields_ = _integers(
+        "tables", "seq_lens", "starts", "seqs", "table_stride", "num_seqs", "block_size", "window", "chunk_size",
+        "max_count", "share",
+    )  # fmt: skip
+
+
+class WriteStrides(ctypes.Structure):
+    """The strides of a write of K/V, in bytes."""
+
+    _fields_ = _integers(
+        "k_token", "k_head", "k_size", "v_token", "v_head", "v_size",
+        "kc_block", "kc_slot", "kc_head", "vc_block", "vc_slot", "vc_head",
+    )  # fmt: skip
+
+
+class Span(ctypes.Structure):
+    """A run of bytes that `hfp_copy_blocks` copies in every block."""
+
+    _fields_ = _integers("source", "source_block", "target", "target_block", "size")
 
 
 class Call(ctypes.Structure):
-    """struct Call of kernels.h: the arguments of `hfp_attention` and `hfp_prefill`; addresses are integers."""
+    """The arguments of `hfp_attention` and `hfp_prefill`."""
 
     _fields_ = [
-        *(
-            (name, _INTEGER)
-            for name in (
-                "query", "key", "value", "out", "lse", "sinks", "slopes", "tables", "plan", "workspace",
-                "q_token", "q_head", "k_block", "k_token", "k_head", "v_block", "v_token", "v_head", "o_token",
-                "o_head", "table_stride", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "block_size",
-                "window", "chunk_size", "threads", "new_key", "new_value", "slots", "num_tokens",
-            )
+        *_integers(
+            "query", "key", "value", "out", "lse", "sinks", "slopes", "tables", "plan", "workspace",
+            "q_token", "q_head", "k_block", "k_token", "k_head", "v_block", "v_token", "v_head", "o_token", "o_head",
+            "table_stride", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "block_size", "window",
+            "chunk_size", "threads", "new_key", "new_value", "slots", "num_tokens",
         ),
-        ("strides", _INTEGER * 12),
+        ("strides", WriteStrides),
+        ("scale", _REAL),
+        ("softcap", _REAL),
     ]  # fmt: skip
     held: object = None
-    """Tensors that must live as long as the call: it has addresses only."""
+    """Tensors that must live as long as the call, which has only their addresses."""
+
+
+class Prompts(ctypes.Structure):
+    """The sequences that `hfp_prefill` computes."""
+
+    _fields_ = _integers("seq_lens", "starts", "seqs", "num_seqs")
 
 
 _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
@@ -44,9 +68,9 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_plan": ([_POINTER, _POINTER], None),
     "hfp_plan_counts": ([_POINTER, _POINTER], None),
     "hfp_workspace_bytes": ([_POINTER, *[_INTEGER] * 5], _INTEGER),
-    "hfp_attention": ([_POINTER, _INT, _REAL, _REAL], _INT),
+    "hfp_attention": ([_POINTER, _INT], _INT),
     "hfp_prefill_bytes": ([_INTEGER] * 3, _INTEGER),
-    "hfp_prefill": ([_POINTER, _INT, _REAL, _REAL, *[_POINTER] * 3, _INTEGER], _INT),
+    "hfp_prefill": ([_POINTER, _INT, _POINTER], _INT),
     "hfp_has_f16": ([], _INT),
     "hfp_openmp": ([], _INT),
     "hfp_target": ([], ctypes.c_char_p),
@@ -58,7 +82,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_draw_top_p": ([_POINTER, *[_INTEGER] * 3, *[_POINTER] * 4, _INT, _POINTER, _INTEGER], None),
     "hfp_has_layers": ([], _INT),
 }
-# Where `hfp_has_layers`; the structs are those of fused/cpu/ops.py.
+# Only if `hfp_has_layers`. The structs are in fused/cpu/structs.py.
 _LAYER_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_prefer_large_pages": ([_POINTER, _INTEGER], None),
     "hfp_packed_bytes": ([_INTEGER, _INTEGER], _INTEGER),
@@ -68,15 +92,15 @@ _LAYER_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_rms_norm": ([*[_POINTER] * 3, _INTEGER, _INTEGER, _REAL, _INTEGER], None),
     "hfp_rotate": ([_POINTER], None),
     "hfp_layer_in_workspace": ([_INTEGER, _INTEGER], _INTEGER),
-    "hfp_layer_in": ([_POINTER, _POINTER], None),
+    "hfp_layer_in": ([_POINTER], None),
     "hfp_layer_out_workspace": ([_INTEGER] * 4, _INTEGER),
-    "hfp_layer_out": ([_POINTER, _REAL], None),
-    "hfp_decode_layers": ([*[_POINTER] * 6, _INTEGER], None),
+    "hfp_layer_out": ([_POINTER], None),
+    "hfp_decode_layers": ([*[_POINTER] * 3, _INTEGER], None),
 }
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Give the library's functions their argument and result types."""
+    """Set the argument and result types of the library's functions."""
     signatures = _SIGNATURES | (_LAYER_SIGNATURES if library.hfp_has_layers() else {})
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)

@@ -1,4 +1,4 @@
-"""Which compiler makes the native kernels, with which flags, for which CPU and OpenMP library. Compiles nothing."""
+"""Finds the compiler, flags and OpenMP library for the native kernels. Compiles nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Neither flag changes a result: no code here reads errno or floating-point exceptions. No -ffast-math: NaN must travel.
+# The -fno-* flags change no result: the code reads neither errno nor floating-point exceptions. -ffast-math would break
+# the propagation of NaN.
 _FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fvisibility=hidden", "-w")
 
 
 EMULATE_AMX = "HF_PAGED_EMULATE_AMX"
-"""For tests: "1" builds and uses the code for AMX on an emulation of it, which needs AVX-512 with BF16."""
+"""An environment variable for tests: "1" selects the code for AMX on an emulation, which needs AVX-512 with BF16."""
 
 
 class NativeBuildError(RuntimeError):
@@ -26,8 +27,8 @@ class NativeBuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """command: the compiler, with leading arguments where $CC has some ("ccache gcc"). target: flags that select
-    instructions. openmp: the library that this process already runs its threads with."""
+    """command: the compiler and the arguments that $CC has for it ("ccache gcc"). target: flags that select the
+    instruction set. openmp: the OpenMP library that torch has loaded into this process, if it is known."""
 
     command: tuple[str, ...]
     target: tuple[str, ...]
@@ -38,37 +39,39 @@ class Toolchain:
         return [*self.command, *flags, "-c", str(source), "-o", str(unit)]
 
     def link(self, units: Sequence[Path], out: Path) -> list[str]:
-        """Linking the OpenMP library that torch uses shares its threads. It is named by file, not by path, so that one
-        build serves every environment that has this library."""
+        """The command that links against torch's OpenMP library, so that the kernels share its threads.
+
+        The library is named without its directory, so that one build serves every environment that has it.
+        """
         openmp = ["-fopenmp"]
         if self.openmp is not None:
             openmp = [f"-L{self.openmp.parent}", f"-l:{self.openmp.name}"]
         return [*self.command, "-shared", *map(str, units), *openmp, "-lm", "-o", str(out)]
 
     def identity(self) -> str:
-        """Changes with whatever may change the code: compiler, flags, CPU and the name of the OpenMP library."""
+        """A string that identifies everything that affects the compiled code: compiler, flags, CPU, OpenMP library."""
         compiler = os.stat(self.command[0])
         openmp = None if self.openmp is None else self.openmp.name
         parts = (self.command, compiler.st_size, compiler.st_mtime_ns, _FLAGS, self.target, openmp, _cpu())
         return repr(parts)
 
     def check(self) -> None:
-        """Raises NativeBuildError if the compiler cannot use the OpenMP library. Runs the preprocessor."""
+        """Raise NativeBuildError if the compiler cannot use the OpenMP library. Runs the preprocessor."""
         if self.openmp is None or not self.openmp.name.startswith("libgomp"):
-            return  # LLVM's and Intel's libraries serve code of both compilers
+            return  # LLVM's and Intel's libraries work with gcc and clang
         macros = subprocess.run(
             [*self.command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True, errors="replace",
             timeout=60, check=False,
         )  # fmt: skip
         if "__clang__" in macros.stdout:
             raise NativeBuildError(
-                f"{shlex.join(self.command)} is clang, whose OpenMP code cannot run on the library of this torch, "
+                f"{shlex.join(self.command)} is clang, whose OpenMP code does not run with the library of this torch, "
                 f"{self.openmp.name}; use gcc (CC=gcc)"
             )
 
 
 def find_toolchain() -> Toolchain:
-    """Raises NativeBuildError where there is no compiler."""
+    """Raises NativeBuildError if there is no compiler."""
     target = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
     if os.environ.get(EMULATE_AMX) == "1":
         target += (f"-D{EMULATE_AMX}=1",)
@@ -84,7 +87,7 @@ def has_compiler() -> bool:
 
 
 def _compiler() -> tuple[str, ...]:
-    """Links are kept: ccache is told by the name it is called by which compiler is meant."""
+    """The command of the compiler. Symbolic links are not resolved: ccache finds its compiler by the link's name."""
     chosen = shlex.split(os.environ.get("CC", ""))
     if chosen:
         path = shutil.which(chosen[0])
@@ -99,8 +102,8 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _openmp_library() -> Path | None:
-    """The OpenMP runtime that torch has loaded into this process, if it can be told."""
-    import torch  # noqa: F401  loads it, in a process that has not needed torch so far
+    """The OpenMP library that torch has loaded into this process; None if it cannot be determined."""
+    import torch  # noqa: F401  (this loads it)
 
     try:
         maps = Path("/proc/self/maps").read_text()
@@ -111,7 +114,7 @@ def _openmp_library() -> Path | None:
 
 
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """Everything on which -march=native depends."""
     lines: list[str] = [platform.machine()]
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,10 +1,10 @@
-/* Transposed copies of small matrices of 32-bit words. */
+/* Transposes of small matrices of 32-bit words. */
 #ifndef HFP_TRANSPOSE_H
 #define HFP_TRANSPOSE_H
 #include "common.h"
 
 #if W == 16
-/* Row i of the result: the i-th 128 bits of each of the four. */
+/* Row i of the result is the i-th 128-bit lane of x[0] to x[3]. */
 INLINE void transpose_lanes(const __m512i *x, char *out, int64_t stride) {
     __m512i a = _mm512_shuffle_i32x4(x[0], x[1], 0x88), b = _mm512_shuffle_i32x4(x[0], x[1], 0xdd);
     __m512i c = _mm512_shuffle_i32x4(x[2], x[3], 0x88), d = _mm512_shuffle_i32x4(x[2], x[3], 0xdd);
@@ -14,7 +14,7 @@ INLINE void transpose_lanes(const __m512i *x, char *out, int64_t stride) {
     _mm512_store_si512(out + 3 * stride, _mm512_shuffle_i32x4(b, d, 0xdd));
 }
 
-/* 16 x 16 words; the stride is in bytes, all rows of the result are aligned. */
+/* Transpose 16 x 16 words. The stride is in bytes; the rows of the result are aligned to 64 bytes. */
 INLINE void transpose_16(const __m512i *x, void *out, int64_t stride) {
     __m512i a[16], b[16];
 #pragma GCC unroll 8
@@ -23,7 +23,7 @@ INLINE void transpose_16(const __m512i *x, void *out, int64_t stride) {
         a[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) /* b[4 * i + j]: columns j, 4 + j, 8 + j, 12 + j of rows 4 * i ... */
+    for (int i = 0; i < 4; i++) /* b[4 * i + j]: columns j, 4 + j, 8 + j, 12 + j of rows 4 * i to 4 * i + 3 */
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
@@ -37,7 +37,7 @@ INLINE void transpose_16(const __m512i *x, void *out, int64_t stride) {
 }
 #endif
 
-/* to[i][j] = from[j][i], 16 x 16 words; strides in words, all rows aligned. */
+/* to[i][j] = from[j][i], 16 x 16 words. Strides are in words; all rows are aligned to 64 bytes. */
 static inline void transpose_words(uint32_t *to, int64_t to_stride, const uint32_t *from, int64_t from_stride) {
 #if W == 16
     __m512i rows[16];

@@ -10,7 +10,7 @@ typedef uint16_t vh __attribute__((vector_size(W * 2)));
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-INLINE vf vmax(vf a, vf b) { /* b where either is NaN */
+INLINE vf vmax(vf a, vf b) { /* b if either is NaN */
 #if W == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #else
@@ -68,7 +68,7 @@ INLINE float sum_lanes(vf x) {
     return s;
 }
 
-/* Lane j of the result: the sum over the lanes of a[j]. */
+/* Lane j of the result is the sum of the lanes of a[j]. */
 INLINE vf sum_rows(const vf *a) {
 #if W == 16
     __m512 t[8], u[4];
@@ -99,7 +99,7 @@ INLINE vf sum_rows(const vf *a) {
 #endif
 }
 
-/* exp(x) = result * 2^(*power), relative error below 2e-7; NaN for NaN. */
+/* exp(x) = result * 2^(*power), with a relative error below 2e-7. NaN gives NaN. */
 INLINE vf exp_parts(vf x, vf *power) {
 #if W == 16
     vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -119,7 +119,7 @@ INLINE vf exp_parts(vf x, vf *power) {
     return (y * f) * f + f + 1.0f;
 }
 
-/* exp(x) for x <= 0: 0 below -87, -inf included. */
+/* exp(x) for x <= 0; 0 for x < -87, including -inf. */
 INLINE vf exp_negative(vf x) {
     vf n, y = exp_parts(x, &n);
 #if W == 16
@@ -147,7 +147,7 @@ INLINE vf tanh_v(vf x) {
     return (vf)((vi)y | sign);
 }
 
-/* Store the first n <= W lanes, rounded to the nearest even. */
+/* store_part_*: store the first n <= W lanes, rounded to nearest even. */
 INLINE void store_part_f32(float *p, vf x, int64_t n) {
     if (n == W)
         store_f32(p, x);

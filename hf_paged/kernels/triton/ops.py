@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton import tuning as triton_tuning
 from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, target_of
 from hf_paged.kernels.triton.plan import make_plan
@@ -22,8 +22,6 @@ from hf_paged.kernels.triton.write import copy_blocks, write_kv
 __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
 WRITES_NEW_KV = False  # whether paged_attention also takes the step's new K/V and writes it
-# Sequences with up to this many query tokens are decode (one token, or speculative tokens to verify), others prefill.
-MAX_DECODE_QUERY = 16
 # A decode step over at most this many tiles of keys uses the whole kernel: no plan and no reduction.
 MAX_WHOLE_TILES = 4
 # Programs of the split kernel per core: one wave, with enough loads in flight to use the memory bandwidth.
@@ -110,14 +108,15 @@ def attention_launches(
     }  # fmt: skip
     element_size, largest = query.element_size(), max(block_d, block_dv)
     max_query = metadata.max_query_len
-    if max_query > MAX_DECODE_QUERY:
+    if max_query > SHORT_QUERY:
         large = triton_tuning.large_tile(target, element_size, largest)
-        if query.shape[0] == metadata.num_seqs * max_query:  # nothing but prefill
+        is_prefill = metadata.max_short_query_len == 0 or query.shape[0] == metadata.num_seqs * max_query
+        if is_prefill:  # nothing else
             return [_whole(common, metadata, query.shape[0], large, min_query=0, full_tiles=True)]
         small = triton_tuning.small_tile(target, element_size, largest, group)
         return [
             *_split(common, metadata, small, target),
-            _whole(common, metadata, query.shape[0], large, min_query=MAX_DECODE_QUERY + 1, full_tiles=True),
+            _whole(common, metadata, query.shape[0], large, min_query=SHORT_QUERY + 1, full_tiles=True),
         ]
     tile = triton_tuning.small_tile(target, element_size, largest, max_query * group)
     keys = metadata.max_seq_len
@@ -137,10 +136,10 @@ def _whole(
     min_query: int,
     full_tiles: bool,
 ) -> Launch:
-    one_tile = metadata.max_query_len * common["GROUP"] <= tile.bm
+    one_tile = not full_tiles and metadata.max_query_len * common["GROUP"] <= tile.bm  # few rows: no search for them
     num_tiles = metadata.num_seqs if one_tile else num_tokens * common["GROUP"] // tile.bm + metadata.num_seqs
     args = common | {
-        "num_tiles": num_tiles, "MIN_QUERY": min_query, "ONE_TILE": one_tile, "FULL_TILES": full_tiles,
+        "num_tiles": num_tiles, "min_query": min_query, "ONE_TILE": one_tile, "FULL_TILES": full_tiles,
         "BM": tile.bm, "BN": tile.bn, "STAGES": tile.num_stages,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -156,7 +155,7 @@ def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, targ
     if key not in metadata.scratch:
         plan, launches = make_plan(
             metadata, num_programs=target.num_cores * PROGRAMS_PER_CORE, num_kv_heads=heads, group=group,
-            block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, max_query=MAX_DECODE_QUERY,
+            block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, max_query=SHORT_QUERY,
             share=share, bm=tile.bm, bn=tile.bn,
         )  # fmt: skip
         slots = plan.num_programs + plan.max_items
@@ -174,7 +173,7 @@ def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, targ
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     args = common | planned | {"BN": tile.bn, "STAGES": tile.num_stages}
     launches.append(Launch(split_kernel, (plan.num_programs,), args, options))
-    max_query = min(metadata.max_query_len, MAX_DECODE_QUERY)
+    max_query = min(metadata.max_query_len, metadata.max_short_query_len)
     names = ("query_start_loc", "out", "lse", "out_token_stride", "out_head_stride", "NUM_KV_HEADS", "GROUP",
              "V_HEAD_DIM", "BLOCK_DV", "num_seqs")  # fmt: skip
     args = {name: common[name] for name in names} | planned

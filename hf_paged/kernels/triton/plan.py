@@ -48,7 +48,7 @@ class Plan:
     share: bool
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def common_prefix_kernel(
     block_tables, seq_lens, query_start_loc, shared, members, group_tiles, table_stride,
     BLOCK_SIZE: tl.constexpr, BN: tl.constexpr, MIN_SHARED: tl.constexpr, IDS: tl.constexpr,
@@ -167,6 +167,14 @@ def plan_kernel(
         tl.store(schedule + 1 + program, below, mask=program < num_programs)
 
 
+def _aligned_parts(sizes: list[int], device: torch.device) -> list[torch.Tensor]:
+    """int32 tensors of these sizes in one allocation, each aligned to 16 bytes: Triton compiles a kernel anew for a
+    pointer that is not."""
+    padded = [-(-size // 4) * 4 for size in sizes]
+    whole = torch.empty(sum(padded), dtype=torch.int32, device=device)
+    return [part[:size] for part, size in zip(whole.split(padded), sizes)]
+
+
 def make_plan(
     metadata: AttentionMetadata,
     *,
@@ -185,9 +193,8 @@ def make_plan(
     assert not share or not (sliding_window or chunk_size)
     num_seqs, device = metadata.num_seqs, metadata.seq_lens.device
     num_units = num_seqs * 2 if share else num_seqs
-    empty = torch.empty(num_units * 6 + 3 + num_programs + num_seqs * 4, dtype=torch.int32, device=device)
-    units, tile_starts, item_starts, schedule, groups, shared, members, group_tiles = empty.split(
-        [num_units * 4, num_units + 1, num_units + 1, 1 + num_programs, *[num_seqs] * 4]
+    units, tile_starts, item_starts, schedule, groups, shared, members, group_tiles = _aligned_parts(
+        [num_units * 4, num_units + 1, num_units + 1, 1 + num_programs, *[num_seqs] * 4], device
     )
     row_tiles = (metadata.num_tokens * group // bm + num_seqs) * (2 if share else 1)
     plan = Plan(units, tile_starts, item_starts, schedule, groups, num_programs, row_tiles * num_kv_heads, share)

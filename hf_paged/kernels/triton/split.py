@@ -13,7 +13,7 @@ import triton.language as tl
 from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound
 
 
-@triton.jit(do_not_specialize=["num_units", "num_seqs"])
+@triton.jit(do_not_specialize=["num_units", "num_seqs", "table_stride"])
 def split_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     units, tile_starts, item_starts, schedule, partial_out, partial_lse, qk_scale, softcap,

@@ -13,23 +13,23 @@ import triton.language as tl
 from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "min_query", "table_stride"])
 def whole_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
-    num_seqs, num_tiles, qk_scale, softcap,
+    num_seqs, num_tiles, min_query, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, MIN_QUERY: tl.constexpr, ONE_TILE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, ONE_TILE: tl.constexpr,
     FULL_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h): tile num_tiles - 1 - i of the rows of KV head h. The last tiles have most keys and start first.
 
     The tiles of sequence s start at query_start_loc[s] * GROUP // BM + s, an upper bound of the number of tiles before
     it that needs no prefix sum. Programs between the last tile of a sequence and the first of the next one return.
-    ONE_TILE: tile i is sequence i. Sequences with fewer than MIN_QUERY new tokens are done by another launch.
+    ONE_TILE: tile i is sequence i. Sequences with fewer than min_query new tokens are done by another launch.
     FULL_TILES: tiles of keys that every row attends to have a loop without masks; otherwise one loop handles all keys
     (better for few keys or few rows).
     """
@@ -51,7 +51,7 @@ def whole_kernel(
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
-    if (row_tile * BM >= query_len * GROUP) | (query_len < MIN_QUERY):
+    if (row_tile * BM >= query_len * GROUP) | (query_len < min_query):
         return
 
     rows = row_tile * BM + tl.arange(0, BM)

@@ -13,18 +13,19 @@ HFP_EXPORT int64_t hfp_layer_in_workspace(int64_t rows, int64_t depth) {
     return round_up(rows * depth * 2, 64) + hfp_linear_workspace(rows, depth);
 }
 
-/* The part before attention: norm, projections, norms of heads, rotation. eps: of all three norms. */
-HFP_EXPORT void hfp_layer_in(const LayerIn *l, const double *eps) {
+/* The part before attention: norm, projections, norms of heads, rotation. */
+HFP_EXPORT void hfp_layer_in(const LayerIn *l) {
     const int64_t rows = l->rows, depth = l->depth, dim = l->head_dim, threads = l->threads;
     const int64_t heads = l->query.columns / dim, kv_heads = l->key.columns / dim;
     uint16_t *normed = (uint16_t *)(void *)l->workspace;
     char *rest = l->workspace + round_up(rows * depth * 2, 64);
-    hfp_rms_norm(l->x, l->norm, normed, rows, depth, eps[0], threads);
+    hfp_rms_norm(l->x, l->norm, normed, rows, depth, l->norm_eps, threads);
     apply(&l->query, normed, rows, depth, l->new_query, rest, threads);
     apply(&l->key, normed, rows, depth, l->new_key, rest, threads);
     apply(&l->value, normed, rows, depth, l->new_value, rest, threads);
-    if (l->query_norm) hfp_rms_norm(l->new_query, l->query_norm, l->new_query, rows * heads, dim, eps[1], threads);
-    if (l->key_norm) hfp_rms_norm(l->new_key, l->key_norm, l->new_key, rows * kv_heads, dim, eps[2], threads);
+    if (l->query_norm)
+        hfp_rms_norm(l->new_query, l->query_norm, l->new_query, rows * heads, dim, l->query_eps, threads);
+    if (l->key_norm) hfp_rms_norm(l->new_key, l->key_norm, l->new_key, rows * kv_heads, dim, l->key_eps, threads);
     hfp_rotate(&(Rotate){{l->new_query, heads * dim, dim, heads, l->new_query},
                          {l->new_key, kv_heads * dim, dim, kv_heads, l->new_key},
                          l->cos, l->sin, rows, dim, threads});
@@ -42,9 +43,9 @@ INLINE void gate_vector(uint16_t *gate, const uint16_t *up) {
 }
 
 HFP_EXPORT int64_t hfp_layer_out_workspace(int64_t rows, int64_t x_depth, int64_t depth, int64_t inner) {
-    const int64_t most = x_depth > depth ? x_depth : depth;
+    const int64_t max_depth = x_depth > depth ? x_depth : depth;
     return 2 * round_up(rows * depth * 2, 64) + 2 * round_up(rows * inner * 2, 64) +
-           hfp_linear_workspace(rows, most > inner ? most : inner);
+           hfp_linear_workspace(rows, max_depth > inner ? max_depth : inner);
 }
 
 /* to[i] += x[i] */
@@ -54,18 +55,19 @@ static void add_rows(uint16_t *to, const uint16_t *x, int64_t n, int64_t threads
 }
 
 /* The part after attention: output projection, residual, norm, gated MLP, residual. */
-HFP_EXPORT void hfp_layer_out(const LayerOut *l, double eps) {
+HFP_EXPORT void hfp_layer_out(const LayerOut *l) {
     const int64_t rows = l->rows, depth = l->depth, inner = l->gate.columns, size = rows * inner, threads = l->threads;
     uint16_t *middle = (uint16_t *)(void *)l->workspace, *normed = middle + round_up(rows * depth * 2, 64) / 2;
     uint16_t *gate = normed + round_up(rows * depth * 2, 64) / 2, *up = gate + round_up(size * 2, 64) / 2;
     char *rest = (char *)up + round_up(size * 2, 64);
     apply(&l->output, l->x, rows, l->x_depth, middle, rest, threads);
     add_rows(middle, l->residual, rows * depth, threads);
-    hfp_rms_norm(middle, l->norm, normed, rows, depth, eps, threads);
+    hfp_rms_norm(middle, l->norm, normed, rows, depth, l->norm_eps, threads);
     apply(&l->gate, normed, rows, depth, gate, rest, threads);
     apply(&l->up, normed, rows, depth, up, rest, threads);
     /* The memory bus would be idle here, so prefetch the first weights of the next linear layer to L2. */
-    const char *next = (const char *)l->down.weight, *last = next + (depth * inner * 2 < AHEAD ? depth * inner * 2 : AHEAD);
+    const int64_t bytes = depth * inner * 2 < AHEAD ? depth * inner * 2 : AHEAD;
+    const char *next = (const char *)l->down.weight, *last = next + bytes;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size >= FORK_ELEMENTS)
     for (int64_t i = 0; i < size; i += 16) {
         if (next + i * 8 < last) {
@@ -78,15 +80,13 @@ HFP_EXPORT void hfp_layer_out(const LayerOut *l, double eps) {
     add_rows(l->out, middle, rows * depth, threads);
 }
 
-/* `count` decoder layers of a decode step in bf16. A layer's LayerIn, Call and LayerOut refer to the same buffers, and
- * its input is the previous layer's result. in_eps: three per LayerIn; out_eps: one per LayerOut; scales: scale and
- * softcap. */
-HFP_EXPORT void hfp_decode_layers(const LayerIn *ins, const double *in_eps, const Call *calls, const double *scales,
-                                  const LayerOut *outs, const double *out_eps, int64_t count) {
+/* `count` decoder layers of a decode step in bf16. The LayerIn, Call and LayerOut of a layer refer to the same
+ * buffers, and the input of a layer is the previous layer's result. */
+HFP_EXPORT void hfp_decode_layers(const LayerIn *ins, const Call *calls, const LayerOut *outs, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        hfp_layer_in(&ins[i], in_eps + 3 * i);
-        hfp_attention(&calls[i], 1, scales[2 * i], scales[2 * i + 1]);
-        hfp_layer_out(&outs[i], out_eps[i]);
+        hfp_layer_in(&ins[i]);
+        hfp_attention(&calls[i], 1);
+        hfp_layer_out(&outs[i]);
     }
 }
 #endif

@@ -1,5 +1,6 @@
 /* Shared by the units for decoder layers: the arguments of their entry points, which the caller fills as 64-bit words
- * in this order (fused/cpu/structs.py), and rounding to bf16. Everything here needs a matrix unit (or its emulation). */
+ * in this order (fused/cpu/structs.py), and rounding to bf16. Everything here needs a matrix unit (or its emulation).
+ */
 #ifndef HFP_LAYERS_H
 #define HFP_LAYERS_H
 #include "amx.h"
@@ -20,8 +21,8 @@ typedef struct {
 
 typedef struct {
     const uint16_t *x; /* [tokens, heads, dim] */
-    int64_t token, head, heads;
-    uint16_t *out; /* contiguous */
+    int64_t token, head, heads; /* strides from token to token and head to head; number of heads */
+    uint16_t *out;              /* contiguous */
 } Rotated;
 
 typedef struct {
@@ -45,16 +46,18 @@ typedef struct {
     uint16_t *new_query, *new_key, *new_value; /* [rows, columns of each] */
     char *workspace;                          /* hfp_layer_in_workspace() bytes, aligned to 64 */
     int64_t threads;
+    double norm_eps, query_eps, key_eps;
 } LayerIn;
 
 typedef struct {
-    const uint16_t *x, *residual; /* what attention gave [rows, x_depth]; what came into the layer [rows, depth] */
+    const uint16_t *x, *residual; /* the output of attention [rows, x_depth]; the input of the layer [rows, depth] */
     int64_t rows, x_depth, depth;
     const uint16_t *norm;
     Packed output, gate, up, down;
     uint16_t *out;   /* [rows, depth] */
     char *workspace; /* hfp_layer_out_workspace() bytes, aligned to 64 */
     int64_t threads;
+    double norm_eps;
 } LayerOut;
 
 int64_t hfp_linear_workspace(int64_t rows, int64_t depth);

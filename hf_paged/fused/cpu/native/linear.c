@@ -9,8 +9,11 @@
 #define PANEL 32    /* columns of a weight that are stored together: two tiles wide */
 #define STREAM 2048 /* bytes that are prefetched ahead of the tiles */
 
-HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth) { return round_up(columns, PANEL) * round_up(depth, 32) * 2; }
+HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth) {
+    return round_up(columns, PANEL) * round_up(depth, 32) * 2;
+}
 
+/* Bytes of workspace, aligned to 64, for hfp_linear. */
 HFP_EXPORT int64_t hfp_linear_workspace(int64_t rows, int64_t depth) {
     return (depth % 32 ? round_up(rows, 16) : 16) * round_up(depth, 32) * 2;
 }
@@ -95,7 +98,8 @@ INLINE void linear_store(uint16_t *to, int64_t to_row, const float *sums, int64_
     }
 }
 
-/* Every sum is in the order of the depth, for any number of rows and threads. */
+/* out = x x weight + bias, rounded to bf16 once. Every sum is in the order of the depth, for any number of rows and
+ * threads. */
 HFP_EXPORT void hfp_linear(const Linear *call) {
     const Linear l = *call;
     if (!l.rows) return;

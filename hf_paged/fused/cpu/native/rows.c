@@ -48,8 +48,8 @@ static float sum_of_squares(const uint16_t *x, int64_t n) {
 }
 
 /* out = weight * round(x / sqrt(mean(x * x) + eps)), rows of n elements; n a multiple of 16. */
-HFP_EXPORT void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n, double eps,
-                  int64_t threads) {
+HFP_EXPORT void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n,
+                             double eps, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * n >= FORK_ELEMENTS)
     for (int64_t r = 0; r < rows; r++) {
         const uint16_t *from = x + r * n;
@@ -68,12 +68,14 @@ INLINE void rotate_heads(const Rotated *r, int64_t token, const uint16_t *cos, c
         for (int64_t d = 0; d < half; d += 16) {
             const vf a = load_bf16(x + d), b = load_bf16(x + half + d);
             store_bf16(out + d, round_bf16(a * load_bf16(cos + d)) - round_bf16(b * load_bf16(sin + d)));
-            store_bf16(out + half + d, round_bf16(b * load_bf16(cos + half + d)) + round_bf16(a * load_bf16(sin + half + d)));
+            store_bf16(out + half + d,
+                       round_bf16(b * load_bf16(cos + half + d)) + round_bf16(a * load_bf16(sin + half + d)));
         }
     }
 }
 
-/* Rotary position embedding of queries and keys: the halves of a head rotate against each other. dim: a multiple of 32. */
+/* Rotary position embedding of queries and keys: the halves of a head rotate against each other. dim: a multiple of
+ * 32. */
 HFP_EXPORT void hfp_rotate(const Rotate *r) {
 #pragma omp parallel for schedule(static) num_threads(r->threads) \
     if (r->threads > 1 && r->tokens * (r->query.heads + r->key.heads) * r->dim >= FORK_ELEMENTS)

@@ -1,0 +1,169 @@
+"""How long a decode step of the engine takes, against reading the weights and the K/V once.
+
+    python benchmarks/decode_step.py --model 8b --batch 1 8 64            # on a CUDA device
+    python benchmarks/decode_step.py --model 8b --batch 8 --profile       # which kernels run, and how often a layer
+    python benchmarks/decode_step.py --model tiny --device cpu --context 64
+
+A step cannot be faster than reading what it needs, so the ratio says how much of a step is overhead. The bandwidth is
+that of a copy, measured in the same run: bytes read and written, divided by its time. A step's time is the median over
+`--steps` calls of `Engine.step`, with all requests past their prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from kernels import environment
+from throughput import SHAPES, build_model, generation_config
+
+import hf_paged
+
+WARM_STEPS = 8
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.empty((2 << 30) if device == "cuda" else (64 << 20), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        _wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def bytes_of_step(model: Any, batch: int, context: int) -> int:
+    """Bytes of the weights and of the K/V of `batch` sequences of `context` tokens. Embeddings are not read as a whole
+    unless they are the output layer's weights too."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding is not head:
+        weights -= embedding.nbytes
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * embedding.element_size()
+    return int(weights + batch * context * kv)
+
+
+def open_engine(model: Any, batch: int, context: int, steps: int) -> hf_paged.Engine:
+    """An engine in which `batch` requests decode; their prompts have been computed."""
+    tokens = context + WARM_STEPS + steps + 2
+    blocks = batch * (-(-tokens // 16) + 1)
+    engine = hf_paged.Engine(model, {"num_blocks": blocks}, {"prefix_caching": False})
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(batch):
+        ids = torch.randint(1, model.config.vocab_size, (context,), generator=generator)
+        engine.add_request(ids, generation_config(WARM_STEPS + steps + 2))
+    started: set[str] = set()
+    while len(started) < batch:
+        started |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+    return engine
+
+
+def measure(model: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    with open_engine(model, batch, args.context, args.steps) as engine:
+        # Requests whose prompts came first have decoded meanwhile and end first; the last to start sets the limit.
+        for _ in range(WARM_STEPS // 2):
+            engine.step()
+        times = []
+        while len(times) < args.steps and engine.stats().num_running == batch:
+            start = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - start)
+        replays = engine.stats().graph_replays
+    if not times:
+        raise SystemExit(f"batch {batch}: the first requests ended before the last had started; use a longer --steps")
+    return {
+        "batch": batch, "context": args.context, "step_ms": 1e3 * statistics.median(times), "steps": len(times),
+        "graph_replays": replays,
+    }  # fmt: skip
+
+
+def profile(model: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Kernels (on a CPU: operations) of one step, by name: how often they run a layer, and their time a step."""
+    steps = min(args.steps, 10)
+    with open_engine(model, batch, args.context, steps + WARM_STEPS) as engine:
+        for _ in range(WARM_STEPS):
+            engine.step()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if args.device == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        start = time.process_time()
+        with torch.profiler.profile(activities=activities) as profiled:
+            for _ in range(steps):
+                engine.step()
+            _wait(args.device)
+        cpu_seconds = time.process_time() - start
+    counts: Counter[str] = Counter()
+    micros: Counter[str] = Counter()
+    wanted = torch.autograd.DeviceType.CUDA if args.device == "cuda" else torch.autograd.DeviceType.CPU
+    for event in profiled.events():
+        if event.device_type == wanted:
+            counts[event.name] += 1
+            micros[event.name] += event.self_device_time_total if args.device == "cuda" else event.self_cpu_time_total
+    layers = model.config.num_hidden_layers
+    return {
+        "batch": batch,
+        "launches_a_layer": sum(counts.values()) / steps / layers,
+        "cpu_ms_a_step_while_profiled": 1e3 * cpu_seconds / steps,
+        "kernels": [
+            {"name": name, "a_layer": counts[name] / steps / layers, "us_a_step": spent / steps}
+            for name, spent in micros.most_common(40)
+        ],
+    }
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="135m", help="shape of the random Llama")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a step instead of timing steps")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    args.seed = 0
+    model = build_model(args)
+    report: dict[str, Any] = environment(args.device)
+    if args.profile:
+        report["profiles"] = [profile(model, batch, args) for batch in args.batch]
+        for row in report["profiles"]:
+            print(f"batch {row['batch']}: {row['launches_a_layer']:.1f} launches a layer")
+            for kernel in row["kernels"][:15]:
+                print(f"  {kernel['a_layer']:6.2f} a layer {kernel['us_a_step']:9.1f} us a step  {kernel['name'][:90]}")
+    else:
+        bandwidth = report["copy_bytes_per_s"] = copy_bandwidth(args.device)
+        report["rows"] = []
+        for batch in args.batch:
+            row = measure(model, batch, args)
+            read = 1e3 * bytes_of_step(model, batch, args.context) / bandwidth
+            row |= {"read_ms": read, "step_over_read": row["step_ms"] / read}
+            report["rows"].append(row)
+            print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

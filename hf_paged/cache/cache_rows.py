@@ -1,0 +1,187 @@
+"""CacheRows: the rows of a PagedKVCache, each a sequence of one PagedMemory, and their K/V as dense tensors.
+
+Knows rows, block tables and K/V; never the Cache interface of transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.errors import OutOfBlocks
+from hf_paged.kernels import ops
+
+
+class CacheRows:
+    """Invariants: all rows have the same logical length `length`. Row r is the sequence `seq_ids[r]`, which stores its
+    last `length - padding[r]` positions; its first `padding[r]` are left padding, which takes no memory.
+
+    While `lent`, another owner changes the sequences, and there are no rows here.
+    """
+
+    def __init__(self, memory: PagedMemory) -> None:
+        if len(memory.groups) != 1:
+            raise ValueError("a PagedKVCache keeps all layers in one group of blocks")
+        self.memory = memory
+        self.manager = memory.groups[0].manager
+        self.pool = memory.groups[0].pool
+        self.ids = itertools.count()
+        self.seq_ids: list[int] = []
+        self.padding: list[int] = []
+        self.length = 0
+        self.lent = False
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    @property
+    def shared_parts(self) -> tuple[object, ...]:
+        """What the rows of several caches over one memory have in common."""
+        return self.memory, self.manager, self.pool, self.ids
+
+    def refuse_any(self, remedy: str) -> None:
+        """Raises ValueError if there are rows, or if they are lent."""
+        if self.lent:
+            raise ValueError("the rows of this cache are in use by a call of generate")
+        if self.seq_ids:
+            raise ValueError(f"the cache already has {len(self.seq_ids)} rows; call {remedy} first")
+
+    def start(self, padding: Sequence[int], length: int) -> None:
+        """Make `len(padding)` empty rows of logical length `length`."""
+        self.refuse_any("reset()")
+        self.seq_ids = [next(self.ids) for _ in padding]
+        self.padding, self.length = list(padding), length
+        self.memory.append([(row, 0) for row in self.seq_ids])
+
+    def take(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
+        """Take ownership of sequences that `memory` holds already."""
+        self.refuse_any("reset()")
+        self.seq_ids, self.padding = list(seq_ids), list(padding)
+        self.ids = itertools.count(max(seq_ids, default=-1) + 1)
+        self.length = max((self.manager.num_tokens(r) + p for r, p in zip(seq_ids, padding)), default=0)
+
+    def view(self, seq_id: int) -> None:
+        """Present a sequence that another owner keeps in `memory` as the only row, until `forget`."""
+        self.refuse_any("release_row()")
+        self.seq_ids, self.padding, self.length = [seq_id], [0], self.manager.num_tokens(seq_id)
+
+    def forget(self) -> None:
+        """Drop the rows without freeing their blocks."""
+        self.seq_ids, self.padding, self.length = [], [], 0
+
+    def fork(self, row: int) -> None:
+        """A new last row that shares all blocks of `row`."""
+        self._check(row)
+        child = next(self.ids)
+        self.memory.fork(self.seq_ids[row], child)
+        self.seq_ids.append(child)
+        self.padding.append(self.padding[row])
+
+    def append(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` more tokens in every row. Raises OutOfBlocks, and then changes nothing."""
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens={num_tokens}: must not be negative; use crop to remove tokens")
+        self.memory.append([(row, num_tokens) for row in self.seq_ids])
+        self.length += num_tokens
+
+    def free(self, row: int) -> None:
+        self._check(row)
+        self.memory.free(self.seq_ids.pop(row))
+        self.padding.pop(row)
+
+    def _check(self, row: int) -> None:
+        if not 0 <= row < len(self.seq_ids):
+            raise IndexError(f"row {row}: the cache has {len(self.seq_ids)} rows")
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i becomes a fork of the former row `rows[i]`; rows that are not in `rows` are freed."""
+        old_ids, old_padding = self.seq_ids, self.padding
+        self.seq_ids = [next(self.ids) for _ in rows]
+        self.padding = [old_padding[r] for r in rows]
+        for source, child in zip(rows, self.seq_ids):
+            self.memory.fork(old_ids[source], child)
+        for row in old_ids:
+            self.memory.free(row)
+
+    def crop(self, length: int) -> None:
+        """Forget the positions from `length` on."""
+        for row, padding in zip(self.seq_ids, self.padding):
+            self.memory.crop(row, max(length - padding, 0))
+        self.length = length
+
+    def clear(self) -> None:
+        """Free every row."""
+        for row in self.seq_ids:
+            self.memory.free(row)
+        self.forget()
+
+    # -- K/V ----------------------------------------------------------------------------------------------------
+
+    def write(self, index: int, start: int, key: torch.Tensor, value: torch.Tensor) -> int:
+        """Write K and V [batch, num_kv_heads, num_new, (v_)head_dim] of layer `index` at the positions from `start` on.
+
+        The first layer of a forward appends the slots for all layers. Returns the position after the last one.
+        """
+        batch, _, num_new, _ = key.shape
+        if not self.seq_ids:
+            self.start([0] * batch, 0)
+        if batch != len(self.seq_ids):
+            raise ValueError(f"update with a batch of {batch} on a cache of {len(self.seq_ids)} rows")
+        stop = start + num_new
+        if stop > self.length:
+            try:
+                self.append(stop - self.length)
+            except OutOfBlocks as error:
+                raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
+        kv = self.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
+        mapping = self._slots(start, stop).flatten().to(key.device, non_blocking=True)
+        flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
+        flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
+        ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, in_bounds=True)
+        return stop
+
+    def _slots(self, start: int, stop: int) -> torch.Tensor:
+        """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; -1 at padding."""
+        slots = torch.full((len(self.seq_ids), stop - start), -1, dtype=torch.int64)
+        for i, (row, padding) in enumerate(zip(self.seq_ids, self.padding)):
+            first = min(max(start, padding), stop)
+            slots[i, first - start :] = torch.tensor(self.manager.slots(row, first - padding, stop - padding))
+        return slots
+
+    def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of layer `index` at positions `start` to `stop - 1`, gathered; padding reads as zeros.
+
+        Shape [batch, num_kv_heads, stop - start, head_dim], and v_head_dim for V.
+        """
+        kv = self.pool[index]
+        size = self.memory.block_size
+        if any(self.padding):
+            slots = self._slots(start, stop).to(kv.key.device, non_blocking=True)
+            hole = (slots < 0)[..., None, None]
+            slots = slots.clamp(min=0)
+            dense_key, dense_value = (
+                tensor.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape).masked_fill_(hole, 0)
+                for tensor in kv
+            )
+            return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
+        first, last = start // size, -(-stop // size)
+        table = torch.tensor([list(self.manager.block_table(row)[first:last]) for row in self.seq_ids])
+        table = table.to(kv.key.device, non_blocking=True).flatten().long()
+        span = slice(start - first * size, stop - first * size)
+        dense_key, dense_value = (
+            tensor.index_select(0, table)
+            .view(len(self.seq_ids), (last - first) * size, *tensor.shape[2:])[:, span]
+            .transpose(1, 2)
+            .contiguous()  # like transformers' caches: some models call .view on it
+            for tensor in kv
+        )
+        return dense_key, dense_value
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of this class or of its memory does not hold."""
+        self.memory.check_integrity()
+        for row, padding in zip(self.seq_ids, self.padding):
+            assert self.manager.num_tokens(row) == max(self.length - padding, 0)

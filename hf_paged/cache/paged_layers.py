@@ -1,0 +1,168 @@
+"""The layers of a PagedKVCache: transformers cache layers whose K/V lies in the rows' blocks.
+
+Know one layer of the rows; never the cache that has the layers, or requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_paged.cache.cache_rows import CacheRows
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's view of the rows of a PagedKVCache, with the length that it has written.
+
+    With a `sliding_window`, `update` returns what transformers' sliding layer would hold, and the mask sizes cover the
+    same: the window of the first new token, and the new tokens.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, rows: CacheRows, index: int, *, sliding_window: int | None = None) -> None:
+        self._rows = rows
+        self.index = index
+        self.sliding_window = sliding_window
+        self.length = 0
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.sliding_window is not None
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.length > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[batch, num_kv_heads, length, head_dim], gathered from the blocks at each access."""
+        return self._rows.dense(self.index, 0, self.length)[0] if self.length else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """[batch, num_kv_heads, length, v_head_dim], gathered from the blocks at each access."""
+        return self._rows.dense(self.index, 0, self.length)[1] if self.length else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool allocates a layer when it is first written."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self._first_visible()
+        self.length = self._rows.write(self.index, self.length, key_states, value_states)
+        return self._rows.dense(self.index, start, self.length)
+
+    def _first_visible(self) -> int:
+        """The first position that the next token attends to."""
+        return 0 if self.sliding_window is None else max(self.length - self.sliding_window + 1, 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        start = self._first_visible()
+        return self.length - start + query_length, start
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # transformers before 5.20 calls `get_max_length` by this name.
+    get_max_cache_shape = get_max_length
+
+
+def shows_tokens(kind: type[DynamicLayer]) -> bool:
+    """Whether this kind of layer returns the K/V of the last tokens in order, as a PagedLayer does."""
+    return kind.get_mask_sizes in (DynamicLayer.get_mask_sizes, DynamicSlidingWindowLayer.get_mask_sizes)
+
+
+class PagedStateLayer(PagedLayer):
+    """A layer whose K/V is in blocks and whose other state stays in the attributes of its transformers class.
+
+    Subclasses combine this class with a transformers layer class (see `adopt`). While the transformers class's methods
+    change that state (reorder, crop, reset, ...), they see empty K/V; the block tables are changed separately.
+    """
+
+    kind: str  # name of the transformers class
+    _apart = False  # whether the K/V currently looks empty
+
+    @property
+    def is_croppable(self) -> bool:
+        return bool(self._rest().is_croppable)
+
+    def _rest(self) -> Any:
+        """The methods of this layer's transformers class, which follows PagedLayer in the MRO."""
+        return super(PagedLayer, self)
+
+    @staticmethod
+    def adopt(layer: DynamicLayer, rows: CacheRows, index: int) -> PagedStateLayer:
+        """Turn a fresh transformers layer into a paged one, in place."""
+        layer.__class__ = _paged_class(type(layer))
+        paged = cast(PagedStateLayer, layer)
+        PagedLayer.__init__(paged, rows, index, sliding_window=getattr(layer, "sliding_window", None))
+        return paged
+
+    def _placeholder(self) -> torch.Tensor:
+        device = self._rows.pool[self.index].key.device if self.length else None
+        return torch.empty(len(self._rows), 0, 0, 0, device=device)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self._placeholder() if self._apart else super().keys
+
+    @keys.setter
+    def keys(self, value: object) -> None:
+        """Ignored: the transformers class's methods assign what they derived from the placeholder."""
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._placeholder() if self._apart else super().values
+
+    @values.setter
+    def values(self, value: object) -> None: ...
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.length > 0
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None: ...
+
+    @contextlib.contextmanager
+    def _kv_apart(self) -> Iterator[None]:
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # Two positional tensors are K and V; other states are passed by keyword.
+        if kwargs:
+            self._rest().lazy_initialization(*args, **kwargs)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        with self._kv_apart():
+            self._rest().reorder_cache(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        with self._kv_apart():
+            self._rest().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        with self._kv_apart():
+            self._rest().reset()
+
+
+@functools.cache
+def _paged_class(kind: type[DynamicLayer]) -> type:
+    # No `layer_type`: transformers would register a class that has one as the layer class of every cache.
+    return type(f"Paged{kind.__name__}", (PagedStateLayer, kind), {"_layer_type": None, "kind": kind.__name__})

@@ -1,0 +1,133 @@
+"""What scripts/gpu_check.sh reports: the device, the outcome of the tests, and one table of all results.
+
+    python scripts/gpu_report.py device --out device.json
+    python scripts/gpu_report.py tests tests.xml --out tests.json
+    python scripts/gpu_report.py table FOLDER
+
+`device` exits with status 1 if torch sees no device, `tests` if a test failed or none ran. `table` adds the device, the
+versions and the commit to every JSON file of the folder and prints Markdown for docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "flashinfer-python", "flash-attn")
+
+
+def device() -> dict[str, Any]:
+    """The device and the software; raises SystemExit if torch sees no device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "torch sees no CUDA device: run this on a machine with one, with a CUDA build of torch "
+            f"(this is torch {torch.__version__})"
+        )
+    properties = torch.cuda.get_device_properties(0)
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def outcome(reports: list[Path]) -> dict[str, Any]:
+    """Counts of JUnit reports, and the message of each test that failed."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failures: dict[str, str] = {}
+    for report in reports:
+        for case in ElementTree.parse(report).getroot().iter("testcase"):
+            problem = next((child for child in case if child.tag in ("failure", "error")), None)
+            if problem is not None:
+                failures[f"{case.get('classname')}::{case.get('name')}"] = (problem.get("message") or "")[:500]
+                counts["failed"] += 1
+            else:
+                counts["skipped" if case.find("skipped") is not None else "passed"] += 1
+    return {**counts, "failures": failures}
+
+
+def table(folder: Path) -> str:
+    """Markdown with one line for each result in the folder. Every file gets the device's record first."""
+    about = json.loads((folder / "device.json").read_text())
+    lines = [
+        f"{about['device']}, {', '.join(f'{name} {version}' for name, version in about['versions'].items())}, "
+        f"commit {about['commit']}",
+        "",
+        "| what | result |",
+        "|---|---|",
+    ]
+    for path in sorted(folder.glob("*.json")):
+        if path.name == "device.json":
+            continue
+        result = json.loads(path.read_text())
+        path.write_text(json.dumps({**result, "measured_on": about}, indent=1) + "\n")
+        lines += _lines(path.stem, result)
+    return "\n".join(lines)
+
+
+def _lines(name: str, result: dict[str, Any]) -> list[str]:
+    if name == "tests":
+        return [f"| tests marked `gpu` | {result['passed']} passed, {result['failed']} failed |"]
+    if name == "kernels":
+        ours = [row for row in result["rows"] if row.get("kernel", "").startswith("hf_paged")]
+        return [
+            f"| {row['case']}, {row['dtype']} | "
+            + ", ".join(
+                f"{row[unit]} {unit}"
+                for unit in ("us", "GB/s", "time / read", "TFLOP/s", "time / SDPA", "differs")
+                if unit in row
+            )
+            + " |"
+            for row in ours
+        ]
+    if name == "throughput":
+        return [f"| {row['system']}, offline | {row['tokens_per_s']:.0f} tokens/s |" for row in result["results"]]
+    return [
+        f"| decode step, batch {row['batch']} x {row['context']} tokens | {row['step_ms']:.2f} ms, "
+        f"{row['step_over_read']:.2f} x reading weights and K/V |"
+        for row in result.get("rows", [])
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("device").add_argument("--out", type=Path, required=True)
+    tests = commands.add_parser("tests")
+    tests.add_argument("reports", type=Path, nargs="+")
+    tests.add_argument("--out", type=Path, required=True)
+    commands.add_parser("table").add_argument("folder", type=Path)
+    args = parser.parse_args()
+    if args.command == "table":
+        print(table(args.folder))
+        return 0
+    result = device() if args.command == "device" else outcome(args.reports)
+    print(json.dumps(result, indent=1))
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(args.command == "tests" and (result["failed"] > 0 or result["passed"] == 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

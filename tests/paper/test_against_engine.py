@@ -1,0 +1,126 @@
+"""The simulator takes the same steps as the engine: batches, blocks, copies and preemptions, step by step."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from benchmarks.paper.policies.paged import Paged
+from benchmarks.paper.requests import SimRequest
+from benchmarks.paper.simulator import Simulator
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
+from tests import models
+from tests.paper.test_policies import SECOND
+
+Step = dict[str, Any]
+CASES: dict[str, list[SimRequest]] = {
+    "greedy": [SimRequest(f"r{i}", float(i // 3), 3 + 7 * i % 31, 2 + 5 * i % 23) for i in range(14)],
+    "samples": [SimRequest(f"r{i}", float(i), 5 + 3 * i, 14 + 2 * i, "samples", 3) for i in range(4)],
+    "beams": [SimRequest(f"r{i}", float(2 * i), 5 + 3 * i, 12, "beams", 3) for i in range(4)],
+    "mixed": [
+        SimRequest("a", 0.0, 9, 14),
+        SimRequest("b", 0.0, 7, 12, "samples", 2),
+        SimRequest("c", 1.0, 12, 12, "beams", 4),
+        SimRequest("d", 3.0, 30, 16),
+        SimRequest("e", 4.0, 5, 16, "samples", 2),
+    ],
+}
+
+
+@functools.cache
+def endless() -> Any:
+    """A model without an EOS token: every request generates all of its tokens."""
+    return models.build("llama", eos_token_id=None)
+
+
+def look(scheduler: Scheduler, output: SchedulerOutput) -> Step:
+    allocator = scheduler.managers[0].allocator
+    return {
+        "batch": [(seq.group.request_id, count) for seq, count in output.scheduled],
+        "blocks used": allocator.num_used,
+        "blocks free": allocator.num_free,
+        "copies": sorted(output.block_copies[0]),
+        "swapped out": len(output.swap_out[0]),
+        "swapped in": len(output.swap_in[0]),
+        "preempted": [group.request_id for group in output.preempted],
+        "waiting": scheduler.num_waiting,
+        "preemptions": (scheduler.num_preemptions_recompute, scheduler.num_preemptions_swap),
+    }
+
+
+def engine_steps(
+    requests: list[SimRequest], cache: CacheConfig, config: SchedulerConfig
+) -> tuple[list[Step], dict[str, list[list[int]]]]:
+    """What the engine does in each step, and which beams continued which."""
+    steps: list[Step] = []
+    parents: dict[str, list[list[int]]] = {}
+    with Engine(endless(), cache, config) as engine:
+        scheduler = engine._scheduler
+        schedule, reorder = scheduler.schedule, scheduler.reorder
+
+        def recorded() -> SchedulerOutput:
+            output = schedule()
+            steps.append(look(scheduler, output))
+            return output
+
+        def recorded_reorder(group: Any, chosen: list[int], tokens: list[int]) -> Any:
+            parents.setdefault(group.request_id, []).append(list(chosen))
+            return reorder(group, chosen, tokens)
+
+        scheduler.schedule, scheduler.reorder = recorded, recorded_reorder  # type: ignore[method-assign]
+        waiting = [*requests]
+        while waiting or engine.has_unfinished_requests():
+            while waiting and waiting[0].arrival <= len(steps):
+                add(engine, waiting.pop(0))
+            engine.step()
+    return steps, parents
+
+
+def add(engine: Engine, request: SimRequest) -> None:
+    options = GenerationConfig(
+        max_new_tokens=request.output_length,
+        num_beams=request.width if request.kind == "beams" else 1,
+        num_return_sequences=request.width,
+        do_sample=request.kind == "samples",
+        temperature=20.0,  # samples must differ in their first token: equal ones share a sequence
+        top_k=0,
+        eos_token_id=None,
+        pad_token_id=models.PAD,
+    )
+    options.seed = 2
+    prompt = models.prompts(request.input_length, seed=hash(request.arrival) + request.input_length)[0]
+    engine.add_request(prompt, options, request_id=request.request_id)
+
+
+@pytest.mark.filterwarnings("ignore:the swap memory:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_steps(case: str, mode: Any) -> None:
+    requests, block_size, num_blocks = CASES[case], 4, 26
+    config = SchedulerConfig(
+        max_num_seqs=12, max_num_batched_tokens=24, prefix_caching=False, preemption=mode, watermark=0.05
+    )
+    swap = f"{num_blocks * 4096} B"
+    real, parents = engine_steps(
+        requests, CacheConfig(block_size=block_size, num_blocks=num_blocks, swap_memory=swap), config
+    )
+    policy = Paged(config, num_blocks * block_size, {}, block_size=block_size)
+    simulated: list[Step] = []
+    Simulator(
+        policy,
+        SECOND,
+        requests,
+        block_size=block_size,
+        jumps=False,
+        observe=lambda output: simulated.append(look(policy.scheduler, output)),
+        choose=lambda group: parents[group.request_id].pop(0),
+    ).run()
+    for index, (expected, actual) in enumerate(zip(real, simulated)):
+        assert actual == expected, f"step {index}"
+    assert len(simulated) == len(real)
+    assert sum(real[-1]["preemptions"]) > 0, "the load must preempt"

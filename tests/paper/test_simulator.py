@@ -1,0 +1,143 @@
+"""The simulator: jumps against single steps, the clock by hand, sharing, beams, and the cost model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.paper.beams import BeamChoice
+from benchmarks.paper.cost import ASSUMED, OPT_13B, OPT_66B, OPT_175B, CostModel, cost_of
+from benchmarks.paper.policies.interface import Load
+from benchmarks.paper.policies.orca import Orca
+from benchmarks.paper.policies.paged import Paged
+from benchmarks.paper.policies.static import Static
+from benchmarks.paper.requests import SimRequest, apart, chat, poisson, translation
+from benchmarks.paper.simulator import Result, Simulator
+from hf_paged.config import SchedulerConfig
+from tests.paper.test_policies import SECOND
+
+CONFIG = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=64, prefix_caching=False)
+COST = CostModel(step=0.01, weights=0.02, token=0.001, kv_token=1e-4, pair=1e-6, row=1e-3, swap_call=1e-3)
+
+
+def random_requests(seed: int, kinds: tuple[str, ...] = ("greedy", "samples", "beams")) -> list[SimRequest]:
+    rng, arrival, requests = random.Random(seed), 0.0, []
+    for i in range(40):
+        kind = rng.choice(kinds)
+        width = 1 if kind == "greedy" else rng.randint(2, 3)
+        requests.append(SimRequest(f"r{i}", arrival, rng.randint(1, 40), rng.randint(1, 40), kind, width))  # type: ignore[arg-type]
+        arrival += rng.expovariate(4.0)
+    return requests
+
+
+def policy_of(name: str, requests: list[SimRequest], capacity: int = 240, config: SchedulerConfig = CONFIG):
+    outputs = {r.request_id: r.output_length for r in requests}
+    if name == "static":
+        return Static(config, 4 * 2048, outputs)
+    if name in ("oracle", "pow2"):
+        return Orca(config, 2 * capacity, outputs, reserve=name)
+    preemption = "auto" if name == "ours" else name
+    finals = {r.request_id: r.final_length for r in requests}
+    return Paged(replace(config, preemption=preemption), capacity, finals, block_size=4)
+
+
+def figures_of(result: Result) -> tuple[object, ...]:
+    times = {c.request.request_id: (round(c.first_token, 6), round(c.end, 6)) for c in result.completed}
+    return times, round(result.seconds, 6), result.num_steps, result.num_preemptions
+
+
+@pytest.mark.parametrize("name", ["ours", "recompute", "swap", "oracle", "pow2", "static"])
+@pytest.mark.parametrize("seed", range(4))
+def test_jumps_change_nothing(name: str, seed: int) -> None:
+    requests = random_requests(seed)
+    single, jumping = (
+        Simulator(policy_of(name, requests), COST, requests, jumps=jumps, block_size=4).run() for jumps in (False, True)
+    )
+    assert len(single.completed) == len(requests)
+    assert figures_of(single) == figures_of(jumping)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_requests_jump(seed: int) -> None:
+    """The long outputs of a trace need fewer scheduler calls than steps."""
+    requests = random_requests(seed, ("greedy",))
+    calls = []
+    simulator = Simulator(policy_of("ours", requests, 4000), COST, requests, observe=calls.append, block_size=4)
+    result = simulator.run()
+    assert result.num_preemptions == 0 and len(calls) < 0.6 * result.num_steps
+    steps = Simulator(policy_of("ours", requests, 4000), COST, requests, jumps=False, block_size=4).run()
+    assert figures_of(steps) == figures_of(result)
+
+
+def test_preemption_is_exercised() -> None:
+    requests = random_requests(0)
+    for name in ("recompute", "swap"):
+        policy = policy_of(name, requests)
+        Simulator(policy, COST, requests, block_size=4).run()
+        scheduler = policy.scheduler
+        counts = {"recompute": scheduler.num_preemptions_recompute, "swap": scheduler.num_preemptions_swap}
+        assert counts[name] > 0
+        assert policy.manager.allocator.num_used == 0, "blocks are left"
+
+
+def test_clock_by_hand() -> None:
+    """b arrives during the first step of a and joins the second; each ends with its last token."""
+    requests = [SimRequest("a", 0.0, 5, 3), SimRequest("b", 0.5, 5, 2)]
+    result = Simulator(policy_of("ours", requests), SECOND, requests).run()
+    times = {c.request.request_id: (c.first_token, c.end, c.normalized_latency) for c in result.completed}
+    assert times == {"a": (1.0, 3.0, 1.0), "b": (2.0, 3.0, 1.25)}
+
+
+def test_shared_prefix_is_computed_once() -> None:
+    config = replace(CONFIG, prefix_caching=True)
+    requests = [SimRequest(f"r{i}", 10.0 * i, 14, 2, prefix_length=8) for i in range(2)]
+    tokens = []
+    policy = policy_of("ours", requests, 400, config)
+    Simulator(policy, SECOND, requests, observe=lambda o: tokens.append(o.num_scheduled_tokens)).run()
+    assert tokens == [14, 1, 6, 1], "the second prompt starts after the 8 shared tokens"
+
+
+def test_apart() -> None:
+    request = SimRequest("a", 0.0, 5, 3, "samples", 2)
+    assert [r.request_id for r in apart([request])] == ["a.0", "a.1"]
+    with pytest.raises(ValueError, match="beams"):
+        apart([replace(request, kind="beams")])
+
+
+def test_beams_start_from_one_and_share() -> None:
+    choice = BeamChoice(3, random.Random(0))
+    assert choice.parents() == [0, 0, 0]
+    later = [choice.parents() for _ in range(50)]
+    assert all(len(parents) == 3 and set(parents) <= {0, 1, 2} for parents in later)
+    assert any(len(set(parents)) < 3 for parents in later)
+
+
+def test_loads_have_the_published_means() -> None:
+    requests = poisson("sharegpt", 2000, 2.0, 0)
+    mean_in = sum(r.input_length for r in requests) / 2000
+    mean_out = sum(r.output_length for r in requests) / 2000
+    assert mean_in == pytest.approx(161, rel=0.02) and mean_out == pytest.approx(338, rel=0.08)
+    assert requests[-1].arrival == pytest.approx(1000, rel=0.1)
+    assert max(r.input_length for r in chat(200, 1.0, 0)) == 1024
+    assert min(r.input_length for r in translation(200, 1.0, 0, 341)) > 341
+
+
+def test_cost_of_a_step() -> None:
+    cost = CostModel(1.0, 10.0, 0.5, 0.01, 0.001, 0.1, 0.2, 3.0, 0.25)
+    assert cost.seconds(Load(2, 2, 50)) == pytest.approx(1 + 10 + 0.5 + 0.2), "the weights are the limit"
+    assert cost.seconds(Load(1, 40, 40, 820)) == pytest.approx(1 + 20 + 0.4 + 0.82 + 0.1), "arithmetic is the limit"
+    swap = cost.seconds(Load(0, 0, 0, 0, 5, 2), block_size=4) - cost.seconds(Load(0, 0, 0), block_size=4)
+    assert swap == pytest.approx(5 * 0.2 + 2 * (3 + 4 * 0.25))
+    assert cost.with_kv_factor(2).kv_token == 0.02
+
+
+def test_set_ups_of_the_paper() -> None:
+    """K/V bytes of a token: 800 KB for OPT-13B (section 3 of the paper)."""
+    assert OPT_13B.kv_bytes == 819_200
+    assert [setup.slots // 2048 for setup in (OPT_13B, OPT_66B, OPT_175B)] == [7, 4, 29]
+    one, four = cost_of(OPT_13B), cost_of(OPT_66B)
+    assert one.weights == pytest.approx(2 * 12.85e9 / (1.555e12 * ASSUMED.reading))
+    assert four.step > one.step, "all-reduces"
+    assert ASSUMED.kv_factor(None) == 1 and ASSUMED.kv_factor(16) == 1.23 and ASSUMED.kv_factor(1) > 8

@@ -1,0 +1,78 @@
+"""scripts/gpu_check.sh: without a device it fails at once and says why, and its report shows failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PASSED = '<testcase classname="tests.kernels" name="test_a"/>'
+SKIPPED = '<testcase classname="tests.kernels" name="test_s"><skipped message="no"/></testcase>'
+FAILED = '<testcase classname="tests.kernels" name="test_b"><failure message="3 != 4">long text</failure></testcase>'
+
+
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=250)
+
+
+def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "scripts/gpu_report.py", *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_no_device(tmp_path: Path) -> None:
+    done = run("scripts/gpu_check.sh", "tests", PYTHON=sys.executable, OUT=str(tmp_path))
+    assert done.returncode == 1
+    assert "torch sees no CUDA device" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "cases, status, counts",
+    [
+        ((PASSED, SKIPPED), 0, {"passed": 1, "failed": 0, "skipped": 1}),
+        ((PASSED, FAILED), 1, {"passed": 1, "failed": 1, "skipped": 0}),
+        ((SKIPPED,), 1, {"passed": 0, "failed": 0, "skipped": 1}),
+    ],
+)
+def test_outcome(cases: tuple[str, ...], status: int, counts: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    done = report("tests", str(tmp_path / "tests.xml"), "--out", str(tmp_path / "tests.json"))
+    assert done.returncode == status, done.stderr
+    result = json.loads((tmp_path / "tests.json").read_text())
+    assert {name: result[name] for name in counts} == counts
+    assert result["failures"] == ({"tests.kernels::test_b": "3 != 4"} if FAILED in cases else {})
+
+
+def test_table(tmp_path: Path) -> None:
+    about = {"device": "Fake GPU", "versions": {"torch": "2.11"}, "commit": "abc"}
+    (tmp_path / "device.json").write_text(json.dumps(about))
+    (tmp_path / "tests.json").write_text(json.dumps({"passed": 125, "failed": 0, "skipped": 0, "failures": {}}))
+    rows = [{"batch": 8, "context": 1024, "step_ms": 6.5, "step_over_read": 1.3}]
+    (tmp_path / "decode-step.json").write_text(json.dumps({"rows": rows}))
+    printed = report("table", str(tmp_path)).stdout
+    assert "Fake GPU, torch 2.11, commit abc" in printed
+    assert "| tests marked `gpu` | 125 passed, 0 failed |" in printed
+    assert "| decode step, batch 8 x 1024 tokens | 6.50 ms, 1.30 x reading weights and K/V |" in printed
+    assert json.loads((tmp_path / "decode-step.json").read_text())["measured_on"] == about
+
+
+@pytest.mark.parametrize("option", [[], pytest.param(["--profile"], marks=pytest.mark.slow)], ids=["time", "profile"])
+def test_decode_step(option: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    sizes = ["--model", "tiny", "--device", "cpu", "--context", "20", "--steps", "6", "--batch", "3"]
+    command = [sys.executable, "benchmarks/decode_step.py", *sizes, *option, "--json", str(out)]
+    done = run(*command, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    if option:
+        assert result["profiles"][0]["launches_a_layer"] > 1
+    else:
+        assert result["rows"][0]["steps"] == 6
+        assert result["rows"][0]["step_over_read"] > 0
