@@ -64,6 +64,13 @@ MAKERS: dict[str, Any] = {
     "decay": lambda rng, ids: lp.ExponentialDecayLengthPenalty(
         (rng.randrange(3), rng.choice([1.2, 0.9])), torch.tensor(some_ids(rng)), ids.shape[1]
     ),
+    "watermark": lambda rng, ids: lp.WatermarkLogitsProcessor(
+        VOCAB,
+        "cpu",
+        greenlist_ratio=rng.choice([0.2, 0.6]),
+        bias=rng.choice([2.0, 0.3]),
+        context_width=rng.choice([1, 3]),
+    ),
     "suppress": lambda rng, ids: lp.SuppressTokensLogitsProcessor(some_ids(rng, beyond=5)),
     "suppress first": lambda rng, ids: lp.SuppressTokensAtBeginLogitsProcessor(some_ids(rng), ids.shape[1]),
 }
@@ -183,7 +190,8 @@ def test_what_cannot_be_edited_goes_alone() -> None:
         lp.EncoderRepetitionPenaltyLogitsProcessor(1.2, beyond[None]),
         lp.ExponentialDecayLengthPenalty((1, 1.1), beyond, 3),
         lp.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([0, 1])),
-        lp.WatermarkLogitsProcessor(VOCAB, "cpu"),
+        lp.WatermarkLogitsProcessor(VOCAB, "cpu", seeding_scheme="selfhash"),
+        lp.WatermarkLogitsProcessor(VOCAB + 1, "cpu"),
     ):
         assert editors.editor_of(processor, VOCAB) is None
 
@@ -231,6 +239,16 @@ def random_config(rng: random.Random) -> GenerationConfig:
     return made
 
 
+def assert_as_solo_or_failed(model: Any, outputs: list[Any], wanted: list[Any]) -> None:
+    for output, request in zip(outputs, wanted):
+        if output.error is None:
+            assert_as_solo(model, [output], [request])
+        else:  # the options leave no token
+            with pytest.raises(RuntimeError, match="probability tensor"):
+                solo(model, *request)
+    assert sum(output.error is None for output in outputs) > 0.8 * len(outputs)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_mixes_equal_their_solo_runs(seed: int, is_async: bool) -> None:
@@ -245,13 +263,55 @@ def test_random_mixes_equal_their_solo_runs(seed: int, is_async: bool) -> None:
         outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted], raise_on_error=False)
         assert_idle(engine)
         assert engine.stats().preemptions_recompute > 0
-    for output, request in zip(outputs, wanted):
-        if output.error is None:
-            assert_as_solo(model, [output], [request])
-        else:  # the options leave no token
-            with pytest.raises(RuntimeError, match="probability tensor"):
-                solo(model, *request)
-    assert sum(output.error is None for output in outputs) > 20
+    assert_as_solo_or_failed(model, outputs, wanted)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_mixes_of_samples_and_beams_equal_their_solo_runs(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    model = models.shared("llama")
+    wanted = []
+    for each in models.prompts(*(rng.randint(1, 30) for _ in range(12))):
+        made = random_config(rng)
+        if made.do_sample and rng.random() < 0.6:
+            made.num_return_sequences = rng.choice([2, 5])
+        elif rng.random() < 0.7:
+            made.num_beams = rng.choice([2, 4])
+            made.num_return_sequences = rng.randint(1, made.num_beams)
+        wanted.append((each, made))
+    with Engine(model, CacheConfig(num_blocks=200, block_size=4)) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted], raise_on_error=False)
+        assert_idle(engine)
+    assert_as_solo_or_failed(model, outputs, wanted)
+
+
+def test_processors_of_samples_and_beams_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (lp.RepetitionPenaltyLogitsProcessor, lp.NoRepeatNGramLogitsProcessor, lp.SequenceBiasLogitsProcessor):
+        monkeypatch.setattr(kind, "__call__", lambda *args: pytest.fail("called"))
+    model = models.shared("llama")
+    options = {"max_new_tokens": 6, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2, "bad_words_ids": [[7]]}
+    beams = GenerationConfig(**options, num_beams=3, pad_token_id=0)
+    samples = GenerationConfig(**options, num_return_sequences=3, do_sample=True, pad_token_id=0)
+    with Engine(model) as engine:
+        outputs = engine.generate(models.prompts(4, 7), [beams, samples])
+    assert [len(output.outputs) for output in outputs] == [1, 3]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_forked_editors_know_the_text_so_far_and_no_later_text_of_the_other(name: str) -> None:
+    for seed in range(6):
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        ids = prompt(rng)
+        processors = LogitsProcessorList([MAKERS[name](rng, ids)])
+        chain = chain_of(processors, VOCAB)
+        chain.edits(ids[0].tolist())
+        forks = [(chain.fork(), ids), (chain, ids)]
+        for _ in range(6):
+            forks = [(each, torch.cat([text, torch.tensor([[rng.randrange(4)]])], 1)) for each, text in forks]
+            for each, text in forks:
+                scores = some_scores(1, generator)
+                got = process_together([each], scores.clone(), [each.edits(text[0].tolist())])
+                assert_same_bits(got, processors(text, scores.clone()))
 
 
 def test_the_processors_of_a_greedy_request_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def test_sampling_keys_of_requests_that_may_be_sampled_together() -> None:
     assert (list(mixed.own), mixed.warpers, list(map(len, mixed.editors))) == ([], (warm, top), [0, 1, 0])
     assert mixed.sampling_key == first.sampling_key
     # What may do anything else is done one by one, and so is all that comes before it.
-    watermark = WatermarkLogitsProcessor(96, "cpu")
+    watermark = WatermarkLogitsProcessor(96, "cpu", seeding_scheme="selfhash")
     marked = chain(warm, penalty, watermark, top)
     assert (list(marked.own), marked.warpers, marked.editors) == ([warm, penalty, watermark], (top,), ((), ()))
     assert marked.sampling_key == chain(watermark, top).sampling_key != chain(top).sampling_key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class Chain:
     def edits(self, token_ids: Sequence[int]) -> list[list[Edit]]:
         """What the editors change after these tokens, prompt included. Called with ever more tokens of one text."""
         return [[edit for each in run if (edit := each.edit(token_ids)) is not None] for run in self.editors]
+
+    def fork(self) -> Chain:
+        """For a text that begins like this one's and goes on differently."""
+        return replace(self, editors=tuple(tuple(each.fork() for each in run) for run in self.editors))
 
 
 def chain_of(

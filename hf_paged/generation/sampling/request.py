@@ -86,6 +86,7 @@ class Request:
         self.config = config
         self.generator = generator
         self.processors = prepared.logits_processor
+        self._own_processors = prepared.own_processors
         self.prompt_token_ids = group.sequences[0].token_ids[:]
         self.prompt_length = len(self.prompt_token_ids)
         self.max_length: int = config.max_length
@@ -141,6 +142,21 @@ class Request:
         be chosen from what they return."""
         return checked_scores(self.processors(self._rows(), scores), scores)
 
+    def _new_chain(self, width: int, *options: object, draws: bool) -> Chain:
+        """The processors for rows of `width` scores. draws: a token is drawn from each row."""
+        chain = chain_of(
+            self.processors,
+            width,
+            *options,
+            self.keeps_processed,
+            callers=self._own_processors,
+            on_cpu=self.device.type == "cpu",
+            is_drawn=draws and not self.keeps_processed and draws_natively(self.device),
+        )
+        if not chain.own and not self.criteria:
+            self.history = None
+        return chain
+
     def _rows(self) -> torch.Tensor:
         """The history so far, int64 [num_rows, length]."""
         assert self.history is not None
@@ -174,24 +190,13 @@ class SingleRequest(Request):
         super().__init__(group, prepared, generator)
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
-        self._own_processors = prepared.own_processors
         self._chain: Chain | None = None
         self._num_streamed = 0
 
     def chain(self, width: int) -> Chain:
         """Its processors for rows of `width` scores, which are known with the first row only."""
         if self._chain is None:
-            self._chain = chain_of(
-                self.processors,
-                width,
-                self.do_sample,
-                self.keeps_processed,
-                callers=self._own_processors,
-                on_cpu=self.device.type == "cpu",
-                is_drawn=self.do_sample and not self.keeps_processed and draws_natively(self.device),
-            )
-            if not self._chain.own and not self.criteria:
-                self.history = None
+            self._chain = self._new_chain(width, self.do_sample, draws=self.do_sample)
         return self._chain
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
@@ -256,6 +261,24 @@ class SingleRequest(Request):
 class ForkingRequest(Request):
     """A request of several samples or beams. Its sequences may fork, so the host decides each of its steps before the
     next one is scheduled."""
+
+    _chains: list[Chain] | None = None  # of the rows; known with the first scores
+
+    def chains(self, width: int, *, draws: bool = False) -> list[Chain]:
+        """The processors of each sample or beam. They know its tokens so far."""
+        if self._chains is None:
+            self._chains = [self._new_chain(width, draws=draws)] * self.num_rows
+        return self._chains
+
+    def _fork_chains(self, parents: Iterable[int]) -> None:
+        """Row i goes on as row parents[i] did."""
+        assert self._chains is not None
+        taken: set[int] = set()
+        chains = []
+        for chain in (self._chains[parent] for parent in parents):
+            chains.append(chain.fork() if id(chain) in taken else chain)
+            taken.add(id(chain))
+        self._chains = chains
 
     @property
     def num_unfinished(self) -> int:
