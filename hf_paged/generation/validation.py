@@ -246,21 +246,38 @@ def check_engine(model: Any, *, tokenizer: Any, prepack: Any, cuda_graphs: Any) 
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
-def check_request(generation_config: Any, priority: Any, **options: Any) -> None:
-    """The arguments of `Engine.add_request` but the prompt, each by itself; `options` are those that may be None."""
+MAX_LOGPROBS = 1024
+"""More of the most likely tokens than any caller reads."""
+
+
+def check_request(generation_config: Any, options: Any) -> None:
+    """The arguments of `Engine.add_request` but the prompt, each by itself. options: `RequestOptions`."""
     check_generation_config(generation_config)
-    is_number = isinstance(priority, Real) and not isinstance(priority, bool)
-    if not is_number or (not isinstance(priority, Integral) and not isfinite(priority)):
+    priority, deadline = options.priority, options.deadline
+    if not _is_number(priority):
         raise ValueError(f"priority={shown(priority)}: a finite number is needed; lower numbers run first")
-    check_optional(options)
+    if deadline is not None and not (_is_number(deadline) and deadline > 0):
+        raise ValueError(f"deadline={shown(deadline)}: a positive number of seconds is needed, or None")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(options, name)
+        if value is not None and not (_is_integer(value) and 0 <= value <= MAX_LOGPROBS):
+            raise ValueError(f"{name}={shown(value)}: an integer from 0 to {MAX_LOGPROBS} is needed, or None")
+    check_optional({name: getattr(options, name) for name in _OPTIONAL})
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return True
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and (isinstance(value, Integral) or isfinite(value))
 
 
 _NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
 
 
-def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, streamer: Any) -> None:
-    """Check a request's options as far as that is cheap. `config` is a GenerationConfig or None; options that it does
-    not set come from the model's. Raises ValueError.
+def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, options: Any) -> None:
+    """Check a request's config as far as that is cheap, and whether it fits its `RequestOptions`. `config` is a
+    GenerationConfig or None; what it does not set comes from the model's. Raises ValueError.
     """
     defaults = model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
@@ -278,10 +295,15 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
             raise ValueError(
                 f"{name}={width} sequences in one request, but {limit_name}={limit}; lower it or raise that"
             )
-    if streamer is not None and width > 1:
+    if options.streamer is not None and width > 1:
         raise ValueError(
-            f"streamer={type(streamer).__name__} follows one sequence, but the request has several; drop it, or "
-            "ask for num_beams=1 and num_return_sequences=1"
+            f"streamer={type(options.streamer).__name__} follows one sequence, but the request has several; drop it, "
+            "or ask for num_beams=1 and num_return_sequences=1"
+        )
+    if options.logprobs is not None and (given.get("num_beams") or 1) > 1:
+        raise ValueError(
+            f"logprobs={options.logprobs}: beams have no lists of likely tokens (their own log-probabilities are in "
+            "the output); leave it out, or ask for num_beams=1"
         )
     seed = getattr(config or defaults, "seed", None)
     if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**64):
@@ -372,24 +394,38 @@ def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
     return list(zip(rows, masks))
 
 
-def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer: Any = None) -> torch.Tensor:
-    """Token ids without padding as int64 [1, length].
+def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer: Any = None) -> list[int]:
+    """Token ids without padding.
 
     attention_mask: 1 for a token of the prompt, 0 for padding, which may only stand at the ends. Raises ValueError for
     an invalid prompt, and for padding tokens without a mask.
     """
-    ids = _prompt_tensor(prompt_ids)
-    check_prompts(model, ids, "prompt_ids")
-    ids = ids.to(torch.int64)
-    if attention_mask is not None:
-        return _without_padding(ids, attention_mask)
-    for name, token in (("begins", int(ids[0, 0])), ("ends", int(ids[0, -1]))):
-        if token in _pad_tokens(model, tokenizer):
+    if _is_plain_prompt(model, prompt_ids) and attention_mask is None:
+        ids: list[int] = prompt_ids[:]
+    else:
+        given = _prompt_tensor(prompt_ids).cpu()
+        check_prompts(model, given, "prompt_ids")
+        given = given.to(torch.int64)
+        if attention_mask is not None:
+            return _without_padding(given, attention_mask)[0].tolist()
+        ids = given[0].tolist()
+    pads = _pad_tokens(model, tokenizer)
+    for name, token in (("begins", ids[0]), ("ends", ids[-1])):
+        if token in pads:
             raise ValueError(
                 f"prompt_ids {name} with the padding token {token}; leave padding out, or give the prompt's "
                 "attention_mask (ones, if the token is text)"
             )
     return ids
+
+
+def _is_plain_prompt(model: Any, prompt_ids: Any) -> bool:
+    """Whether it is a list of token ids that needs no closer look. (Tensors take ten times as long.)"""
+    if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
+        return False
+    limit = position_limit(model)
+    is_short = limit is None or len(prompt_ids) <= limit
+    return is_short and min(prompt_ids) >= 0 and max(prompt_ids) < model.get_input_embeddings().weight.shape[0]
 
 
 def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:

@@ -176,6 +176,14 @@ def _reads_natively(logits: torch.Tensor) -> bool:
     return ops.default_impl(logits.device) == "native" and native_ops.supports(logits.dtype) and logits.stride(1) == 1
 
 
+def top_logprobs(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [num_rows, vocab] -> the `count` most likely tokens of each row, best first, int64 [num_rows, count], and
+    their log-probabilities, fp32 [num_rows, count]."""
+    scores = logits.float()
+    values, tokens = torch.topk(scores, count)
+    return tokens, values - torch.logsumexp(scores, dim=-1, keepdim=True)
+
+
 def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [num_rows] of tokens int64 [num_rows] under the distributions of scores [num_rows, vocab]."""
     return scores.gather(1, tokens[:, None]).squeeze(1) - torch.logsumexp(scores, dim=-1)

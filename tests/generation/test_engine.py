@@ -273,7 +273,7 @@ def test_requests_with_the_same_stop_strings_share_their_table(monkeypatch: pyte
         assert made == [stops]
         for n in range(40):
             engine.generate(prompts[:1], config("greedy", max_new_tokens=1, stop_strings=stops[0] * (n + 1)))
-        assert len(engine._stop_strings._made) <= 16
+        assert len(engine._admission._preparer.stop_strings._made) <= 16
 
 
 def test_finish_reasons_and_metrics() -> None:

@@ -146,15 +146,24 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a new request. Raises ValueError if it can never run, QueueFull if `max_waiting` wait already."""
-        config = self.config
         if group.request_id in self._groups:
             raise ValueError(f"request_id {group.request_id!r} is in use; choose another one")
+        self.check(group)
+        most = self.config.max_waiting
+        if most is not None and len(self._waiting) >= most:
+            raise QueueFull(f"{len(self._waiting)} requests wait already (max_waiting={most})")
+        self.enqueue(group)
+
+    def check(self, group: SequenceGroup) -> None:
+        """Raises ValueError if the group can never run. Reads no state that changes, so any thread may call it."""
+        config = self.config
         for name, limit in (("max_num_seqs", config.max_num_seqs), ("max_num_batched_tokens", self._token_budget)):
             if group.width > limit:
                 raise ValueError(f"{group.width} sequences in one request, but {name}={limit}; raise it")
         self._tables.check_fits_alone(group)
-        if config.max_waiting is not None and len(self._waiting) >= config.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests wait already (max_waiting={config.max_waiting})")
+
+    def enqueue(self, group: SequenceGroup) -> None:
+        """`add` without its checks."""
         group.order = (group.priority, group.arrival, next(self._arrivals))
         self._groups[group.request_id] = group
         insort(self._waiting, group, key=_by_order)
@@ -323,7 +332,7 @@ class Scheduler:
 
     def _match(self, group: SequenceGroup) -> list[int]:
         """Blocks of the prefix cache for a waiting group."""
-        if self.prefix_cache is None or group.cache_root is None:
+        if self.prefix_cache is None or group.cache_root is None or group.wants_prompt_logits:
             return []
         leader = group.live[0]
         hits = self.prefix_cache.match(leader.token_ids, group.cache_root, leader.block_digests)

@@ -12,10 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.generation.engine.outputs import TopLogprobs
 from hf_paged.generation.engine.sequence import Sequence
 from hf_paged.generation.sampling.edits import Edit
 from hf_paged.generation.sampling.processors import Chain, process_together
 from hf_paged.generation.sampling.request import SingleRequest
+from hf_paged.generation.sampling.scores import TopTokens
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import (
     ToFp32,
@@ -85,7 +87,22 @@ class SampledTokens:
         self.tokens = columns.tokens
         self.rows = {each.seq: row for row, each in enumerate(due)}
         self._due = due
+        self._top: tuple[list[DueRow], TopTokens] | None = None
         self._numbers = ToHost(*columns, stopped)
+
+    def add_top(self, logits: torch.Tensor) -> None:
+        """Have the most likely tokens too, for the requests that want them. logits [*, vocab]: the model's own."""
+        due = [each for each in self._due if each.request.num_top is not None]
+        if due:
+            rows = logits[to_device(np.array([each.row for each in due]), logits.device)]
+            self._top = due, TopTokens(rows, [each.request.num_top or 0 for each in due])
+
+    def read_top(self) -> dict[Sequence, TopLogprobs]:
+        """Wait for the most likely tokens, and return those of the sequences whose requests want them."""
+        if self._top is None:
+            return {}
+        due, tokens = self._top
+        return dict(zip([each.seq for each in due], tokens.read()))
 
     def read(self) -> list[SampledToken]:
         """Wait for the tokens and return them."""
@@ -124,7 +141,7 @@ def _extend_histories(done: Iterable[DueRow], tokens: torch.Tensor, failed: Fail
     stopped = torch.zeros(len(tokens), device=tokens.device)
     ended = {request for request, _ in failed}
     for row, (request, _, _) in enumerate(done):
-        if request.history is not None and request not in ended:
+        if request.keeps_history and request not in ended:
             try:
                 request.extend_history(tokens[row : row + 1], stopped[row : row + 1])
             except Exception as error:  # a criterion is the caller's code

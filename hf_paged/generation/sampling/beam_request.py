@@ -11,7 +11,7 @@ from hf_paged.generation.engine.sequence import FinishReason, Sequence, Sequence
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
 from hf_paged.generation.sampling.processors import process_together
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder, Told
 from hf_paged.kernels.sampling import largest, sample_tokens, to_host
 
 
@@ -57,7 +57,7 @@ class BeamRequest(ForkingRequest):
             self._final = self._hypotheses(None)
             return Reorder([], [])
         self._logprobs = [[*self._logprobs[c.parent], logprob_of[c.parent, c.token]] for c in running]
-        if self.history is not None:
+        if self.keeps_history:
             parents = torch.tensor([c.parent for c in running], device=self.device)
             self._extend_history((c.token for c in running), parents)
         if self._chains is not None:
@@ -118,7 +118,7 @@ class BeamRequest(ForkingRequest):
             )
         return outputs
 
-    def completions(self) -> list[CompletionOutput]:
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
         return self._final
 
     def stop_all(self, reason: FinishReason) -> None:

@@ -10,7 +10,8 @@ from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, process_together
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample, Told
+from hf_paged.generation.sampling.scores import TopTokens
 from hf_paged.kernels.sampling import logprobs_of, sample_tokens, sample_top_p, to_host
 
 
@@ -49,6 +50,11 @@ class GroupRequest(ForkingRequest):
             raise ArithmeticError(NOT_FINITE)
         if any(map(isnan, invalids)):
             raise ArithmeticError(NOTHING_LEFT)
+        if self.num_top is not None:
+            top = TopTokens(logits, [self.num_top] * len(logits)).read()
+            for sample, row in zip(self.samples, rows):
+                if sample.seq is not None:
+                    sample.top_logprobs.append(top[row])
         return self._fork(chosen, logprobs, *processed)
 
     def _processed(self, chains: list[Chain], raw: torch.Tensor) -> torch.Tensor:
@@ -93,7 +99,7 @@ class GroupRequest(ForkingRequest):
                 sample.seq = child
 
     def _stopped_by_criteria(self, tokens: list[int]) -> list[bool] | None:
-        if self.history is None:
+        if not self.keeps_history:
             return None
         self._extend_history(self._pad_token_id if s.seq is None else token for s, token in zip(self.samples, tokens))
         if not self.criteria:
@@ -101,8 +107,9 @@ class GroupRequest(ForkingRequest):
         stopped: list[bool] = self.criteria(self._rows(), None).tolist()
         return stopped
 
-    def completions(self) -> list[CompletionOutput]:
-        return [sample.completion(self.keeps_processed) for sample in self.samples]
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        told = told or (0,) * len(self.samples)
+        return [sample.completion(self, num_told) for sample, num_told in zip(self.samples, told)]
 
     def stop_all(self, reason: FinishReason) -> None:
         for sample in self.samples:

@@ -10,13 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs, View
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores
+from hf_paged.generation.sampling.scores import PromptScores
+from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import draws_natively
 
 NOT_FINITE = "the model's logits are NaN"
@@ -37,6 +40,10 @@ class Reorder(NamedTuple):
     tokens: list[int]
 
 
+Told = tuple[int, ...]
+"""How many tokens of each sample or beam a reader has got."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One completion in the making. `token_ids` is set when it is finished; until then the sequence has them."""
@@ -45,6 +52,7 @@ class Sample:
     seq: Sequence | None
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -59,14 +67,22 @@ class Sample:
     def finish(self, token_ids: list[int], reason: FinishReason) -> None:
         self.token_ids, self.finish_reason, self.seq = token_ids, reason, None
 
-    def completion(self, keeps_processed: bool) -> CompletionOutput:
+    def completion(self, request: Request, num_told: int) -> CompletionOutput:
+        """It as it stands now. num_told: how many of its tokens the reader has got before."""
+        if self.seq is None:
+            tokens = View(self.token_ids, 0, len(self.token_ids))
+        else:
+            tokens = View(self.seq.token_ids, self.seq.num_prompt_tokens, len(self.seq.token_ids))
+        processed, top = self.processed_logprobs, self.top_logprobs
         return CompletionOutput(
             index=self.index,
-            token_ids=self.token_ids if self.seq is None else self.seq.output_token_ids,
-            logprobs=self.logprobs[:],
+            token_ids=tokens,
+            logprobs=View(self.logprobs, 0, len(self.logprobs)),
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
-            processed_logprobs=self.processed_logprobs[:] if keeps_processed else None,
+            processed_logprobs=View(processed, 0, len(processed)) if request.keeps_processed else None,
+            top_logprobs=View(top, 0, len(top)) if request.num_top is not None else None,
+            num_told=num_told,
         )
 
 
@@ -74,7 +90,8 @@ class Request:
     """A request in the engine.
 
     `history` is int64 [num_rows, capacity]: prompt and generated tokens, one row for each sample or beam, as the
-    processors and criteria of transformers expect them. It is kept only if a processor or criterion reads it.
+    processors and criteria of transformers expect them. It is kept only if a processor or criterion reads it, and made
+    when it is read first: a copy to the device may wait for the step in progress.
     """
 
     streamer: Any = None  # of transformers; only a SingleRequest can have one
@@ -87,37 +104,39 @@ class Request:
         self.generator = generator
         self.processors = prepared.logits_processor
         self._own_processors = prepared.own_processors
-        self.prompt_token_ids = group.sequences[0].token_ids[:]
+        self.criteria = prepared.stopping_criteria
+        self.prompt_token_ids = prepared.prompt_token_ids
         self.prompt_length = len(self.prompt_token_ids)
-        self.max_length: int = config.max_length
-        self.eos: frozenset[int] = frozenset()
-        others = []
-        for criterion in prepared.stopping_criteria:
-            if type(criterion) is MaxLengthCriteria:
-                self.max_length = min(self.max_length, criterion.max_length)
-            elif type(criterion) is EosTokenCriteria:
-                self.eos |= frozenset(criterion.eos_token_id.reshape(-1).tolist())
-            else:
-                others.append(criterion)
-        self.criteria = StoppingCriteriaList(others)
+        self.max_length = prepared.max_length
+        self.eos = prepared.eos
         self.keeps_processed = bool(config.output_scores)
-        self.num_rows = prepared.input_ids.shape[0]
-        self.device = prepared.input_ids.device
-        self.history: torch.Tensor | None = None
-        if self.processors or self.criteria:
-            self.history = prepared.input_ids.clone()
+        self.keeps_history = bool(self.processors or self.criteria)
+        self.num_rows = prepared.num_rows
+        self.device = prepared.device
         self.length = self.prompt_length  # tokens the host knows; the history may have one more
+        self._history: torch.Tensor | None = None
         self._history_length = self.length
+        self.time_limits: list[tuple[float, FinishReason]] = [
+            (each.max_time, FinishReason.STOP) for each in self.criteria if type(each) is MaxTimeCriteria
+        ]
+        """Seconds after its arrival, and the reason with which a request that is not running ends then."""
+        self.num_top: int | None = None
+        """How many of the most likely tokens the output has for each token; None: it has no such lists."""
+        self.prompt_scores: PromptScores | None = None
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
         self.exception: BaseException | None = None  # that caused the error
 
-    def completions(self) -> list[CompletionOutput]:
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        """told: how many tokens of each completion the reader has got before."""
         raise NotImplementedError
 
     def stop_all(self, reason: FinishReason) -> None:
         """End what is unfinished: the request was aborted or has failed."""
         raise NotImplementedError
+
+    def begin_stream(self) -> None:
+        """Give the prompt to the streamer."""
 
     def tell_streamer(self) -> None:
         """Give the streamer the tokens that it has not got yet."""
@@ -125,16 +144,22 @@ class Request:
     def end_stream(self) -> None:
         """Tell the streamer that no more tokens will come."""
 
-    def output(self) -> RequestOutput:
-        """The request as it stands now."""
+    def output(self, told: dict[Request, Told] | None = None) -> RequestOutput:
+        """The request as it stands now. told: what the reader has got of each request, which is brought up to date."""
+        completions = self.completions(() if told is None else told.get(self, ()))
+        if told is not None:
+            told[self] = tuple([completion.num_tokens for completion in completions])
+        prompt = self.prompt_scores
         return RequestOutput(
             self.request_id,
             self.prompt_token_ids,
-            self.completions(),
+            completions,
             self.metrics.finish_time is not None,
             self.metrics,
             self.error,
             self.exception,
+            None if prompt is None else prompt.logprobs[:],  # the caller's own
+            None if prompt is None else prompt.top_logprobs[:],
         )
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
@@ -154,25 +179,30 @@ class Request:
             is_drawn=draws and not self.keeps_processed and draws_natively(self.device),
         )
         if not chain.own and not self.criteria:
-            self.history = None
+            self.keeps_history, self._history = False, None
         return chain
 
     def _rows(self) -> torch.Tensor:
         """The history so far, int64 [num_rows, length]."""
-        assert self.history is not None
-        return self.history[:, : self._history_length]
+        assert self.keeps_history
+        if self._history is None:
+            prompt = np.array([self.prompt_token_ids] * self.num_rows, dtype=np.int64)
+            self._history = to_device(prompt, self.device)
+        return self._history[:, : self._history_length]
 
     def _extend_history(self, tokens: Iterable[int] | torch.Tensor, parents: torch.Tensor | None = None) -> None:
-        if self.history is None:
+        if not self.keeps_history:
             return
+        history = self._rows() if self._history is None else self._history
         if parents is not None:
-            self.history = self.history.index_select(0, parents)
-        if self._history_length == self.history.shape[1]:
+            history = history.index_select(0, parents)
+        if self._history_length == history.shape[1]:
             room = max(64, self._history_length // 2)
-            self.history = torch.cat([self.history, self.history.new_zeros(self.history.shape[0], room)], dim=1)
+            history = torch.cat([history, history.new_zeros(history.shape[0], room)], dim=1)
         if not isinstance(tokens, torch.Tensor):
             tokens = torch.tensor(list(tokens), device=self.device)
-        self.history[:, self._history_length] = tokens
+        history[:, self._history_length] = tokens
+        self._history = history
         self._history_length += 1
 
     def _reason(self, token: int) -> FinishReason | None:
@@ -220,8 +250,8 @@ class SingleRequest(Request):
             self.sample.finish([*self.sample.seq.output_token_ids, token], reason)
         return reason
 
-    def completions(self) -> list[CompletionOutput]:
-        return [self.sample.completion(self.keeps_processed)]
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        return [self.sample.completion(self, told[0] if told else 0)]
 
     def stop_all(self, reason: FinishReason) -> None:
         if self.sample.seq is not None:
@@ -229,10 +259,11 @@ class SingleRequest(Request):
 
     # -- streamers ----------------------------------------------------------------------------------------------
 
-    def stream_to(self, streamer: Any) -> None:
-        """Give the prompt to a streamer of transformers now, and each token when it is known."""
-        streamer.put(torch.tensor([self.prompt_token_ids]))
-        self.streamer = streamer
+    def begin_stream(self) -> None:
+        streamer, self.streamer = self.streamer, None  # nothing more for it, if it fails
+        if streamer is not None:
+            streamer.put(torch.tensor([self.prompt_token_ids]))
+            self.streamer = streamer
 
     def tell_streamer(self) -> None:
         sample = self.sample
