@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from transformers.generation.stopping_criteria import MaxTimeCriteria
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs, View
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
@@ -221,6 +222,7 @@ class SingleRequest(Request):
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
         self._chain: Chain | None = None
+        self._endings: list[frozenset[int]] | None = None  # for each criterion; empty: it is to be asked always
         self._num_streamed = 0
 
     def chain(self, width: int) -> Chain:
@@ -237,8 +239,17 @@ class SingleRequest(Request):
     def extend_history(self, token: torch.Tensor, stopped: torch.Tensor) -> None:
         """token int64 [1], on the device; sets stopped fp32 [1] to 1 if a criterion ends the request after it."""
         self._extend_history(token)
-        if self.criteria:
+        if self.criteria and self._may_stop(token):
             stopped.copy_(self.criteria(self._rows(), None), non_blocking=True)
+
+    def _may_stop(self, token: torch.Tensor) -> bool:
+        """Whether the criteria have to be asked. On a CPU, the token itself tells that no stop string ends with it."""
+        if self._endings is None:
+            known = [ending_tokens(criterion) for criterion in self.criteria if self.device.type == "cpu"]
+            found = [endings for endings in known if endings is not None]
+            self._endings = found if len(found) == len(self.criteria) else []
+        last = int(token) if self._endings else 0
+        return not self._endings or any(last in endings for endings in self._endings)
 
     def accept(self, token: int, logprob: float, processed: float, is_stopped: bool) -> FinishReason | None:
         """Record the next token; returns why it ends the request, or None."""
@@ -287,6 +298,20 @@ class SingleRequest(Request):
         self.streamer = None
         self.error = self.error or f"the streamer failed: {type(error).__name__}: {error}"
         self.exception = self.exception or error
+
+
+_ENDINGS: WeakKeyDictionary[StopStringCriteria, frozenset[int]] = WeakKeyDictionary()  # requests share criteria
+
+
+def ending_tokens(criterion: Any) -> frozenset[int] | None:
+    """The tokens after which the criterion may be met, as the table of stop strings has them; None for others."""
+    if type(criterion) is not StopStringCriteria or not (criterion.target_lens > 0).all():
+        return None
+    if criterion not in _ENDINGS:
+        first = criterion.max_valid_positions * criterion.num_stop_strings
+        overlaps = (criterion.embedding_vec[:, first:-1] > 0).any(dim=1)
+        _ENDINGS[criterion] = frozenset(overlaps.nonzero().flatten().tolist())
+    return _ENDINGS[criterion]
 
 
 class ForkingRequest(Request):
