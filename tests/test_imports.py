@@ -36,6 +36,7 @@ PURE = [
     "hf_paged.cache.prefix_cache",
     "hf_paged.generation.engine.sequence",
     "hf_paged.generation.engine.tables",
+    "hf_paged.generation.engine.prefixes",
     "hf_paged.generation.engine.scheduler",
     "hf_paged.generation.sampling.beams",
 ]

@@ -108,12 +108,11 @@ class BeamRequest(ForkingRequest):
             tokens, logprobs, own_reason = hypothesis.payload
             outputs.append(
                 CompletionOutput(
-                    index=len(outputs),
-                    token_ids=tokens,
-                    logprobs=logprobs,
-                    cumulative_logprob=sum(logprobs),
-                    score=hypothesis.score,
-                    finish_reason=str(reason or own_reason),
+                    len(outputs),
+                    [tokens, logprobs, None, None],
+                    sum(logprobs),
+                    hypothesis.score,
+                    str(reason or own_reason),
                 )
             )
         return outputs
@@ -130,6 +129,6 @@ class BeamRequest(ForkingRequest):
                 break
             total = sum(logprobs)
             outputs.append(
-                CompletionOutput(len(outputs), seq.output_token_ids, logprobs, total, None, str(reason), None)
+                CompletionOutput(len(outputs), [seq.output_token_ids, logprobs, None, None], total, None, str(reason))
             )
         self._final = outputs

@@ -76,14 +76,17 @@ class Sample:
             tokens = View(self.seq.token_ids, self.seq.num_prompt_tokens, len(self.seq.token_ids))
         processed, top = self.processed_logprobs, self.top_logprobs
         return CompletionOutput(
-            index=self.index,
-            token_ids=tokens,
-            logprobs=View(self.logprobs, 0, len(self.logprobs)),
-            cumulative_logprob=self.cumulative_logprob,
-            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
-            processed_logprobs=View(processed, 0, len(processed)) if request.keeps_processed else None,
-            top_logprobs=View(top, 0, len(top)) if request.num_top is not None else None,
-            num_told=num_told,
+            self.index,
+            [
+                tokens,
+                View(self.logprobs, 0, len(self.logprobs)),
+                View(processed, 0, len(processed)) if request.keeps_processed else None,
+                View(top, 0, len(top)) if request.num_top is not None else None,
+            ],
+            self.cumulative_logprob,
+            None,
+            None if self.finish_reason is None else str(self.finish_reason),
+            num_told,
         )
 
 
