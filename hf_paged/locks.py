@@ -21,6 +21,18 @@ def usable_after_fork(lock: _Lock) -> _Lock:
     return lock
 
 
+class RefusingLock:
+    """A lock that cannot be taken: `with` raises RuntimeError with the message."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __enter__(self) -> None:
+        raise RuntimeError(self._message)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 def _free_all() -> None:
     for lock in list(_locks):
         lock._at_fork_reinit()  # what the standard library calls for locks of its own

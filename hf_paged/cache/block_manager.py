@@ -105,20 +105,20 @@ class BlockManager:
     @property
     def num_logical_blocks(self) -> int:
         """Blocks that the sequences would hold without sharing (the denominator of the paper's Figure 15)."""
-        return sum(len(table.blocks) - table.num_dropped for table in self._tables.values())
+        return sum(len(table.blocks) - table.num_dropped for table in list(self._tables.values()))
 
     @property
     def num_shared_blocks(self) -> int:
         """Blocks held by more than one table."""
         allocator = self.allocator
-        held = {b for table in self._tables.values() for b in table.blocks if b != NULL_BLOCK}
+        held = {b for table in list(self._tables.values()) for b in table.blocks if b != NULL_BLOCK}
         return sum(allocator.ref_count(b) > 1 for b in held)
 
     @property
     def num_filled_slots(self) -> int:
         """Slots that hold a token's K/V; shared blocks are counted once."""
         filled: dict[int, int] = {}
-        for table in self._tables.values():
+        for table in list(self._tables.values()):
             size = self.block_size
             last = len(table.blocks) - 1
             for index, block_id in enumerate(table.blocks):

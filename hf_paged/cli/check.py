@@ -1,4 +1,4 @@
-"""`hf-paged check`: what a paged cache will do with a checkpoint, and whether the plugin is installed."""
+"""`hf-paged check`: how a checkpoint runs with a paged cache, and whether the plugin is installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(
         bool, typer.Option("--config-only", help="use random weights: only config.json is needed")
     ] = False,
 ) -> Job:
-    """Say, layer by layer, what a paged cache will do with a checkpoint, and why.
+    """Report, layer by layer, how a checkpoint runs with a paged cache, and why.
 
     The last line says whether the plugin is installed in transformers.
     """
@@ -46,7 +46,7 @@ def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool)
 
 
 def plugin_status() -> str:
-    """One line: whether `cache_implementation="paged"` is hf_paged's in this process."""
+    """One line: whether hf_paged handles `cache_implementation="paged"` in this process."""
     import transformers
 
     from hf_paged.integration import hook

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, errors, progress, and a checkpoint loaded. Imports torch only when it loads."""
+"""Shared by the commands: arguments, errors, progress, loading a checkpoint. Imports torch only to load one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import typer
 EXIT_REFUSED = 1
 
 Job = Callable[[], int]
-"""What a command does, once its arguments are parsed. Returns the exit status."""
+"""The work of a command, after its arguments have been parsed. Returns the exit status."""
 
 
 class UsageError(Exception):
-    """What the user typed cannot be done. One line: the value and the remedy."""
+    """The user's input cannot be used. The message is one line that names the value and the remedy."""
 
 
 class DType(StrEnum):
@@ -34,13 +34,13 @@ Device = Annotated[str | None, typer.Option(help="such as cpu or cuda:0 (default
 
 
 def show(message: str) -> None:
-    """A line of progress that the next one overwrites; only on a terminal."""
+    """Print a line of progress that the next one overwrites. Does nothing if standard error is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
 
 
 def find_checkpoint(name: str) -> None:
-    """Raises UsageError unless it is a checkpoint's folder or may be a name on the hub."""
+    """Raise UsageError unless `name` is the folder of a checkpoint or could be a name on the hub."""
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -52,7 +52,7 @@ def find_checkpoint(name: str) -> None:
 
 
 def from_pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
-    """`loader.from_pretrained(name)`; raises UsageError with the first line of what went wrong."""
+    """`loader.from_pretrained(name)`. Raises UsageError with the first line of the error."""
     from safetensors import SafetensorError
 
     try:
@@ -63,7 +63,7 @@ def from_pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
 
 
 def load_model(checkpoint: str, dtype: DType, device: str | None, *, random_weights: bool = False) -> Any:
-    """The model in eval mode; raises UsageError where transformers knows no language model of that kind."""
+    """The model in eval mode. Raises UsageError if transformers has no language model for its configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging

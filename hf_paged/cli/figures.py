@@ -1,4 +1,4 @@
-"""The figures at the end of `hf-paged generate`: speed over all calls, memory of the call that used most."""
+"""The figures at the end of `hf-paged generate`: speed of all calls, memory of the call that used the most."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def figures_of(records: list[CallRecord], generated: int, prompt_tokens: int, seconds: float) -> dict[str, Any]:
-    """Counts in tokens and blocks, sizes in bytes, for JSON."""
+    """The figures for JSON. Counts are in tokens and blocks, sizes in bytes, `seconds` in seconds."""
     largest = max(records, key=lambda record: record.kv_bytes_used)
     reasons = sorted({record.reason for record in records if record.reason is not None})
     return {
@@ -31,7 +31,7 @@ def figures_of(records: list[CallRecord], generated: int, prompt_tokens: int, se
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The same for people, every figure with what it means."""
+    """The figures as text, each with its meaning."""
     used, filled, contiguous = (figures[f"kv_bytes_{name}"] for name in ("used", "filled", "contiguous"))
     share = f" ({filled / used:.0%})" if used else ""
     factor = f", {contiguous / used:.1f} x what was used" if used else ""

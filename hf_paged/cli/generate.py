@@ -1,7 +1,7 @@
-"""`hf-paged generate`: prompts in, texts out, and what they cost.
+"""`hf-paged generate`: generates texts for prompts, and prints their cost.
 
-Loads a checkpoint, calls transformers' `generate` with a paged cache, and prints. transformers checks its own options
-(`GenerationConfig.validate`). Knows the public names and nothing of blocks or kernels.
+Loads a checkpoint and calls transformers' `generate` with a paged cache. transformers checks its own options
+(`GenerationConfig.validate`). Uses the public API; knows nothing of blocks or kernels.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hf_paged.cli.figures import figures_of, render
 DEFAULT_NEW_TOKENS = 128
 
 
-def _count(text: str, *, least: int = 0) -> Any:
-    return typer.Option(help=text, min=least)
+def _count(text: str, *, minimum: int = 0) -> Any:
+    return typer.Option(help=text, min=minimum)
 
 
 def _share(text: str) -> Any:
@@ -47,14 +47,14 @@ def _option(text: str) -> Any:
     return typer.Option(help=text)
 
 
-# Ranges stand here where transformers takes a value outside of them for "off", or says nothing.
+# Ranges are checked here if transformers silently accepts a value outside, or takes it for "off".
 def generate(
     context: typer.Context,
     checkpoint: Checkpoint,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="default: standard input, one prompt a line")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="default: standard input, one prompt per line")
     ] = None,
-    file: Annotated[str | None, typer.Option(help="read prompts from this file, one a line; - is stdin")] = None,
+    file: Annotated[str | None, typer.Option(help="read prompts from this file, one per line; - is stdin")] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -65,11 +65,11 @@ def generate(
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     max_new_tokens: Annotated[
-        int | None, _count(f"tokens to generate (default: {DEFAULT_NEW_TOKENS})", least=1)
+        int | None, _count(f"maximum number of tokens to generate (default: {DEFAULT_NEW_TOKENS})", minimum=1)
     ] = None,
-    min_new_tokens: Annotated[int | None, _count("tokens to generate at least")] = None,
-    num_beams: Annotated[int | None, _count("beams of beam search", least=1)] = None,
-    num_return_sequences: Annotated[int | None, _count("texts for each prompt", least=1)] = None,
+    min_new_tokens: Annotated[int | None, _count("minimum number of tokens to generate")] = None,
+    num_beams: Annotated[int | None, _count("number of beams", minimum=1)] = None,
+    num_return_sequences: Annotated[int | None, _count("number of texts per prompt", minimum=1)] = None,
     length_penalty: Annotated[float | None, _option("exponent of the length that divides a beam's score")] = None,
     early_stopping: Annotated[bool | None, _option("beam search: stop as soon as enough beams have ended")] = None,
     do_sample: Annotated[bool | None, _option("sample instead of greedy search")] = None,
@@ -83,16 +83,18 @@ def generate(
     stop_strings: Annotated[list[str] | None, _option("stop a text after this; may be given several times")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the random numbers (torch.manual_seed)")] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens in a block of the cache (default: 16)")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="blocks of the cache at most (default: no limit)")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="maximum number of blocks of the cache (default: no limit)")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="prompts generated together", min=1)] = 32,
     stream: Annotated[bool, typer.Option("--stream", help="print each text as it is generated, one by one")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object a prompt, then one of figures")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per prompt, then the figures")] = False,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="print figures of speed and memory")] = True,
 ) -> Job:
     """Generate text with any transformers checkpoint, from a paged KV cache.
 
-    Texts first, then one block of figures: tokens per second, blocks, and KV memory. The options that transformers'
-    GenerationConfig has too mean the same here.
+    Prints the texts, then one block of figures: tokens per second, blocks, and K/V memory. Options that have the name
+    of a field of transformers' GenerationConfig have its meaning.
     """
     given = {name: context.params[name] for name in _GENERATION_OPTIONS if context.params[name] not in (None, [], ())}
 
@@ -135,7 +137,7 @@ def _without_none(**options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What was asked for. `options` are those of GenerationConfig that were given."""
+    """The user's request. `options`: the given options of GenerationConfig."""
 
     prompts: list[str]
     options: dict[str, Any]
@@ -147,7 +149,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A checkpoint and the encoded prompts. `options` are complete."""
+    """A checkpoint and the encoded prompts. `options`: those of the call, with a length."""
 
     model: Any
     tokenizer: Any
@@ -194,17 +196,17 @@ def _read_prompts(prompts: list[str], source: str | None) -> list[str]:
 
 
 def _check_options(call: _Call, defaults: Any) -> None:
-    """Raises ValueError or UsageError for options that contradict each other.
+    """Raise ValueError or UsageError for options that contradict each other.
 
-    `defaults`: the checkpoint's GenerationConfig, which holds where nothing is given.
+    defaults: the checkpoint's GenerationConfig, which applies to options that are not given.
     """
     from transformers import GenerationConfig
 
     options = {"do_sample": bool(defaults.do_sample), "num_beams": defaults.num_beams or 1, **call.options}
     GenerationConfig(**options).validate(strict=True)
-    least, most = options.get("min_new_tokens", 0), options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-    if least > most:
-        raise UsageError(f"--min-new-tokens {least} is more than --max-new-tokens {most}; raise the latter")
+    minimum, maximum = options.get("min_new_tokens", 0), options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
+    if minimum > maximum:
+        raise UsageError(f"--min-new-tokens {minimum} is more than --max-new-tokens {maximum}; raise the latter")
     for name in ("num_beams", "num_return_sequences"):
         if call.stream and options.get(name, 1) > 1:
             option = f"--{name.replace('_', '-')} {options[name]}"
@@ -220,7 +222,7 @@ def _load(call: _Call, checkpoint: str, dtype: DType, device: str | None, chat: 
     find_checkpoint(checkpoint)
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    # The small files first: most mistakes show before the weights are read.
+    # Load the small files first, so that most mistakes are reported before the weights are read.
     from_pretrained(AutoConfig, checkpoint, "configuration")
     defaults = GenerationConfig()
     with contextlib.suppress(OSError):
@@ -256,7 +258,10 @@ def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 
 
 def _with_length(model: Any, ids: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
-    """The options with `max_new_tokens`, where nothing sets a length; raises for what the model has no room for."""
+    """The options, with a default `max_new_tokens` if neither they nor the checkpoint set a length.
+
+    Raises UsageError or ValueError for prompts that the model cannot take, and for a length beyond its positions.
+    """
     import torch
 
     from hf_paged.generation.validation import check_prompts, position_limit
@@ -307,7 +312,7 @@ def _run(call: _Call, loaded: _Loaded, seed: int | None, stats: bool) -> int:
 
 
 def _generate_batch(call: _Call, loaded: _Loaded, batch: list[list[int]]) -> list[list[_Answer]]:
-    """The answers of every prompt of a batch (token ids), `num_return_sequences` each."""
+    """For each prompt of a batch of token ids, its `num_return_sequences` answers."""
     import torch
     from transformers import TextStreamer
 
@@ -334,7 +339,7 @@ def _generate_batch(call: _Call, loaded: _Loaded, batch: list[list[int]]) -> lis
 
 
 def _answer(loaded: _Loaded, tokens: list[int]) -> _Answer:
-    """Text and length of a row of new tokens, without the padding after its end."""
+    """The text and length of a row of new tokens, without the padding after its end."""
     eos = loaded.model.generation_config.eos_token_id
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     length, reason = len(tokens), "length"
@@ -374,7 +379,7 @@ def _print_answers(call: _Call, index: int, answers: list[_Answer]) -> None:
 
 @contextlib.contextmanager
 def _progress(model: Any, *, enabled: bool) -> Iterator[None]:
-    """Count the model's forwards on a terminal: a hook of the model sees them in every decoding mode."""
+    """Show the number of the model's forwards on a terminal. A forward hook counts them in every decoding mode."""
     show("")
     if not (enabled and sys.stderr.isatty()):
         yield

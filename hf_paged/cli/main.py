@@ -1,7 +1,7 @@
 """The command line `hf-paged`: its commands, exit codes and one-line errors.
 
-A command is a module beside this one. Its function takes what typer has parsed and returns a Job, which runs outside of
-typer: typer treats Ctrl-C and closed pipes in its own way.
+Each command is a module beside this one. Its function takes the parsed arguments and returns a Job, which runs outside
+of typer, because typer would handle Ctrl-C and closed pipes differently.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import typer
 
 import hf_paged
-from hf_paged.cli import build, check, generate
+from hf_paged.cli import bench, build, check, generate, serve
 from hf_paged.cli.common import Job, UsageError
 
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
-# typer imports click, or brings a copy of its own, by its version: the base of what it exports is the same in both.
+# Depending on its version, typer imports click or contains a copy of it. The base class of its errors works for both.
 _TyperError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 
 app = typer.Typer(
@@ -32,6 +32,8 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("check")(check.check)
 app.command("build")(build.build)
+app.command("serve")(serve.serve)
+app.add_typer(bench.bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,8 +52,8 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 refused (check) or not built (build), 2 wrong usage or input, 130 interrupted,
-    141 the reader of the output is gone.
+    """Run a command and return its exit status: 0 for success, 1 for a refused model (check) or a failed build, 2 for
+    wrong usage or input, 130 if interrupted, 141 if the reader of the output has closed it.
     """
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except (UsageError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
-            # Python flushes standard output once more on exit; let that go nowhere.
+            # Python flushes standard output again on exit; redirect that to nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_BROKEN_PIPE
         return _refused(str(error))
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explained(error: Any, arguments: list[str]) -> str:
-    """typer's message, with the value that was typed, which it leaves out."""
+    """typer's message, preceded by the value that the user typed, which typer omits."""
     typed = ""
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for word, following in pairwise([*arguments, ""]):

@@ -12,12 +12,15 @@ from hf_paged.model.overrides import Override
 
 
 def overrides_for_engine(model: Any, prepack: bool | None) -> list[Override]:
-    """Overrides for an engine's steps. prepack: as for `Engine`; raises ValueError for True if it is impossible."""
+    """Overrides for an engine's steps, in the order in which they are applied. prepack: as for `Engine`.
+
+    Raises ValueError for prepack=True if the weights cannot be packed.
+    """
     return _overrides(model, packed_weights(model, prepack))
 
 
 def overrides_for_calls(model: Any) -> list[Override]:
-    """Overrides for calls of `generate`: with packed weights if `hf_paged.prepack` was called for the model."""
+    """Overrides for calls of `generate`: they include packed weights if `hf_paged.prepack` was called for the model."""
     return _overrides(model, weights_for_calls(model))
 
 

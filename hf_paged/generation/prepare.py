@@ -1,43 +1,53 @@
 """Prepares a request as transformers' `generate` would if it ran alone.
 
 `generate` itself does the work up to its decoding loop: defaults, validation, special tokens, length limits, logits
-processors and stopping criteria. Only the loop is replaced, by one that records its arguments.
+processors and stopping criteria. Only the loop is replaced, by one that records its arguments. Requests with equal
+configs share the result, as far as it depends neither on the prompt nor on the time.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
+from collections.abc import Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import GenerationMixin
+from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from hf_paged.integration import hook
+from hf_paged.model.devices import device_of
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request after `generate`'s preparation. input_ids int64 [num_rows, prompt_length], all rows alike.
+    """A request after `generate`'s preparation, for `num_rows` samples or beams of one prompt.
 
-    own_processors: those of `logits_processor` that are the caller's objects.
+    stopping_criteria: without those for the length and for EOS tokens, which are `max_length` (in tokens, prompt
+    included) and `eos`. own_processors: those of `logits_processor` that are the caller's objects.
     """
 
-    input_ids: torch.Tensor
+    prompt_token_ids: list[int]
+    num_rows: int
+    device: torch.device
     generation_config: Any
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
+    max_length: int
+    eos: frozenset[int]
     uses_beams: bool
     own_processors: tuple[Any, ...] = ()
-
-    @property
-    def max_length(self) -> int:
-        """Tokens, prompt included, after which the request has ended."""
-        limits = [c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria]
-        return min([self.generation_config.max_length, *limits])
 
 
 class StopStrings:
@@ -51,18 +61,21 @@ class StopStrings:
     def __init__(self) -> None:
         self._made: OrderedDict[tuple[int, tuple[str, ...]], StopStringCriteria] = OrderedDict()  # by last use
         self._tokenizer: Any = None
+        self._lock = threading.Lock()
 
     def criterion(self, tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
-        if tokenizer is not self._tokenizer:
-            self._made.clear()
-            self._tokenizer = tokenizer
-        key = (len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings))
-        if key not in self._made:
-            self._made[key] = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
-            if len(self._made) > self.MAX_KEPT:
-                self._made.popitem(last=False)
-        self._made.move_to_end(key)
-        return self._made[key]
+        with self._lock:
+            if tokenizer is not self._tokenizer:
+                self._made.clear()
+                self._tokenizer = tokenizer
+            key = (len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings))
+            if key not in self._made:
+                self._made[key] = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+                if len(self._made) > self.MAX_KEPT:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(key)
+            made = self._made[key]
+        return made
 
 
 class _NoteTaker:
@@ -71,7 +84,7 @@ class _NoteTaker:
     def __init__(self, model: Any, stop_strings: StopStrings) -> None:
         self._model = model
         self._stop_strings = stop_strings
-        self.prepared: PreparedRequest | None = None
+        self.notes: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -96,13 +109,7 @@ class _NoteTaker:
         return criteria
 
     def _note(self, uses_beams: bool, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        self.prepared = PreparedRequest(
-            input_ids,
-            kwargs["generation_config"],
-            kwargs["logits_processor"],
-            kwargs["stopping_criteria"],
-            uses_beams,
-        )
+        self.notes = {"uses_beams": uses_beams, "input_ids": input_ids, **kwargs}
         return input_ids
 
     def _sample(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -118,39 +125,241 @@ class _NoteTaker:
         )
 
 
-def prepare_request(
-    model: Any,
-    input_ids: torch.Tensor,
-    generation_config: Any,
-    *,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
-    tokenizer: Any = None,
-    stop_strings: StopStrings,
-) -> PreparedRequest:
-    """input_ids int64 [1, prompt_length]. The arguments have been checked, as far as `validation` does. stop_strings:
-    the criteria for stop strings that earlier requests have made.
+class Preparer:
+    """Prepares the requests of one model, from any thread.
 
-    Raises ValueError on options that transformers refuses.
+    The results for the last `MAX_KEPT` configs are kept and found again by value: of the request's config, of the
+    model's, and of what else the preparation reads. So a config that is changed in place is a new one. A request with
+    processors or criteria of the caller is prepared by itself, as is one with an option that reads the prompt or keeps
+    a state, and one about whose prompt transformers warns.
     """
-    notes = _NoteTaker(model, stop_strings)
-    generate = hook.original("generate") if hook.is_installed() else GenerationMixin.generate
+
+    MAX_KEPT = 64
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.stop_strings = StopStrings()
+        self._kept: OrderedDict[Hashable, PreparedRequest] = OrderedDict()  # by last use
+        self._tokenizer: Any = None  # of the kept results
+        self._lock = threading.Lock()
+
+    def prepare(
+        self,
+        prompt: list[int],
+        generation_config: Any,
+        *,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        tokenizer: Any = None,
+    ) -> PreparedRequest:
+        """The arguments have been checked, as far as `validation` does.
+
+        Raises ValueError on options that transformers refuses.
+        """
+        is_own = bool(logits_processor or stopping_criteria)
+        key = None if is_own else _key(self._model, generation_config, tokenizer, len(prompt))
+        if key is not None:
+            with self._lock:
+                if tokenizer is not self._tokenizer:
+                    self._kept.clear()
+                    self._tokenizer = tokenizer
+                known = self._kept.get(key)
+                if known is not None:
+                    self._kept.move_to_end(key)
+            if known is not None:
+                return _at(known, prompt)
+        prepared = self._prepare(prompt, generation_config, logits_processor, stopping_criteria, tokenizer)
+        if key is not None and _is_shareable(prepared):
+            with self._lock:
+                self._kept[key] = prepared
+                if len(self._kept) > self.MAX_KEPT:
+                    self._kept.popitem(last=False)
+        return prepared
+
+    def _prepare(
+        self, prompt: list[int], generation_config: Any, logits_processor: Any, stopping_criteria: Any, tokenizer: Any
+    ) -> PreparedRequest:
+        input_ids = torch.tensor([prompt], device=device_of(self._model))
+        taker = _NoteTaker(self._model, self.stop_strings)
+        generate = hook.original("generate") if hook.is_installed() else GenerationMixin.generate
+        try:
+            generate(
+                taker,
+                input_ids,
+                generation_config=generation_config,
+                attention_mask=torch.ones_like(input_ids),
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                tokenizer=tokenizer,
+            )
+        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            # Nothing of the caller's runs in there: an option of a type that transformers does not check.
+            raise ValueError(
+                f"an option of the generation config cannot be used: {type(error).__name__}: {error}"
+            ) from error
+        if not taker.notes:
+            raise ValueError("this generation mode has no decoding loop of transformers' own; use model.generate")
+        return _digested(prompt, taker.notes, tuple(logits_processor or ()))
+
+
+def _digested(prompt: list[int], notes: Mapping[str, Any], own_processors: tuple[Any, ...]) -> PreparedRequest:
+    """What the decoding loop was called with, with its criteria for the length and EOS as numbers of the host."""
+    config, input_ids = notes["generation_config"], notes["input_ids"]
+    max_length: int = config.max_length
+    eos: frozenset[int] = frozenset()
+    others = []
+    for criterion in notes["stopping_criteria"]:
+        if type(criterion) is MaxLengthCriteria:
+            max_length = min(max_length, criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            eos |= frozenset(criterion.eos_token_id.reshape(-1).tolist())
+        else:
+            others.append(criterion)
+    return PreparedRequest(
+        prompt_token_ids=prompt,
+        num_rows=input_ids.shape[0],
+        device=input_ids.device,
+        generation_config=config,
+        logits_processor=notes["logits_processor"],
+        stopping_criteria=StoppingCriteriaList(others),
+        max_length=max_length,
+        eos=eos,
+        uses_beams=notes["uses_beams"],
+        own_processors=own_processors,
+    )
+
+
+# -- what requests with equal configs share ------------------------------------------------------------------------
+
+_METHODS = (
+    "_prepare_generation_config",
+    "_prepare_generated_length",
+    "_validate_generated_length",
+    "_prepare_special_tokens",
+    "_prepare_model_inputs",
+    "_expand_inputs_for_generation",
+    "_get_logits_processor",
+    "_get_stopping_criteria",
+)
+"""Methods of a model in which the preparation may be changed."""
+
+_LENGTHS: dict[type, str | None] = {
+    logits_process.MinLengthLogitsProcessor: "min_length",
+    logits_process.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    logits_process.ForcedEOSTokenLogitsProcessor: "max_length",
+    logits_process.ExponentialDecayLengthPenalty: "regulation_start",
+    logits_process.SuppressTokensAtBeginLogitsProcessor: "begin_index",
+    **dict.fromkeys((
+        logits_process.SequenceBiasLogitsProcessor,
+        logits_process.NoBadWordsLogitsProcessor,
+        logits_process.RepetitionPenaltyLogitsProcessor,
+        logits_process.NoRepeatNGramLogitsProcessor,
+        logits_process.ForcedBOSTokenLogitsProcessor,
+        logits_process.InfNanRemoveLogitsProcessor,
+        logits_process.SuppressTokensLogitsProcessor,
+        logits_process.TemperatureLogitsWarper,
+        logits_process.TopHLogitsWarper,
+        logits_process.TopKLogitsWarper,
+        logits_process.TopPLogitsWarper,
+        logits_process.MinPLogitsWarper,
+        logits_process.TypicalLogitsWarper,
+        logits_process.EpsilonLogitsWarper,
+        logits_process.EtaLogitsWarper,
+        logits_process.LogitNormalization,
+    )),
+}  # fmt: skip
+"""Processors that requests may share, because they keep no state and know at most the length of the prompt: which of
+their attributes has it (None: none)."""
+
+
+class _Unknown(Exception):
+    """A value that cannot be compared by value."""
+
+
+def _frozen(value: Any) -> Hashable:
+    """Equal for equal values of equal types."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return kind, value
+    if kind in (list, tuple):
+        return kind, tuple(map(_frozen, value))
+    if kind is dict:
+        return kind, tuple((_frozen(key), _frozen(each)) for key, each in value.items())
+    raise _Unknown
+
+
+def _options(config: Any) -> Hashable:
+    """The options that a config sets. `seed` is ours: transformers does not read it."""
+    return type(config), *(
+        (name, _frozen(value)) for name, value in vars(config).items() if value is not None and name != "seed"
+    )
+
+
+def _key(model: Any, config: Any, tokenizer: Any, length: int) -> Hashable | None:
+    """Equal for requests that the preparation can tell apart by nothing but their prompts. None if that is unknown.
+
+    With `max_new_tokens` every length moves with that of the prompt, and one result serves prompts of all lengths.
+    (A single token is special for `begin_suppress_tokens`.)
+    """
+    defaults = model.generation_config
+    own = vars(model)
+    given = defaults if config is None else config
+    max_new_tokens, max_length, min_length, strings = (
+        getattr(defaults, name, None) if getattr(given, name, None) is None else getattr(given, name)
+        for name in ("max_new_tokens", "max_length", "min_length", "stop_strings")
+    )
+    if (max_new_tokens is None and max_length is None) or any(name in own for name in _METHODS):
+        return None
+    moves = max_new_tokens is not None and not min_length and length > 1
     try:
-        generate(
-            notes,
-            input_ids,
-            generation_config=generation_config,
-            attention_mask=torch.ones_like(input_ids),
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            tokenizer=tokenizer,
+        options = _options(defaults), None if config is None else _options(config)
+    except _Unknown:
+        return None
+    kind = type(model)
+    methods = tuple(getattr(kind, name, None) for name in _METHODS)
+    reads_text = None if not strings or tokenizer is None else (id(tokenizer), len(tokenizer))
+    return options, None if moves else length, methods, reads_text
+
+
+def _is_shareable(prepared: PreparedRequest) -> bool:
+    config = prepared.generation_config
+    if (config.min_length or 0) > config.max_length:
+        return False  # transformers warns, and names the length of the prompt
+    kinds = (MaxTimeCriteria, StopStringCriteria)
+    return all(type(each) in _LENGTHS for each in prepared.logits_processor) and all(
+        type(each) in kinds for each in prepared.stopping_criteria
+    )
+
+
+def _at(known: PreparedRequest, prompt: list[int]) -> PreparedRequest:
+    """The result for another prompt with the same key, which arrives now."""
+    further = len(prompt) - len(known.prompt_token_ids)
+    criteria = known.stopping_criteria
+    if any(type(each) is MaxTimeCriteria for each in criteria):
+        criteria = StoppingCriteriaList(
+            MaxTimeCriteria(each.max_time) if type(each) is MaxTimeCriteria else each for each in criteria
         )
-    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        # Nothing of the caller's runs in there: an option of a type that transformers does not check.
-        raise ValueError(
-            f"an option of the generation config cannot be used: {type(error).__name__}: {error}"
-        ) from error
-    prepared = notes.prepared
-    if prepared is None:
-        raise ValueError("this generation mode has no decoding loop of transformers' own; use model.generate")
-    return replace(prepared, own_processors=tuple(logits_processor or ()))
+    if further == 0:
+        return replace(known, prompt_token_ids=prompt, stopping_criteria=criteria)
+    config = copy(known.generation_config)
+    config.max_length += further
+    if config.min_new_tokens is not None:
+        config.min_length += further
+    return replace(
+        known,
+        prompt_token_ids=prompt,
+        generation_config=config,
+        logits_processor=LogitsProcessorList(_moved(each, further) for each in known.logits_processor),
+        stopping_criteria=criteria,
+        max_length=known.max_length + further,
+    )
+
+
+def _moved(processor: Any, further: int) -> Any:
+    """The processor for a prompt that is `further` tokens longer."""
+    name = _LENGTHS[type(processor)]
+    if name is None:
+        return processor
+    moved = copy(processor)
+    setattr(moved, name, getattr(processor, name) + further)
+    return moved

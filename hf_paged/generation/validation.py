@@ -67,11 +67,11 @@ def check_counts(options: Mapping[str, Any]) -> None:
     """Raises ValueError for generation options that count something and are no integers, or too small."""
     for name, least in _COUNTS.items():
         value = options.get(name)
-        if value is not None and (not _is_integer(value) or value < least):
+        if value is not None and (not is_integer(value) or value < least):
             raise ValueError(f"{name}={shown(value)}: an integer of at least {least} is needed")
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -246,21 +246,38 @@ def check_engine(model: Any, *, tokenizer: Any, prepack: Any, cuda_graphs: Any) 
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
-def check_request(generation_config: Any, priority: Any, **options: Any) -> None:
-    """The arguments of `Engine.add_request` but the prompt, each by itself; `options` are those that may be None."""
+MAX_LOGPROBS = 1024
+"""More of the most likely tokens than any caller reads."""
+
+
+def check_request(generation_config: Any, options: Any) -> None:
+    """The arguments of `Engine.add_request` but the prompt, each by itself. options: `RequestOptions`."""
     check_generation_config(generation_config)
-    is_number = isinstance(priority, Real) and not isinstance(priority, bool)
-    if not is_number or (not isinstance(priority, Integral) and not isfinite(priority)):
+    priority, deadline = options.priority, options.deadline
+    if not _is_number(priority):
         raise ValueError(f"priority={shown(priority)}: a finite number is needed; lower numbers run first")
-    check_optional(options)
+    if deadline is not None and not (_is_number(deadline) and deadline > 0):
+        raise ValueError(f"deadline={shown(deadline)}: a positive number of seconds is needed, or None")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(options, name)
+        if value is not None and not (is_integer(value) and 0 <= value <= MAX_LOGPROBS):
+            raise ValueError(f"{name}={shown(value)}: an integer from 0 to {MAX_LOGPROBS} is needed, or None")
+    check_optional({name: getattr(options, name) for name in _OPTIONAL})
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return True
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and (isinstance(value, Integral) or isfinite(value))
 
 
 _NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
 
 
-def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, streamer: Any) -> None:
-    """Check a request's options as far as that is cheap. `config` is a GenerationConfig or None; options that it does
-    not set come from the model's. Raises ValueError.
+def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, options: Any) -> None:
+    """Check a request's config as far as that is cheap, and whether it fits its `RequestOptions`. `config` is a
+    GenerationConfig or None; what it does not set comes from the model's. Raises ValueError.
     """
     defaults = model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
@@ -278,13 +295,18 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
             raise ValueError(
                 f"{name}={width} sequences in one request, but {limit_name}={limit}; lower it or raise that"
             )
-    if streamer is not None and width > 1:
+    if options.streamer is not None and width > 1:
         raise ValueError(
-            f"streamer={type(streamer).__name__} follows one sequence, but the request has several; drop it, or "
-            "ask for num_beams=1 and num_return_sequences=1"
+            f"streamer={type(options.streamer).__name__} follows one sequence, but the request has several; drop it, "
+            "or ask for num_beams=1 and num_return_sequences=1"
+        )
+    if options.logprobs is not None and (given.get("num_beams") or 1) > 1:
+        raise ValueError(
+            f"logprobs={options.logprobs}: beams have no lists of likely tokens (their own log-probabilities are in "
+            "the output); leave it out, or ask for num_beams=1"
         )
     seed = getattr(config or defaults, "seed", None)
-    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**64):
+    if seed is not None and not (is_integer(seed) and -(2**63) <= seed < 2**64):
         raise ValueError(f"seed={shown(seed)}: an integer from -2**63 to 2**64 - 1 is needed")
     if given.get("stop_strings") and tokenizer is None:
         raise ValueError(
@@ -339,112 +361,3 @@ def _blocks_at_the_peak(num_tokens: int, manager: BlockManager) -> int:
         return -(-num_tokens // size)
     lengths = range(max(window, num_tokens - size + 1), num_tokens + 1)
     return max(-(-window // size), *(-(-length // size) - (length - window) // size for length in lengths))
-
-
-# -- prompts of the engine -----------------------------------------------------------------------------------------
-
-
-def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
-    """Each prompt with its mask (None: no padding).
-
-    prompts: a list of prompts, or an int tensor [num_prompts, length]. attention_mask: None, a tensor of the same shape
-    or a list with one mask (or None) for each prompt.
-    """
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts={shown(prompts)} is text; give lists of token ids ([tokenizer(text).input_ids])")
-    if isinstance(prompts, Mapping):
-        raise ValueError(
-            f"prompts is a {type(prompts).__name__}; give its token ids, prompts['input_ids'], and its attention_mask"
-        )
-    try:
-        rows = list(prompts)  # a tensor without dimensions raises TypeError as well
-    except TypeError:
-        raise ValueError(f"prompts={shown(prompts)}: a list of prompts is needed, such as [[5, 6, 7]]") from None
-    if not rows:
-        raise ValueError("prompts=[]: give at least one prompt")
-    if isinstance(rows[0], Integral) or (isinstance(rows[0], torch.Tensor) and rows[0].ndim == 0):
-        raise ValueError(f"prompts={shown(prompts)} is a single prompt; put it into a list: [prompt]")
-    if attention_mask is None:
-        return [(row, None) for row in rows]
-    masks = list(attention_mask)
-    if len(masks) != len(rows):
-        raise ValueError(f"attention_mask has {len(masks)} rows for {len(rows)} prompts; give one for each")
-    return list(zip(rows, masks))
-
-
-def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer: Any = None) -> torch.Tensor:
-    """Token ids without padding as int64 [1, length].
-
-    attention_mask: 1 for a token of the prompt, 0 for padding, which may only stand at the ends. Raises ValueError for
-    an invalid prompt, and for padding tokens without a mask.
-    """
-    ids = _prompt_tensor(prompt_ids)
-    check_prompts(model, ids, "prompt_ids")
-    ids = ids.to(torch.int64)
-    if attention_mask is not None:
-        return _without_padding(ids, attention_mask)
-    for name, token in (("begins", int(ids[0, 0])), ("ends", int(ids[0, -1]))):
-        if token in _pad_tokens(model, tokenizer):
-            raise ValueError(
-                f"prompt_ids {name} with the padding token {token}; leave padding out, or give the prompt's "
-                "attention_mask (ones, if the token is text)"
-            )
-    return ids
-
-
-def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
-    """int [1, length], not checked against the model."""
-    if isinstance(prompt_ids, str):
-        raise ValueError(f"prompt_ids={shown(prompt_ids)} is text; give token ids (tokenizer(text).input_ids)")
-    if isinstance(prompt_ids, Mapping):
-        raise ValueError(f"prompt_ids is a {type(prompt_ids).__name__}; give its token ids, prompt_ids['input_ids']")
-    if not isinstance(prompt_ids, torch.Tensor):
-        try:
-            ids = list(prompt_ids)
-        except TypeError:
-            raise ValueError(f"prompt_ids={shown(prompt_ids)}: a list of token ids is needed") from None
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        wrong = [token for token in ids if not _is_integer(token) or not -(2**63) <= token < 2**63]
-        if wrong:
-            raise ValueError(f"{shown(wrong[0])} in the prompt is no token id; integers are needed")
-        prompt_ids = torch.tensor(ids, dtype=torch.int64)
-    if prompt_ids.ndim == 1:
-        prompt_ids = prompt_ids[None]
-    if prompt_ids.ndim == 2 and prompt_ids.shape[0] > 1:
-        raise ValueError(f"prompt_ids has shape {tuple(prompt_ids.shape)}: one request is one prompt; add one for each")
-    return prompt_ids
-
-
-def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
-    """ids int64 [1, length]; attention_mask [length] or [1, length], a tensor or a list."""
-    try:
-        mask = torch.as_tensor(attention_mask, device=ids.device).reshape(-1)
-        is_binary = bool(((mask == 0) | (mask == 1)).all())
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"attention_mask={shown(attention_mask)}: ones and zeros are needed, one a token") from None
-    if mask.numel() != ids.shape[1] or not is_binary:
-        raise ValueError(
-            f"attention_mask={shown(attention_mask)}: ones and zeros are needed, one for each of the {ids.shape[1]} "
-            "tokens of the prompt"
-        )
-    kept = mask.nonzero().flatten()
-    if not len(kept):
-        raise ValueError("attention_mask is all zeros: an empty prompt; leave it out")
-    first, last = int(kept[0]), int(kept[-1])
-    if last - first + 1 != len(kept):
-        raise ValueError(
-            f"attention_mask={shown(mask.tolist())} has zeros between ones; padding may only stand at the ends"
-        )
-    return ids[:, first : last + 1]
-
-
-def _pad_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """Ids that can be nothing but padding: those that end or begin texts are left out."""
-    sources = [model.generation_config, *([] if tokenizer is None else [tokenizer])]
-    marks: set[Any] = set()
-    for source in sources:
-        for name in ("eos_token_id", "bos_token_id"):
-            value = getattr(source, name, None)
-            marks.update(value if isinstance(value, (list, tuple)) else [value])
-    return {pad for source in sources if (pad := getattr(source, "pad_token_id", None)) is not None} - marks

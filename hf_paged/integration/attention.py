@@ -186,7 +186,7 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
     if _looks_ahead(mask_function, device):
         raise UnsupportedModelError(
             "its attention mask lets tokens attend to later ones, as within an image or over an encoder's states, "
-            "which packed rows cannot; this model needs the dense view"
+            "which a packed row does not support; this model needs the dense view"
         )
     raise UnsupportedModelError(
         "its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"
@@ -252,7 +252,7 @@ def attention_forward(
 def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
     """The pattern of `mask`, which decides, as in eager and SDPA attention. A contradicting `window` is refused."""
     if mask is not None and not isinstance(mask, MaskPattern):
-        raise UnsupportedModelError(f"{type(module).__name__} passes a mask of its own making to its attention")
+        raise UnsupportedModelError(f"{type(module).__name__} makes its attention mask without transformers' functions")
     pattern = mask or MaskPattern()
     if window is not None and pattern.chunk_size is None and window != pattern.sliding_window:
         raise UnsupportedModelError(
@@ -268,8 +268,8 @@ def _refuse_both_ways(module: torch.nn.Module, is_causal: bool | None) -> None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal and _own_implementation(getattr(module, "config", None)) != "eager":
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends to later tokens if it gets no mask (is_causal=False), which packed rows "
-            "cannot; this model needs the dense view"
+            f"{type(module).__name__} attends to later tokens if it gets no mask (is_causal=False), which a packed row "
+            "does not support; this model needs the dense view"
         )
 
 

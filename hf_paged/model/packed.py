@@ -239,7 +239,7 @@ class PackedModel:
         unread = [h.layer_idx for h in self.cache.handles if h.reads == 0]
         if unread or not self.cache.handles:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} computes attention its own way in layer(s) {unread or 'all'}; "
+                f"{type(self.model).__name__} computes attention with code of its own in layer(s) {unread or 'all'}; "
                 "this model needs the dense view"
             )
         logits: torch.Tensor = output.logits[0]

@@ -86,7 +86,7 @@ class RowModel:
         cache, done, logits = PagedKVCache(self.model.config), 0, []
         other, others = PagedKVCache(self.model.config), tokens.flip(1)
         for count in cuts:
-            logits.append(self._call(cache, tokens[:, done : done + count], done).float())
+            logits.append(self._call(cache, tokens[:, done : done + count], done)[-1].float())
             self._call(other, others[:, done : done + count], done)
             done += count
             if cache.get_seq_length() != done:
@@ -112,8 +112,9 @@ class RowModel:
     def free(self, seq_id: int) -> None:
         self._caches.pop(seq_id, None)
 
-    def forward(self, seq_id: int, input_ids: torch.Tensor, num_computed: int) -> torch.Tensor:
-        """input_ids int64 [num_new], after `num_computed` tokens in the cache -> logits [vocab_size] after the last.
+    def forward(self, seq_id: int, input_ids: torch.Tensor, num_computed: int, *, keep: int = 1) -> torch.Tensor:
+        """input_ids int64 [num_new], after `num_computed` tokens in the cache -> logits [keep, vocab_size] after the
+        last `keep` of them.
 
         The tokens' slots must have been appended; their K/V is in the blocks afterwards.
         """
@@ -124,14 +125,14 @@ class RowModel:
             cache = self._caches[seq_id]
         cache.view_row(seq_id, num_computed)
         try:
-            return self._call(cache, input_ids[None], num_computed)
+            return self._call(cache, input_ids[None], num_computed, keep)
         finally:
             cache.release_row()
 
-    def _call(self, cache: PagedKVCache, input_ids: torch.Tensor, num_computed: int) -> torch.Tensor:
+    def _call(self, cache: PagedKVCache, input_ids: torch.Tensor, num_computed: int, keep: int = 1) -> torch.Tensor:
         kwargs: dict[str, Any] = {}
         if "logits_to_keep" in self._parameters:
-            kwargs["logits_to_keep"] = 1
+            kwargs["logits_to_keep"] = keep
         # Pass positions as generate does: not every model derives them from its cache.
         end = num_computed + input_ids.shape[1]
         positions = torch.arange(num_computed, end, device=input_ids.device)[None]
@@ -141,5 +142,5 @@ class RowModel:
         output = uncompiled(self.model)(
             input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, **kwargs
         )
-        logits: torch.Tensor = output.logits[0, -1]
+        logits: torch.Tensor = output.logits[0, -keep:]
         return logits

@@ -145,50 +145,14 @@ def refuse_unsupported(model: Any) -> SupportReport:
 
 def _examine(model: Any) -> SupportReport:
     name = type(model).__name__
-    config = model.config
-
-    def refused(reason: str) -> SupportReport:
-        return SupportReport(name, False, False, reason, ())
-
-    if config.is_encoder_decoder:
-        return refused(
-            "it is an encoder-decoder model, whose cross-attention cache does not grow; "
-            "call generate without cache_implementation"
-        )
-    if not model.can_generate():
-        return refused("it has no language-modelling head; load it with AutoModelForCausalLM")
-    parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
-        state = sorted({"cache_params", "state", "mems", "past_buckets_states"} & parameters.keys())
-        why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
-        return refused(
-            f"its forward takes no past_key_values: {why}, so there is no K/V cache to page; "
-            "call generate without cache_implementation"
-        )
-    if not model._supports_default_dynamic_cache():
-        return refused(
-            "it keeps its state in a cache class of its own, not in layers of K/V; "
-            "call generate without cache_implementation"
-        )
-    if device_of(model).type == "meta":
-        return refused("its weights are on the meta device, which holds no data; load them before you generate")
-    kept = PagedKVCache(config).layers
-    if not any(isinstance(layer, PagedLayer) for layer in kept):
-        own = sorted({_kind(layer) for layer in kept if isinstance(layer, DynamicLayer)})
-        if own:
-            return refused(
-                f"its layers keep K/V in a way of their own ({', '.join(own)}), not that of the last tokens in order; "
-                "call generate without cache_implementation"
-            )
-        return refused(
-            "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; "
-            "call generate without cache_implementation"
-        )
-    states = sorted({_kind(layer) for layer in kept if type(layer) is not PagedLayer and _kind(layer) != "DummyLayer"})
+    refusal = _refusal(model)
+    if refusal is not None:
+        return SupportReport(name, False, False, refusal, ())
+    states = sorted({_kind(layer) for layer in PagedKVCache(model.config).layers if _has_state(layer)})
     if states:
-        return _examine_dense(model, f"it keeps more than K/V, a state a row ({', '.join(states)})")
+        return _examine_dense(model, f"it keeps a state per row besides K/V ({', '.join(states)})")
     if is_offloaded(model):
-        return _examine_dense(model, "its weights are offloaded: every forward brings them in")
+        return _examine_dense(model, "its weights are offloaded, and each forward loads them")
     try:
         layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
@@ -206,6 +170,37 @@ def _examine(model: Any) -> SupportReport:
         _rotary_limit(model),
         counts_padding,
     )
+
+
+def _refusal(model: Any) -> str | None:
+    """Why no paged cache can serve the model, as far as that is visible without running it; None if nothing is."""
+    remedy = "call generate without cache_implementation"
+    if model.config.is_encoder_decoder:
+        return f"it is an encoder-decoder model, whose cross-attention cache does not grow; {remedy}"
+    if not model.can_generate():
+        return "it has no language-modelling head; load it with AutoModelForCausalLM"
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        state = sorted({"cache_params", "state", "mems", "past_buckets_states"} & parameters.keys())
+        why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
+        return f"its forward takes no past_key_values: {why}, so there is no K/V cache to page; {remedy}"
+    if not model._supports_default_dynamic_cache():
+        return f"it keeps its state in a cache class of its own, not in layers of K/V; {remedy}"
+    if device_of(model).type == "meta":
+        return "its weights are on the meta device, which holds no data; load them before you generate"
+    layers = PagedKVCache(model.config).layers
+    if any(isinstance(layer, PagedLayer) for layer in layers):
+        return None
+    own = sorted({_kind(layer) for layer in layers if isinstance(layer, DynamicLayer)})
+    if own:
+        kinds = ", ".join(own)
+        return f"its cache layers ({kinds}) hold something other than the K/V of the last tokens in order; {remedy}"
+    return "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; " + remedy
+
+
+def _has_state(layer: Any) -> bool:
+    """Whether a cache layer keeps anything besides K/V."""
+    return type(layer) is not PagedLayer and _kind(layer) != "DummyLayer"
 
 
 def _kind(layer: Any) -> str:

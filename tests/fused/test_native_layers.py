@@ -263,7 +263,7 @@ def deep(layers: int = 5, **options: Any) -> Any:
 def same_as_one_by_one(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float]]]:
     got = tokens_and_logprobs(model, prepack=True)
     with patch.context() as context:
-        context.setattr(fused_walk, "MOST_AHEAD", 0)
+        context.setattr(fused_walk, "MAX_TOKENS_AHEAD", 0)
         assert tokens_and_logprobs(model, prepack=True) == got
     return got
 
@@ -349,7 +349,7 @@ def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monke
     got = run()
     ahead = list(lines)
     with monkeypatch.context() as context:
-        context.setattr(fused_walk, "MOST_AHEAD", 0)
+        context.setattr(fused_walk, "MAX_TOKENS_AHEAD", 0)
         expected = run()
     assert got == expected
     untouched = tokens_and_logprobs(model, prepack=True)
@@ -366,7 +366,7 @@ def test_results_between_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> No
         layer.register_forward_hook(lambda _, __, out: seen[-1].append(out.clone())) for layer in model.model.layers
     ]
     for most in (256, 0):
-        monkeypatch.setattr(fused_walk, "MOST_AHEAD", most)
+        monkeypatch.setattr(fused_walk, "MAX_TOKENS_AHEAD", most)
         seen.append([])
         tokens_and_logprobs(model, prepack=True)
     for handle in handles:

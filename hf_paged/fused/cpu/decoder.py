@@ -1,10 +1,9 @@
 """Whole decoder layers in native kernels during packed steps; in decode steps, one call for consecutive layers.
 
-A decode step streams the weights through the caches, so every module call and small operation of torch runs with cold
-caches; together they add half of the streaming time. A layer with known parts (an RMS norm before its attention, and
-one before a gated MLP with SiLU) is computed both ways once, on random rows. If a single bit of the results differs,
-the model's own layer stays in use. Otherwise the layer takes three calls: before attention, attention as usual, after
-attention.
+A decode step streams the weights through the CPU's caches, so every module call and small operation of torch runs with
+cold caches; together they add half of the streaming time. An override computes a layer in three calls: the part before
+attention, attention, and the part after it. It is used for layers with known parts (an RMS norm before attention, and
+one before a gated MLP with SiLU), and only if a trial on random rows gives the bits of the model's own layer.
 
 `walk` decides when the first layer of a decode step may compute the following ones too.
 """
@@ -58,7 +57,11 @@ def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDec
 
 
 class NativeDecoder:
-    """Overrides for those decoder layers of a model that consist of known parts."""
+    """Overrides for those decoder layers of a model that consist of known parts.
+
+    A layer is ready while nothing that belongs to it has been replaced or hooked by other code; only ready layers are
+    overridden.
+    """
 
     def __init__(self, model: nn.Module, weights: PackedWeights) -> None:
         layers = (_known_layer(module, weights) for module in model.modules())
@@ -79,8 +82,10 @@ class NativeDecoder:
         self._rotary = list({id(layer.namespace): layer.namespace for layer in self._layers}.values())
 
     def apply(self, user: object) -> None:
-        """Until `undo`, native kernels compute the layers in packed steps of this thread. Call it after the `apply` of
-        the weights and norms, because these are parts of the layers."""
+        """Until `undo`, native kernels compute the ready layers in packed steps of this thread.
+
+        Call it after the `apply` of the weights and norms, because these are parts of the layers.
+        """
         seen = None if any(self._hooks) else self._look()
         if seen is None or self._seen is None or not _same(seen, self._seen):
             self._choose([layer for layer in self._layers if layer.is_ready()])
@@ -106,7 +111,7 @@ class NativeDecoder:
         self._ready = ready
 
     def _look(self) -> _Seen:
-        """Everything but hooks on which `is_ready` depends, for all layers at once, because every step compares it."""
+        """Everything but hooks on which `is_ready` depends; for all layers at once, because every step compares it."""
         parts = list(map(dict.get, self._tables, self._names))
         parts += map(dict.get, self._children, repeat("forward"))
         parts += [owner.forward for owner in self._classes]
@@ -143,7 +148,7 @@ def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
 
 
 def _sizes_fit(attention: nn.Module, parts: dict[str, nn.Module], norms: dict[str, fused_ops.Norm]) -> bool:
-    """Check the sizes that the kernels presuppose, because they get only addresses."""
+    """Whether the sizes are those that the kernels assume; they cannot check them, because they get only addresses."""
     head_dim = getattr(attention, "head_dim", None)
     if not isinstance(head_dim, int) or not isinstance(getattr(attention, "layer_idx", None), int):
         return False
@@ -163,7 +168,7 @@ def _sizes_fit(attention: nn.Module, parts: dict[str, nn.Module], norms: dict[st
 
 
 class Layer:
-    """One decoder layer and its parts by name. `_verdict`: whether the kernels give its bits; None before the trial."""
+    """One decoder layer and its parts by name. `_verdict`: whether the kernels gave its bits; None before the trial."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""One kernel each for a model's norms and rotary embeddings during packed steps, if it gives the same bits.
+"""Native kernels for a model's norms and rotary embeddings during packed steps, where they give the same bits.
 
-Between the matrix products of a decode step, calling torch's small operations takes longer than computing them. What a
-module or function computes is not guessed from its name: it is compared with the kernel on random numbers, and is
-replaced only if every bit is equal.
+Between the matrix products of a decode step, calling torch's small operations takes longer than computing them, so one
+kernel replaces several operations. Modules and functions are not recognised by name: each is compared with the kernel
+on random numbers, and is replaced only if every bit is equal.
 """
 
 from __future__ import annotations

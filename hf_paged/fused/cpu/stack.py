@@ -1,5 +1,7 @@
-"""Consecutive decoder layers, attention included, in one native call, because calls dominate a decode step of a small
-model. A step's addresses are filled in for all layers at once.
+"""Consecutive decoder layers, attention included, in one native call.
+
+In a decode step of a small model, calls take longer than what they compute. The arguments are arrays of records, one
+per layer, so that a step's addresses are filled in for all layers at once.
 
 Knows tensors, not modules.
 """

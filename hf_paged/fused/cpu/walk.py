@@ -1,9 +1,10 @@
 """Decode steps in which the first decoder layer also computes the following ones, in one native call.
 
-The model still calls its layers one by one, and may run other code between them. If in the previous step each layer got
-the unchanged result of the one before it, the first layer computes all of them ahead. When the model calls one of the
-others, that layer returns its precomputed result if its input is the expected one, and otherwise computes as usual.
-This is invisible to the model: it gets the result of every layer, and K/V from wrong inputs is overwritten.
+The model still calls its layers one by one, and may run other code between them. If in the previous step each layer's
+input was the unchanged result of the layer before it, the first layer computes all of them ahead. When the model calls
+one of the others, that layer returns its precomputed result if its input is the expected one, and otherwise computes as
+usual. The results are the same as without this: each layer returns the result for its actual input, and K/V that was
+written for an expected but wrong input is overwritten.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hf_paged.fused.cpu.stack import Stack, StackLayer
 from hf_paged.integration.attention import LayerHandle
 from hf_paged.model.packed import PackedCache
 
-MOST_AHEAD = 256
+MAX_TOKENS_AHEAD = 256
 """Maximum tokens of a step in which layers are computed ahead. In larger steps the results of all layers take more
 memory, and the calls matter less."""
 
@@ -28,7 +29,7 @@ class Link:
     """A decoder layer as a walk sees it."""
 
     layer_idx: int
-    in_force: bool = False  # the model calls the native layer, not a replacement by other code
+    in_force: bool = False  # the override is in place: the model calls the native layer
     sizes: tuple[int, ...] = ()  # `layer_sizes`; layers of equal sizes can be computed in one call
     native: StackLayer | None = None  # None until the options of the layer's attention are known
     mask: Any = None  # its mask in the last step
@@ -91,7 +92,7 @@ class Walk:
     def line(self, first: Link, cache: PackedCache) -> list[Link]:
         """A layer and those that followed it in the last step, as far as one native call can compute them."""
         line = [first]
-        if cache.step[0].num_tokens > MOST_AHEAD or any(metadata.max_query_len > 1 for metadata in cache.step):
+        if cache.step[0].num_tokens > MAX_TOKENS_AHEAD or any(metadata.max_query_len > 1 for metadata in cache.step):
             return line
         link = first.next
         while link is not None and link.in_force and link.native is not None and link.sizes == first.sizes:

@@ -1,5 +1,5 @@
-"""Copies of linear weights in the memory layout of matrix units (CPU only): for the native kernels in bf16 on AMX, else
-for oneDNN.
+"""Packed copies of linear weights, in the memory layout that a CPU's matrix units read: of the native kernels for bf16
+with AMX, otherwise of oneDNN.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights, and packed weights are read 1.3
 to 2.5 times as fast. In bf16 the results are bit-identical for up to 32 rows. For more rows, torch sums in another
@@ -24,7 +24,7 @@ from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.weights import Weights
 
 AUTO_SHARE = 0.25
-"""With `prepack=None`, copies are made only if they take at most this share of the free memory."""
+"""With `prepack=None`, weights are packed only if the copies take at most this share of the free memory."""
 
 _Linear = Callable[[torch.Tensor], torch.Tensor]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from hf_paged.errors import EngineError
 
@@ -26,23 +27,92 @@ class RequestMetrics:
         return None if self.finish_time is None else self.finish_time - self.arrival_time
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One sample or beam of a request.
+TopLogprobs = list[tuple[int, float]]
+"""The most likely tokens at one place and their log-probabilities, best first."""
 
-    token_ids: everything generated so far, without the prompt, an EOS token included. logprobs: natural-log
-    probability of each under the model's own distribution (fp32); processed_logprobs: under the distribution after
-    the logits processors, when the request set `output_scores=True`. score: the beam's length-penalised score.
-    finish_reason: "eos", "stop" (a stop string or another criterion), "length", "abort", "error", or None.
+
+class View(NamedTuple):
+    """`items[start:stop]` of a list that is only appended to."""
+
+    items: list[Any]
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class CompletionOutput:
+    """One sample or beam of a request, read-only. Its lists are copied when they are read first.
+
+    token_ids: everything generated so far, without the prompt, an EOS token included. new_token_ids: those since the
+    last output that the same reader (a stream, or the callers of `step`) got. logprobs: natural-log probability of each
+    token under the model's own distribution (fp32); processed_logprobs: under the distribution after the logits
+    processors, when the request set `output_scores=True`; top_logprobs: for each token the k most likely ones under the
+    model's own distribution, when the request set `logprobs=k`. score: the beam's length-penalised score.
+    finish_reason: "eos", "stop" (a stop string or another criterion), "length", "deadline", "abort", "error", or None.
     """
 
     index: int
-    token_ids: list[int]
-    logprobs: list[float]
+    _lists: list[Any]  # token_ids, logprobs, processed_logprobs, top_logprobs: each a list, a View or None
     cumulative_logprob: float
     score: float | None = None
     finish_reason: str | None = None
-    processed_logprobs: list[float] | None = None
+    _num_told: int = 0  # how many of the tokens the reader has got before
+
+    def _list(self, which: int) -> Any:
+        value = self._lists[which]
+        if type(value) is View:
+            value = self._lists[which] = value.items[value.start : value.stop]
+        return value
+
+    @property
+    def token_ids(self) -> list[int]:
+        tokens: list[int] = self._list(0)
+        return tokens
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        tokens = self._lists[0]
+        if type(tokens) is View:
+            return tokens.items[tokens.start + self._num_told : tokens.stop]
+        return list(tokens[self._num_told :])
+
+    @property
+    def num_tokens(self) -> int:
+        """len(token_ids)"""
+        tokens = self._lists[0]
+        return tokens.stop - tokens.start if type(tokens) is View else len(tokens)
+
+    @property
+    def logprobs(self) -> list[float]:
+        logprobs: list[float] = self._list(1)
+        return logprobs
+
+    @property
+    def processed_logprobs(self) -> list[float] | None:
+        logprobs: list[float] | None = self._list(2)
+        return logprobs
+
+    @property
+    def top_logprobs(self) -> list[TopLogprobs] | None:
+        top: list[TopLogprobs] | None = self._list(3)
+        return top
+
+    def _values(self) -> dict[str, Any]:
+        names = ("index", "token_ids", "logprobs", "cumulative_logprob", "score", "finish_reason")
+        return {name: getattr(self, name) for name in (*names, "processed_logprobs", "top_logprobs")}
+
+    def __eq__(self, other: object) -> bool:
+        return self._values() == other._values() if isinstance(other, CompletionOutput) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        lists = [self._list(which) for which in range(len(self._lists))]  # not the whole lists behind the views
+        others = (self.cumulative_logprob, self.score, self.finish_reason, self._num_told)
+        return CompletionOutput, (self.index, lists, *others)
+
+    def __repr__(self) -> str:
+        return f"CompletionOutput({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +122,10 @@ class RequestOutput:
     Beams appear in `outputs` when they are final, samples grow from step to step. If the request failed, `error` says
     why, `exception` is the cause with its traceback (None if there was no exception), and the `outputs` that it left
     unfinished have finish_reason "error" and the tokens generated until then.
+
+    prompt_logprobs: with the request's `prompt_logprobs=k`, the log-probability of each token of the prompt after the
+    ones before it (None for the first token, and for those not computed yet); prompt_top_logprobs: the k most likely
+    tokens in each place.
     """
 
     request_id: str
@@ -61,6 +135,8 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     exception: BaseException | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[TopLogprobs | None] | None = None
 
     def raise_for_error(self) -> RequestOutput:
         """The output itself; raises EngineError if the request failed."""

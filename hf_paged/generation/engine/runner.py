@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ import torch
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.generation.engine.scheduler import Plan, SchedulerOutput
-from hf_paged.generation.engine.sequence import Sequence
+from hf_paged.generation.engine.sequence import Plan, Sequence
+from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.kernels.metadata import step_arrays, to_device
 from hf_paged.model.adapters import Adapters
@@ -27,16 +27,26 @@ from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
 
 
+class PromptLogits(NamedTuple):
+    """logits [num_rows, vocab] after the prompt's tokens at positions `first`, `first` + 1 and so on, but the last."""
+
+    seq: Sequence
+    first: int
+    logits: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """seqs: the sequences whose next token is due, in the order of the plan; logits [len(seqs), vocab] of them.
 
-    failed: sequences whose forward raised while that of others did not, with the error.
+    prompts: logits within the prompts of groups that want them. failed: sequences whose forward raised while that of
+    others did not, with the error.
     """
 
     seqs: list[Sequence]
     logits: torch.Tensor | None
     failed: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
+    prompts: list[PromptLogits] = field(default_factory=list)
 
 
 class _LateTokens:
@@ -163,8 +173,11 @@ class Runner:
         tokens: list[int] = []
         seqs, rows = [], []
         pending: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
+        inner: list[tuple[Sequence, range]] = []  # places in `tokens` whose logits are wanted within a prompt
         for seq, count in plan:
             first = seq.num_computed_tokens
+            if seq.group.wants_prompt_logits:
+                inner.append((seq, range(len(tokens), len(tokens) + _num_inner(seq, first, first + count))))
             tokens += seq.token_ids[first : first + count]
             if first + count > len(seq.token_ids):
                 assert sampled is not None
@@ -191,9 +204,14 @@ class Runner:
         ids, positions = (to_device(x, self._device) for x in (known, step.positions))
         if late is not None:
             late(ids)
-        wanted = None if is_decode else to_device(np.array(rows, dtype=np.int64), self._device)
+        places = [*rows, *(place for _, own in inner for place in own)]
+        wanted = None if is_decode else to_device(np.array(places, dtype=np.int64), self._device)
         logits = model.forward(ids, positions, step.metadata(self._device), wanted)
-        return StepResult(seqs, logits if seqs else None)
+        prompts, start = [], len(rows)
+        for seq, own in inner:
+            prompts.append(PromptLogits(seq, seq.num_computed_tokens, logits[start : start + len(own)]))
+            start += len(own)
+        return StepResult(seqs, logits[: len(rows)] if seqs else None, prompts=prompts)
 
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
         for parent_id, child_id in output.forks:
@@ -202,18 +220,21 @@ class Runner:
             model.free(seq_id)
 
     def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
-        seqs, rows = [], []
+        seqs, rows, prompts = [], [], []
         for seq, count in plan:
             end = seq.num_computed_tokens + count
             logits = None
             for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
                 ids = torch.tensor(seq.token_ids[start:stop], device=self._device)
-                logits = model.forward(seq.seq_id, ids, start)
+                num_inner = _num_inner(seq, start, stop) if seq.group.wants_prompt_logits else 0
+                logits = model.forward(seq.seq_id, ids, start, keep=stop - start if num_inner else 1)
+                if num_inner:
+                    prompts.append(PromptLogits(seq, start, logits[:num_inner]))
             if end == seq.num_tokens:
                 assert logits is not None
                 seqs.append(seq)
-                rows.append(logits)
-        return StepResult(seqs, torch.stack(rows) if rows else None)
+                rows.append(logits[-1])
+        return StepResult(seqs, torch.stack(rows) if rows else None, prompts=prompts)
 
 
 def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
@@ -234,13 +255,20 @@ def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device
 def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:
     """Merge the results of parts of the plan, in the order of the plan."""
     logits = [result.logits for result in results if result.logits is not None]
+    prompts = [part for result in results for part in result.prompts]
     if not logits:
-        return StepResult([], None, failed)
+        return StepResult([], None, failed, prompts)
     seqs = [seq for result in results for seq in result.seqs]
     place = {seq: index for index, (seq, _) in enumerate(plan)}
     order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])
     joined = torch.cat(logits)
-    return StepResult([seqs[row] for row in order], joined[torch.tensor(order, device=joined.device)], failed)
+    in_order = joined[torch.tensor(order, device=joined.device)]
+    return StepResult([seqs[row] for row in order], in_order, failed, prompts)
+
+
+def _num_inner(seq: Sequence, first: int, end: int) -> int:
+    """How many of the tokens from `first` to `end` are followed by another token of the prompt."""
+    return max(0, min(end, seq.num_prompt_tokens - 1) - first)
 
 
 def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    DEADLINE = "deadline"
     ERROR = "error"
 
     def __str__(self) -> str:
@@ -118,7 +119,8 @@ class SequenceGroup:
     `width` is the number of live sequences that the group may have once it has forked; the scheduler
     reserves that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
     of the prefix cache. `priority`: lower is more urgent. `adapters` is the set of adapters that computes it, opaque
-    here: groups with different sets share no forward.
+    here: groups with different sets share no forward. With `wants_prompt_logits`, every token of the prompt is
+    computed, and none found in the prefix cache, because the logits after each are needed.
     """
 
     __slots__ = (
@@ -135,6 +137,7 @@ class SequenceGroup:
         "request_id",
         "sequences",
         "status",
+        "wants_prompt_logits",
         "width",
     )
 
@@ -161,6 +164,7 @@ class SequenceGroup:
         self.arrival = arrival
         self.cache_root = cache_root
         self.adapters = adapters
+        self.wants_prompt_logits = False
         self.status = SeqStatus.WAITING
         self.error: str | None = None
         self.num_preemptions = 0

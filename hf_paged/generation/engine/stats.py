@@ -59,8 +59,11 @@ def collect_stats(
     stepper: Stepper,
     graphs: GraphedSteps | None,
     *,
+    num_arriving: int,
     prompt_tokens: int,
 ) -> EngineStats:
+    """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
+    part."""
     stats, cache = memory.stats(), scheduler.prefix_cache
     allocators = [manager.allocator for manager in memory.managers]
     return EngineStats(
@@ -71,7 +74,7 @@ def collect_stats(
         blocks_cached=sum(a.num_cached for a in allocators),
         blocks_swapped=sum(m.allocator.num_used for m in host_managers),
         num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
+        num_waiting=scheduler.num_waiting + num_arriving,
         num_swapped=scheduler.num_swapped,
         cow_copies=stats.cow_copies,
         kv_bytes_reserved=stats.bytes_reserved,

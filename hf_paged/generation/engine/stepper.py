@@ -12,9 +12,10 @@ from math import isnan
 
 import torch
 
-from hf_paged.generation.engine.runner import Runner, StepResult
-from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
+from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import DueRow, SampledTokens, sample_batch
 from hf_paged.generation.sampling.request import (
     NOT_FINITE,
@@ -96,6 +97,11 @@ class Stepper:
             if stage is _Stage.SCHEDULE or not isinstance(error, Exception):
                 raise
 
+    def settle(self) -> None:
+        """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""
+        self._accept()
+        self._runner.wait()
+
     def close(self) -> None:
         """Discard the tokens that were sampled in the last step."""
         self._sampled = None
@@ -117,11 +123,6 @@ class Stepper:
         self._stage = _Stage.MOVE_BLOCKS
         self._runner.prepare(output)
 
-    def settle(self) -> None:
-        """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""
-        self._accept()
-        self._runner.wait()
-
     def _forward(self, output: SchedulerOutput) -> StepResult:
         self._stage = _Stage.FORWARD
         return self._runner.run(output, self._sampled)
@@ -131,7 +132,7 @@ class Stepper:
         if self._sampled is None:
             return
         self._stage = _Stage.READ
-        tokens = self._sampled.read()
+        tokens, top = self._sampled.read(), self._sampled.read_top()
         self._stage = _Stage.UPDATE
         self._sampled = None
         for (request, seq, _), token, logprob, processed, invalid, stopped in tokens:
@@ -143,6 +144,8 @@ class Stepper:
                 continue
             self._changed[request] = None
             self.generated_tokens += 1
+            if seq in top:
+                request.sample.top_logprobs.append(top[seq])
             if request.accept(token, logprob, processed, bool(stopped)) is None:
                 seq.token_ids.append(token)
             else:
@@ -153,6 +156,8 @@ class Stepper:
         self._stage = _Stage.UPDATE
         for seqs, error in result.failed:
             self._fail_all((seq.group for seq in seqs), _described(error, _Stage.FORWARD), error)
+        for part in result.prompts:
+            self._score_prompt(part)
         self._scheduler.update(output)
         if result.logits is None:
             return
@@ -161,7 +166,7 @@ class Stepper:
         for row, seq in enumerate(result.seqs):
             if seq.finish_reason is not None:
                 continue  # ended with the token before
-            request = self._requests[seq.group.request_id]
+            request = self._request_of(seq)
             if isinstance(request, SingleRequest):
                 due.append(DueRow(request, seq, row))
             else:
@@ -173,10 +178,24 @@ class Stepper:
         if due:
             self._sample_together(due, result.logits)
 
+    def _request_of(self, seq: Sequence) -> Request:
+        return self._requests[seq.group.request_id]
+
+    def _score_prompt(self, part: PromptLogits) -> None:
+        """Keep the log-probabilities of a part of a prompt for its request."""
+        if part.seq.finish_reason is not None:
+            return
+        scores = self._request_of(part.seq).prompt_scores
+        assert scores is not None
+        scores.add(part.first, part.logits)
+        part.seq.group.wants_prompt_logits = not scores.is_complete
+
     # -- sampling -----------------------------------------------------------------------------------------------
 
     def _sample_together(self, due: list[DueRow], logits: torch.Tensor) -> None:
         self._sampled, failed = sample_batch(due, logits, self._in_fp32)
+        if self._sampled is not None:
+            self._sampled.add_top(logits)
         for request, error in failed:
             self._fail_all([request.group], _described(error), error)
         for request, seq, _ in due:

@@ -9,8 +9,10 @@ import torch
 from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample
-from hf_paged.kernels.sampling import logprobs_of, sample_tokens, to_host
+from hf_paged.generation.sampling.processors import Chain, process_together
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample, Told
+from hf_paged.generation.sampling.scores import TopTokens
+from hf_paged.kernels.sampling import logprobs_of, sample_tokens, sample_top_p, to_host
 
 
 class GroupRequest(ForkingRequest):
@@ -34,16 +36,37 @@ class GroupRequest(ForkingRequest):
         # numbers for them.
         rows = [0 if s.seq is None else row_of[s.seq.seq_id] for s in self.samples]
         raw = logits[torch.tensor(rows, device=logits.device)]
-        scores = self.process(raw.clone()) if self.processors else raw
-        tokens, invalid = sample_tokens(scores, self.generator)
-        tokens = tokens.squeeze(1)
+        chains = self.chains(raw.shape[1], draws=True)
+        scores = self._processed(chains, raw) if self.processors else raw
+        if chains[0].top_p is not None and not chains[0].own:
+            warpers = [chain.top_p for chain in chains]
+            tokens, invalid = sample_top_p(scores, warpers, [self.generator] * self.num_rows)
+        else:
+            tokens, invalid = sample_tokens(scores, self.generator)
+            tokens = tokens.squeeze(1)
         kept = [logprobs_of(scores, tokens)] if self.keeps_processed else []
         chosen, logprobs, invalids, *processed = to_host(tokens, logprobs_of(raw, tokens), invalid, *kept)
         if any(map(isnan, logprobs)):
             raise ArithmeticError(NOT_FINITE)
         if any(map(isnan, invalids)):
             raise ArithmeticError(NOTHING_LEFT)
+        if self.num_top is not None:
+            top = TopTokens(logits, [self.num_top] * len(logits)).read()
+            for sample, row in zip(self.samples, rows):
+                if sample.seq is not None:
+                    sample.top_logprobs.append(top[row])
         return self._fork(chosen, logprobs, *processed)
+
+    def _processed(self, chains: list[Chain], raw: torch.Tensor) -> torch.Tensor:
+        """raw fp32 [num_samples, vocab], not changed -> the scores after all processors but a final top-p."""
+        if chains[0].own:
+            return self.process(raw.clone())
+        if len(chains) > 1 and chains[0] is chains[1]:  # no text has been looked at yet
+            self._fork_chains(range(self.num_rows))
+            chains = self.chains(raw.shape[1])
+        # The tokens that finished samples get are dropped.
+        edits = [[] if s.seq is None else chain.edits(s.seq.token_ids) for s, chain in zip(self.samples, chains)]
+        return process_together(chains, raw.clone(), edits)
 
     def _fork(self, tokens: list[int], logprobs: list[float], processed: list[float] | None = None) -> list[Fork]:
         """One token for each sample; those of finished samples are dropped."""
@@ -76,7 +99,7 @@ class GroupRequest(ForkingRequest):
                 sample.seq = child
 
     def _stopped_by_criteria(self, tokens: list[int]) -> list[bool] | None:
-        if self.history is None:
+        if not self.keeps_history:
             return None
         self._extend_history(self._pad_token_id if s.seq is None else token for s, token in zip(self.samples, tokens))
         if not self.criteria:
@@ -84,8 +107,9 @@ class GroupRequest(ForkingRequest):
         stopped: list[bool] = self.criteria(self._rows(), None).tolist()
         return stopped
 
-    def completions(self) -> list[CompletionOutput]:
-        return [sample.completion(self.keeps_processed) for sample in self.samples]
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        told = told or (0,) * len(self.samples)
+        return [sample.completion(self, num_told) for sample, num_told in zip(self.samples, told)]
 
     def stop_all(self, reason: FinishReason) -> None:
         for sample in self.samples:

@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs, View
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores
+from hf_paged.generation.sampling.scores import PromptScores
+from hf_paged.kernels.metadata import to_device
+from hf_paged.kernels.sampling import draws_natively
 
 NOT_FINITE = "the model's logits are NaN"
 NOTHING_LEFT = "after the logits processors no token has a probability"
@@ -36,6 +41,10 @@ class Reorder(NamedTuple):
     tokens: list[int]
 
 
+Told = tuple[int, ...]
+"""How many tokens of each sample or beam a reader has got."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One completion in the making. `token_ids` is set when it is finished; until then the sequence has them."""
@@ -44,6 +53,7 @@ class Sample:
     seq: Sequence | None
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -58,14 +68,25 @@ class Sample:
     def finish(self, token_ids: list[int], reason: FinishReason) -> None:
         self.token_ids, self.finish_reason, self.seq = token_ids, reason, None
 
-    def completion(self, keeps_processed: bool) -> CompletionOutput:
+    def completion(self, request: Request, num_told: int) -> CompletionOutput:
+        """It as it stands now. num_told: how many of its tokens the reader has got before."""
+        if self.seq is None:
+            tokens = View(self.token_ids, 0, len(self.token_ids))
+        else:
+            tokens = View(self.seq.token_ids, self.seq.num_prompt_tokens, len(self.seq.token_ids))
+        processed, top = self.processed_logprobs, self.top_logprobs
         return CompletionOutput(
-            index=self.index,
-            token_ids=self.token_ids if self.seq is None else self.seq.output_token_ids,
-            logprobs=self.logprobs[:],
-            cumulative_logprob=self.cumulative_logprob,
-            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
-            processed_logprobs=self.processed_logprobs[:] if keeps_processed else None,
+            self.index,
+            [
+                tokens,
+                View(self.logprobs, 0, len(self.logprobs)),
+                View(processed, 0, len(processed)) if request.keeps_processed else None,
+                View(top, 0, len(top)) if request.num_top is not None else None,
+            ],
+            self.cumulative_logprob,
+            None,
+            None if self.finish_reason is None else str(self.finish_reason),
+            num_told,
         )
 
 
@@ -73,7 +94,8 @@ class Request:
     """A request in the engine.
 
     `history` is int64 [num_rows, capacity]: prompt and generated tokens, one row for each sample or beam, as the
-    processors and criteria of transformers expect them. It is kept only if a processor or criterion reads it.
+    processors and criteria of transformers expect them. It is kept only if a processor or criterion reads it, and made
+    when it is read first: a copy to the device may wait for the step in progress.
     """
 
     streamer: Any = None  # of transformers; only a SingleRequest can have one
@@ -85,37 +107,40 @@ class Request:
         self.config = config
         self.generator = generator
         self.processors = prepared.logits_processor
-        self.prompt_token_ids = group.sequences[0].token_ids[:]
+        self._own_processors = prepared.own_processors
+        self.criteria = prepared.stopping_criteria
+        self.prompt_token_ids = prepared.prompt_token_ids
         self.prompt_length = len(self.prompt_token_ids)
-        self.max_length: int = config.max_length
-        self.eos: frozenset[int] = frozenset()
-        others = []
-        for criterion in prepared.stopping_criteria:
-            if type(criterion) is MaxLengthCriteria:
-                self.max_length = min(self.max_length, criterion.max_length)
-            elif type(criterion) is EosTokenCriteria:
-                self.eos |= frozenset(criterion.eos_token_id.reshape(-1).tolist())
-            else:
-                others.append(criterion)
-        self.criteria = StoppingCriteriaList(others)
+        self.max_length = prepared.max_length
+        self.eos = prepared.eos
         self.keeps_processed = bool(config.output_scores)
-        self.num_rows = prepared.input_ids.shape[0]
-        self.device = prepared.input_ids.device
-        self.history: torch.Tensor | None = None
-        if self.processors or self.criteria:
-            self.history = prepared.input_ids.clone()
+        self.keeps_history = bool(self.processors or self.criteria)
+        self.num_rows = prepared.num_rows
+        self.device = prepared.device
         self.length = self.prompt_length  # tokens the host knows; the history may have one more
+        self._history: torch.Tensor | None = None
         self._history_length = self.length
+        self.time_limits: list[tuple[float, FinishReason]] = [
+            (each.max_time, FinishReason.STOP) for each in self.criteria if type(each) is MaxTimeCriteria
+        ]
+        """Seconds after its arrival, and the reason with which a request that is not running ends then."""
+        self.num_top: int | None = None
+        """How many of the most likely tokens the output has for each token; None: it has no such lists."""
+        self.prompt_scores: PromptScores | None = None
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
         self.exception: BaseException | None = None  # that caused the error
 
-    def completions(self) -> list[CompletionOutput]:
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        """told: how many tokens of each completion the reader has got before."""
         raise NotImplementedError
 
     def stop_all(self, reason: FinishReason) -> None:
         """End what is unfinished: the request was aborted or has failed."""
         raise NotImplementedError
+
+    def begin_stream(self) -> None:
+        """Give the prompt to the streamer."""
 
     def tell_streamer(self) -> None:
         """Give the streamer the tokens that it has not got yet."""
@@ -123,16 +148,22 @@ class Request:
     def end_stream(self) -> None:
         """Tell the streamer that no more tokens will come."""
 
-    def output(self) -> RequestOutput:
-        """The request as it stands now."""
+    def output(self, told: dict[Request, Told] | None = None) -> RequestOutput:
+        """The request as it stands now. told: what the reader has got of each request, which is brought up to date."""
+        completions = self.completions(() if told is None else told.get(self, ()))
+        if told is not None:
+            told[self] = tuple([completion.num_tokens for completion in completions])
+        prompt = self.prompt_scores
         return RequestOutput(
             self.request_id,
             self.prompt_token_ids,
-            self.completions(),
+            completions,
             self.metrics.finish_time is not None,
             self.metrics,
             self.error,
             self.exception,
+            None if prompt is None else prompt.logprobs[:],  # the caller's own
+            None if prompt is None else prompt.top_logprobs[:],
         )
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
@@ -140,22 +171,42 @@ class Request:
         be chosen from what they return."""
         return checked_scores(self.processors(self._rows(), scores), scores)
 
+    def _new_chain(self, width: int, *options: object, draws: bool) -> Chain:
+        """The processors for rows of `width` scores. draws: a token is drawn from each row."""
+        chain = chain_of(
+            self.processors,
+            width,
+            *options,
+            self.keeps_processed,
+            callers=self._own_processors,
+            on_cpu=self.device.type == "cpu",
+            is_drawn=draws and not self.keeps_processed and draws_natively(self.device),
+        )
+        if not chain.own and not self.criteria:
+            self.keeps_history, self._history = False, None
+        return chain
+
     def _rows(self) -> torch.Tensor:
         """The history so far, int64 [num_rows, length]."""
-        assert self.history is not None
-        return self.history[:, : self._history_length]
+        assert self.keeps_history
+        if self._history is None:
+            prompt = np.array([self.prompt_token_ids] * self.num_rows, dtype=np.int64)
+            self._history = to_device(prompt, self.device)
+        return self._history[:, : self._history_length]
 
     def _extend_history(self, tokens: Iterable[int] | torch.Tensor, parents: torch.Tensor | None = None) -> None:
-        if self.history is None:
+        if not self.keeps_history:
             return
+        history = self._rows() if self._history is None else self._history
         if parents is not None:
-            self.history = self.history.index_select(0, parents)
-        if self._history_length == self.history.shape[1]:
+            history = history.index_select(0, parents)
+        if self._history_length == history.shape[1]:
             room = max(64, self._history_length // 2)
-            self.history = torch.cat([self.history, self.history.new_zeros(self.history.shape[0], room)], dim=1)
+            history = torch.cat([history, history.new_zeros(history.shape[0], room)], dim=1)
         if not isinstance(tokens, torch.Tensor):
             tokens = torch.tensor(list(tokens), device=self.device)
-        self.history[:, self._history_length] = tokens
+        history[:, self._history_length] = tokens
+        self._history = history
         self._history_length += 1
 
     def _reason(self, token: int) -> FinishReason | None:
@@ -173,18 +224,14 @@ class SingleRequest(Request):
         super().__init__(group, prepared, generator)
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
-        self._own_processors = prepared.own_processors
         self._chain: Chain | None = None
+        self._endings: list[frozenset[int]] | None = None  # for each criterion; empty: it is to be asked always
         self._num_streamed = 0
 
     def chain(self, width: int) -> Chain:
         """Its processors for rows of `width` scores, which are known with the first row only."""
         if self._chain is None:
-            self._chain = chain_of(
-                self.processors, width, self.do_sample, self.keeps_processed, callers=self._own_processors
-            )
-            if not self._chain.own and not self.criteria:
-                self.history = None
+            self._chain = self._new_chain(width, self.do_sample, draws=self.do_sample)
         return self._chain
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
@@ -195,8 +242,17 @@ class SingleRequest(Request):
     def extend_history(self, token: torch.Tensor, stopped: torch.Tensor) -> None:
         """token int64 [1], on the device; sets stopped fp32 [1] to 1 if a criterion ends the request after it."""
         self._extend_history(token)
-        if self.criteria:
+        if self.criteria and self._may_stop(token):
             stopped.copy_(self.criteria(self._rows(), None), non_blocking=True)
+
+    def _may_stop(self, token: torch.Tensor) -> bool:
+        """Whether the criteria have to be asked. On a CPU, the token itself tells that no stop string ends with it."""
+        if self._endings is None:
+            known = [ending_tokens(criterion) for criterion in self.criteria if self.device.type == "cpu"]
+            found = [endings for endings in known if endings is not None]
+            self._endings = found if len(found) == len(self.criteria) else []
+        last = int(token) if self._endings else 0
+        return not self._endings or any(last in endings for endings in self._endings)
 
     def accept(self, token: int, logprob: float, processed: float, is_stopped: bool) -> FinishReason | None:
         """Record the next token; returns why it ends the request, or None."""
@@ -208,8 +264,8 @@ class SingleRequest(Request):
             self.sample.finish([*self.sample.seq.output_token_ids, token], reason)
         return reason
 
-    def completions(self) -> list[CompletionOutput]:
-        return [self.sample.completion(self.keeps_processed)]
+    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+        return [self.sample.completion(self, told[0] if told else 0)]
 
     def stop_all(self, reason: FinishReason) -> None:
         if self.sample.seq is not None:
@@ -217,10 +273,11 @@ class SingleRequest(Request):
 
     # -- streamers ----------------------------------------------------------------------------------------------
 
-    def stream_to(self, streamer: Any) -> None:
-        """Give the prompt to a streamer of transformers now, and each token when it is known."""
-        streamer.put(torch.tensor([self.prompt_token_ids]))
-        self.streamer = streamer
+    def begin_stream(self) -> None:
+        streamer, self.streamer = self.streamer, None  # nothing more for it, if it fails
+        if streamer is not None:
+            streamer.put(torch.tensor([self.prompt_token_ids]))
+            self.streamer = streamer
 
     def tell_streamer(self) -> None:
         sample = self.sample
@@ -246,9 +303,41 @@ class SingleRequest(Request):
         self.exception = self.exception or error
 
 
+_ENDINGS: WeakKeyDictionary[StopStringCriteria, frozenset[int]] = WeakKeyDictionary()  # requests share criteria
+
+
+def ending_tokens(criterion: Any) -> frozenset[int] | None:
+    """The tokens after which the criterion may be met, as the table of stop strings has them; None for others."""
+    if type(criterion) is not StopStringCriteria or not (criterion.target_lens > 0).all():
+        return None
+    if criterion not in _ENDINGS:
+        first = criterion.max_valid_positions * criterion.num_stop_strings
+        overlaps = (criterion.embedding_vec[:, first:-1] > 0).any(dim=1)
+        _ENDINGS[criterion] = frozenset(overlaps.nonzero().flatten().tolist())
+    return _ENDINGS[criterion]
+
+
 class ForkingRequest(Request):
     """A request of several samples or beams. Its sequences may fork, so the host decides each of its steps before the
     next one is scheduled."""
+
+    _chains: list[Chain] | None = None  # of the rows; known with the first scores
+
+    def chains(self, width: int, *, draws: bool = False) -> list[Chain]:
+        """The processors of each sample or beam. They know its tokens so far."""
+        if self._chains is None:
+            self._chains = [self._new_chain(width, draws=draws)] * self.num_rows
+        return self._chains
+
+    def _fork_chains(self, parents: Iterable[int]) -> None:
+        """Row i goes on as row parents[i] did."""
+        assert self._chains is not None
+        taken: set[int] = set()
+        chains = []
+        for chain in (self._chains[parent] for parent in parents):
+            chains.append(chain.fork() if id(chain) in taken else chain)
+            taken.add(id(chain))
+        self._chains = chains
 
     @property
     def num_unfinished(self) -> int:

@@ -106,23 +106,34 @@ def attention_launches(
         # The interpreter would multiply bf16 values as integers.
         "UPCAST": INTERPRET and query.dtype != torch.float32,
     }  # fmt: skip
-    element_size, largest = query.element_size(), max(block_d, block_dv)
-    max_query = metadata.max_query_len
-    if max_query > SHORT_QUERY:
-        large = triton_tuning.large_tile(target, element_size, largest)
-        is_prefill = metadata.max_short_query_len == 0 or query.shape[0] == metadata.num_seqs * max_query
-        if is_prefill:  # nothing else
-            return [_whole(common, metadata, query.shape[0], large, min_query=0, full_tiles=True)]
-        small = triton_tuning.small_tile(target, element_size, largest, group)
-        return [
-            *_split(common, metadata, small, target),
-            _whole(common, metadata, query.shape[0], large, min_query=SHORT_QUERY + 1, full_tiles=True),
-        ]
-    tile = triton_tuning.small_tile(target, element_size, largest, max_query * group)
-    keys = metadata.max_seq_len
-    for size in (sliding_window, chunk_size):
-        keys = min(keys, keys if size is None else size + max_query)
-    if keys <= MAX_WHOLE_TILES * tile.bn:
+    if metadata.max_query_len > SHORT_QUERY:
+        return _prefill(common, metadata, query, target)
+    return _decode(common, metadata, query, target)
+
+
+def _prefill(common: dict[str, Any], metadata: AttentionMetadata, query: torch.Tensor, target: Target) -> list[Launch]:
+    """A step with long queries. Short queries in the same step get their own launches."""
+    num_tokens, element_size = query.shape[0], query.element_size()
+    head_dim = max(common["BLOCK_D"], common["BLOCK_DV"])
+    large = triton_tuning.large_tile(target, element_size, head_dim)
+    if metadata.max_short_query_len == 0 or num_tokens == metadata.num_seqs * metadata.max_query_len:
+        return [_whole(common, metadata, num_tokens, large, min_query=0, full_tiles=True)]  # no short queries
+    small = triton_tuning.small_tile(target, element_size, head_dim, common["GROUP"])
+    return [
+        *_split(common, metadata, small, target),
+        _whole(common, metadata, num_tokens, large, min_query=SHORT_QUERY + 1, full_tiles=True),
+    ]
+
+
+def _decode(common: dict[str, Any], metadata: AttentionMetadata, query: torch.Tensor, target: Target) -> list[Launch]:
+    """A step with short queries only: long contexts are split, short ones are not."""
+    rows, head_dim = metadata.max_query_len * common["GROUP"], max(common["BLOCK_D"], common["BLOCK_DV"])
+    tile = triton_tuning.small_tile(target, query.element_size(), head_dim, rows)
+    max_keys = metadata.max_seq_len
+    for size in (common["WINDOW"], common["CHUNK"]):
+        if size:
+            max_keys = min(max_keys, size + metadata.max_query_len)
+    if max_keys <= MAX_WHOLE_TILES * tile.bn:
         return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=False)]
     return _split(common, metadata, tile, target)
 

@@ -1,0 +1,77 @@
+"""What a request's arrival costs: `Engine.add_request` on an idle engine, and while a step runs in another thread.
+
+Runs on a tiny random model, because no arrival runs it. Example: python benchmarks/arrivals.py --requests 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import threading
+import time
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from hf_paged import CacheConfig, Engine
+
+OPTIONS = {
+    "greedy": {"max_new_tokens": 64, "do_sample": False},
+    "sampling": {"max_new_tokens": 64, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "min_new_tokens": 4},
+    "beams": {"max_new_tokens": 64, "num_beams": 4},
+}
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=4096, **sizes)).eval()
+
+
+def seconds_each(engine: Engine, prompts: list[list[int]], options: dict[str, object]) -> tuple[list[float], float]:
+    """Seconds of each of the calls, with a new config for each, as a server makes one for each request."""
+    taken, cpu = [], time.thread_time()
+    for prompt in prompts:
+        config = GenerationConfig(pad_token_id=0, eos_token_id=1, **options)
+        started = time.perf_counter()
+        engine.add_request(prompt, config)
+        taken.append(time.perf_counter() - started)
+    cpu = time.thread_time() - cpu  # configs included; less than the sum of `taken` if the machine is busy
+    return taken, cpu
+
+
+def report(name: str, taken: list[float], cpu: float) -> None:
+    ordered = sorted(taken)
+    print(
+        f"{name:32} {sum(taken):7.2f} s in all ({cpu:.2f} s CPU), median {ordered[len(ordered) // 2] * 1e6:7.0f} us, "
+        f"99 % {ordered[int(len(ordered) * 0.99)] * 1e6:7.0f} us, slowest {ordered[-1] * 1e3:6.2f} ms"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rng, model = random.Random(0), tiny_model()
+    prompts = [[rng.randrange(2, 512) for _ in range(rng.randint(4, 1000))] for _ in range(arguments.requests)]
+    for name, options in OPTIONS.items():
+        with Engine(model, CacheConfig(num_blocks=4096)) as engine:
+            report(f"{name}, idle", *seconds_each(engine, prompts, options))
+    with Engine(model, CacheConfig(num_blocks=4096)) as engine:
+        ended = threading.Event()
+
+        def steps() -> None:
+            while not ended.is_set():
+                engine.step()
+
+        engine.generate([prompts[0]], GenerationConfig(max_new_tokens=2, pad_token_id=0), progress=False)
+        stepper = threading.Thread(target=steps)
+        stepper.start()
+        report("greedy, while steps run", *seconds_each(engine, prompts, OPTIONS["greedy"]))
+        ended.set()
+        stepper.join()
+
+
+if __name__ == "__main__":
+    main()

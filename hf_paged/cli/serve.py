@@ -1,0 +1,190 @@
+"""`hf-paged serve`: an HTTP server with OpenAI's routes for one checkpoint. The work is done in hf_paged.serving."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import hf_paged
+from hf_paged.cli.common import (
+    Checkpoint,
+    Device,
+    DType,
+    DTypeOption,
+    Job,
+    UsageError,
+    find_checkpoint,
+    from_pretrained,
+    load_model,
+    show,
+)
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+class DefaultsFrom(StrEnum):
+    auto = "auto"
+    vllm = "vllm"
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def _option(text: str, *names: str, **kwargs: Any) -> Any:
+    return typer.Option(*names, help=text, **kwargs)
+
+
+def serve(
+    context: typer.Context,
+    checkpoint: Checkpoint,
+    host: Annotated[str, _option("address to listen on")] = "127.0.0.1",
+    port: Annotated[int, _option("port to listen on", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None, _option("key that clients must send; may be given several times", envvar="HF_PAGED_API_KEY")
+    ] = None,
+    allow_no_key: Annotated[bool, _option("listen to other machines without a key", "--allow-no-key")] = False,
+    served_model_name: Annotated[
+        list[str] | None,
+        _option("name in /v1/models and in requests (default: CHECKPOINT); may be given several times"),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        _option("NAME=FOLDER of a PEFT adapter, served as model NAME; repeatable", "--adapter", "--lora-modules"),
+    ] = None,
+    dtype: DTypeOption = DType.auto,
+    device: Device = None,
+    max_model_len: Annotated[int | None, _option("tokens of prompt and answer together", min=2)] = None,
+    max_num_seqs: Annotated[int | None, _option("sequences in a step", min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, _option("tokens in a step", min=1)] = None,
+    max_in_flight: Annotated[int, _option("requests that run or wait; others get status 429", min=1)] = 1024,
+    gpu_memory_utilization: Annotated[
+        float | None, _option("share of the free memory for the K/V cache", min=0.0, max=1.0)
+    ] = None,
+    kv_cache_memory: Annotated[str | None, _option("size of the K/V cache, such as 4GiB")] = None,
+    swap_memory: Annotated[str | None, _option("host memory for preempted requests, such as 4GiB")] = None,
+    block_size: Annotated[int | None, _option("tokens in a block of the cache")] = None,
+    enable_prefix_caching: Annotated[bool, _option("share the blocks of common prefixes")] = True,
+    generation_config: Annotated[
+        DefaultsFrom, _option("options that a request leaves out: the checkpoint's (auto), or sampling at 1.0 (vllm)")
+    ] = DefaultsFrom.auto,
+    default_max_tokens: Annotated[int, _option("tokens of a chat answer where a request has no limit", min=1)] = 1024,
+    max_logprobs: Annotated[int, _option("alternatives for each token", min=0)] = 20,
+    chat_template: Annotated[str | None, _option("file with a Jinja template in place of the tokenizer's")] = None,
+    admin_routes: Annotated[
+        bool, _option("serve /pause, /resume, /reset_prefix_cache and loading of adapters", "--admin-routes")
+    ] = False,
+    drain_seconds: Annotated[int, _option("after SIGTERM, until running requests are aborted", min=0)] = 30,
+    log_level: Annotated[LogLevel, _option("what is logged", "--log-level", "--uvicorn-log-level")] = LogLevel.info,
+) -> Job:
+    """Serve a checkpoint over HTTP, with OpenAI's routes.
+
+    Flags that vLLM has too mean the same here. Needs the extra `serve`: pip install 'hf-paged[serve]'.
+    """
+    given = dict(context.params)
+    return lambda: _serve(given)
+
+
+def _serve(given: dict[str, Any]) -> int:
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serving needs {', '.join(missing)}; install them with: pip install 'hf-paged[serve]'")
+    find_checkpoint(given["checkpoint"])
+    from hf_paged.serving.server import run_server
+    from hf_paged.serving.settings import check_exposure
+
+    settings = _settings(given)
+    check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
+    adapters = _adapters(given["adapter"] or [], settings.names)
+    logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    engine, tokenizer = _load(given, adapters)
+    return run_server(
+        engine,
+        tokenizer,
+        settings,
+        host=given["host"],
+        port=given["port"],
+        adapters=adapters,
+        drain_seconds=given["drain_seconds"],
+        log_level=str(given["log_level"]),
+    )
+
+
+def _settings(given: dict[str, Any]) -> Any:
+    from hf_paged.serving.settings import Limits, Settings
+
+    template = given["chat_template"]
+    if template is not None:
+        try:
+            template = Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat-template {template} cannot be read: {error}") from None
+    return Settings(
+        names=tuple(given["served_model_name"] or [given["checkpoint"]]),
+        api_keys=tuple(given["api_key"] or ()),
+        max_model_len=given["max_model_len"],
+        defaults=given["generation_config"].value,
+        chat_template=template,
+        admin=given["admin_routes"],
+        limits=Limits(
+            logprobs=given["max_logprobs"], in_flight=given["max_in_flight"], new_tokens=given["default_max_tokens"]
+        ),
+    )
+
+
+def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
+    """Name -> folder. Raises UsageError or ValueError for what is no adapter."""
+    from hf_paged.serving.adapters import check_adapter
+
+    adapters: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, folder = pair.partition("=")
+        if not (name and separator and folder):
+            raise UsageError(f"--adapter {pair}: write NAME=FOLDER")
+        if name in adapters or name in names:
+            raise UsageError(f"--adapter {pair}: the name {name!r} is taken")
+        check_adapter(folder)
+        adapters[name] = folder
+    return adapters
+
+
+def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
+    from transformers import AutoTokenizer
+
+    from hf_paged.serving.adapters import load_adapter
+
+    cache = {
+        "block_size": given["block_size"],
+        "memory": given["kv_cache_memory"],
+        "memory_fraction": given["gpu_memory_utilization"],
+        "swap_memory": given["swap_memory"],
+    }
+    scheduler = {
+        "max_num_seqs": given["max_num_seqs"],
+        "max_num_batched_tokens": given["max_num_batched_tokens"],
+        "prefix_caching": given["enable_prefix_caching"],
+    }
+    cache_config = hf_paged.CacheConfig(**_without_none(cache))
+    scheduler_config = hf_paged.SchedulerConfig(**_without_none(scheduler))
+    tokenizer = from_pretrained(AutoTokenizer, given["checkpoint"], "tokenizer")
+    show("loading the model ...")
+    model = load_model(given["checkpoint"], given["dtype"], given["device"])
+    show("")
+    for name, folder in adapters.items():
+        load_adapter(model, name, folder)
+    engine = hf_paged.Engine(model, cache_config, scheduler_config, tokenizer=tokenizer)
+    print(f"hf-paged: {engine!r}", file=sys.stderr)
+    return engine, tokenizer
+
+
+def _without_none(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

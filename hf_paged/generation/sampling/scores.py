@@ -1,0 +1,58 @@
+"""Log-probabilities for callers: the most likely tokens at each place, and those of a prompt's own tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.generation.engine.outputs import TopLogprobs
+from hf_paged.kernels.sampling import ToHost, logprobs_of, top_logprobs
+
+_ROWS = 256  # processed at once: a row of fp32 scores is as long as the vocabulary
+
+
+class TopTokens:
+    """The most likely tokens of some rows of logits, on their way to the host."""
+
+    def __init__(self, logits: torch.Tensor, counts: list[int]) -> None:
+        """logits [num_rows, vocab]. counts: how many tokens of each row are wanted."""
+        self._counts = counts
+        self._width = min(max(counts), logits.shape[1])
+        ids, values = top_logprobs(logits, self._width)
+        self._numbers = ToHost(ids.flatten(), values.flatten())
+
+    def read(self) -> list[TopLogprobs]:
+        """Wait for them; one list for each row."""
+        tokens, values = self._numbers.lists()
+        pairs = list(zip(tokens, values))
+        starts = range(0, len(self._counts) * self._width, self._width) if self._width else [0] * len(self._counts)
+        return [pairs[start : start + min(count, self._width)] for start, count in zip(starts, self._counts)]
+
+
+class PromptScores:
+    """The log-probabilities of a prompt's tokens, and the `num_top` most likely tokens in their places.
+
+    The lists have one entry for each token of the prompt, None where it is not known. The first token has none.
+    """
+
+    def __init__(self, prompt: list[int], num_top: int) -> None:
+        self._prompt = prompt
+        self._num_top = num_top
+        self._known = 1
+        self.logprobs: list[float | None] = [None] * len(prompt)
+        self.top_logprobs: list[TopLogprobs | None] = [None] * len(prompt)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._known >= len(self._prompt)
+
+    def add(self, first: int, logits: torch.Tensor) -> None:
+        """logits [num_rows, vocab] after the tokens at positions `first`, `first` + 1 and so on. What is known already,
+        because the prompt was computed before, is skipped."""
+        for start in range(max(self._known - 1 - first, 0), len(logits), _ROWS):
+            scores = logits[start : start + _ROWS].float()
+            place = first + start + 1
+            tokens = torch.tensor(self._prompt[place : place + len(scores)], device=scores.device)
+            top = TopTokens(scores, [self._num_top] * len(scores)).read()
+            self.logprobs[place : place + len(scores)] = logprobs_of(scores, tokens).tolist()
+            self.top_logprobs[place : place + len(scores)] = top
+            self._known = place + len(scores)

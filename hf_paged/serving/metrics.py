@@ -1,0 +1,114 @@
+"""Prometheus metrics. Names are vLLM's with another prefix, so that its dashboards need that change only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.engine.stats import EngineStats
+
+_PREFIX = "hf_paged:"
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_TOKENS = tuple(float(2**power) for power in range(0, 18))
+
+
+class Metrics:
+    """Figures of one server, each with the label model_name. Used on the event loop only."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._engine = _EngineFigures(model_name)
+        self.registry.register(self._engine)
+        self._name = model_name
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(_PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+            return made.labels(model_name)
+
+        self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self._between = histogram("inter_token_latency_seconds", "Between two tokens of a request.", _SECONDS)
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
+        self._generated = histogram("request_generation_tokens", "Tokens that a request generated.", _TOKENS)
+        self._success = Counter(
+            _PREFIX + "request_success", "Finished requests.", ["model_name", "finished_reason"], registry=self.registry
+        )
+        self._http = Counter(
+            _PREFIX + "http_requests", "Answers by route and status.", ["route", "status"], registry=self.registry
+        )
+
+    def observe_first(self, output: RequestOutput) -> None:
+        if (seconds := output.metrics.time_to_first_token) is not None:
+            self._first_token.observe(seconds)
+
+    def observe_gap(self, seconds: float, tokens: int) -> None:
+        """`tokens` of a request that came together, `seconds` after the ones before."""
+        for _ in range(tokens):
+            self._between.observe(seconds / tokens)
+
+    def observe_end(self, output: RequestOutput) -> None:
+        if output.metrics.latency is not None:
+            self._whole.observe(output.metrics.latency)
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._generated.observe(sum(len(each.token_ids) for each in output.outputs))
+        for each in output.outputs:
+            self._success.labels(self._name, each.finish_reason or "error").inc()
+
+    def count_answer(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def text(self, stats: EngineStats) -> bytes:
+        """The exposition, with the engine's figures of this moment."""
+        self._engine.stats = stats
+        return generate_latest(self.registry)
+
+
+class _EngineFigures(Collector):
+    """The engine's own figures, read when they are asked for."""
+
+    def __init__(self, model_name: str) -> None:
+        self._name = model_name
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        if self.stats is None:
+            return
+        stats = self.stats
+        gauges: dict[str, tuple[str, float]] = {
+            "num_requests_running": ("Requests that hold blocks.", stats.num_running),
+            "num_requests_waiting": ("Requests in the queue.", stats.num_waiting),
+            "num_requests_swapped": ("Requests whose blocks are in host memory.", stats.num_swapped),
+            "kv_cache_usage_perc": ("Share of the blocks that sequences use, 0 to 1.", _share(stats)),
+            "blocks_shared": ("Blocks in more than one block table.", stats.blocks_shared),
+            "blocks_cached": ("Blocks that only the prefix cache keeps.", stats.blocks_cached),
+            "kv_bytes_saved_by_sharing": ("Bytes more without sharing.", stats.kv_bytes_saved_by_sharing),
+            "kv_waste_ratio": ("Share of the used slots without a token.", stats.kv_waste_ratio),
+        }
+        counters: dict[str, tuple[str, float]] = {
+            "prompt_tokens": ("Tokens of all prompts.", stats.prompt_tokens),
+            "generation_tokens": ("Generated tokens.", stats.generated_tokens),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_query_tokens),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hit_tokens),
+            "cow_copies": ("Blocks copied on write.", stats.cow_copies),
+            "engine_steps": ("Steps of the engine.", stats.steps),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
+            gauge.add_metric([self._name], value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
+            counter.add_metric([self._name], value)
+            yield counter
+        preemptions = CounterMetricFamily(_PREFIX + "num_preemptions", "Preemptions.", labels=["model_name", "mode"])
+        preemptions.add_metric([self._name, "recompute"], stats.preemptions_recompute)
+        preemptions.add_metric([self._name, "swap"], stats.preemptions_swap)
+        yield preemptions
+
+
+def _share(stats: EngineStats) -> float:
+    return stats.blocks_used / stats.num_blocks if stats.num_blocks else 0.0

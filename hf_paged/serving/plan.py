@@ -1,0 +1,335 @@
+"""Plans: what the engine has to do for an HTTP request, and how its answer is put together.
+
+Everything is checked here against the model and the limits, before anything is queued. The options are those of
+transformers' GenerationConfig, so that an answer is what `generate` returns for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.processors import OccurrencePenalty, StopText
+from hf_paged.serving.refusals import check_served
+from hf_paged.serving.schema import ChatRequest, CompletionRequest, Sampling
+from hf_paged.serving.served import ServedModel
+
+_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One request to the engine: the arguments of `Engine.add_request`."""
+
+    prompt_ids: list[int]
+    config: Any
+    processors: list[Any]
+    criteria: list[Any]
+    adapter: str
+    cache_salt: str | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """submissions: one for each prompt; empty if nothing has to be generated.
+
+    n: choices for each prompt. copies: the prompt's one output stands for all of them, because it is sure. ranked: more
+    samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
+    texts: the prompts, for `echo`.
+    """
+
+    model: str
+    prompts: list[list[int]]
+    submissions: list[Submission]
+    n: int
+    copies: bool
+    ranked: bool
+    stops: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    include_stop: bool
+    min_tokens: int
+    skip_special_tokens: bool
+    logprobs: int | None
+    return_token_ids: bool
+    tokens_as_ids: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool = False
+    texts: list[str] = field(default_factory=list)
+
+
+def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
+    """Tokenizes; not for the event loop. Raises Problem."""
+    check_served(body)
+    if body.prompt_logprobs is not None:
+        raise not_served("prompt_logprobs: log-probabilities of the prompt are not served", param="prompt_logprobs")
+    if body.echo and body.logprobs is not None:
+        raise not_served("echo with logprobs: log-probabilities of the prompt are not served", param="logprobs")
+    given = body.prompt
+    many: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    _check_fan_out(len(many), body, served)
+    prompts = [
+        served.encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else list(each)
+        for each in many
+    ]
+    texts = [each if isinstance(each, str) else served.decode(each) for each in many] if body.echo else []
+    if body.max_tokens == 0 and not body.echo:
+        raise Problem(400, "max_tokens=0 generates nothing; raise it, or send echo=true", param="max_tokens")
+    return _plan(body, served, prompts, key_digest, limit=body.max_tokens, default=_COMPLETION_TOKENS, texts=texts)
+
+
+def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
+    """Renders the template and tokenizes; not for the event loop. Raises Problem."""
+    check_served(body)
+    _check_fan_out(1, body, served)
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    if limit == 0:
+        raise Problem(400, "max_tokens=0 generates nothing; raise it", param="max_tokens")
+    text = served.render(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        kwargs=body.chat_template_kwargs,
+    )
+    prompt = served.encode(text, add_special_tokens=body.add_special_tokens)
+    default = served.settings.limits.new_tokens
+    return _plan(body, served, [prompt], key_digest, limit=limit, default=default, texts=[])
+
+
+def _plan(
+    body: CompletionRequest | ChatRequest,
+    served: ServedModel,
+    prompts: list[list[int]],
+    key_digest: bytes | None,
+    *,
+    limit: int | None,
+    default: int,
+    texts: list[str],
+) -> Plan:
+    name, adapter = served.adapter_of(body.model)
+    salt = _salt(key_digest, body.cache_salt)
+    options = _Options(body, served)
+    submissions = []
+    for prompt in prompts:
+        length = _new_tokens(len(prompt), limit, default, served)
+        if length:
+            submissions.append(
+                Submission(
+                    prompt_ids=prompt,
+                    config=options.config(length),
+                    processors=options.processors(len(prompt)),
+                    criteria=options.criteria(len(prompt)),
+                    adapter=adapter,
+                    cache_salt=salt,
+                    priority=body.priority,
+                )
+            )
+    stream = body.stream_options
+    return Plan(
+        model=name,
+        prompts=prompts,
+        submissions=submissions,
+        n=body.n or 1,
+        copies=options.is_sure,
+        ranked=options.width > (body.n or 1) and not body.use_beam_search,
+        stops=tuple(body.stops),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        include_stop=body.include_stop_str_in_output,
+        min_tokens=body.min_tokens,
+        skip_special_tokens=body.skip_special_tokens,
+        logprobs=_num_logprobs(body, served),
+        return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        stream=bool(body.stream),
+        include_usage=bool(stream and stream.include_usage),
+        continuous_usage=bool(stream and stream.include_usage and stream.continuous_usage_stats),
+        echo=isinstance(body, CompletionRequest) and body.echo,
+        texts=texts,
+    )
+
+
+def _check_fan_out(num_prompts: int, body: Sampling, served: ServedModel) -> None:
+    """Before anything is copied."""
+    limit, width = served.settings.limits.sequences, max(body.n or 1, body.best_of or 1)
+    if num_prompts * width > limit:
+        raise Problem(
+            400,
+            f"{num_prompts} prompts with {width} sequences each are more than the {limit} that one request may have; "
+            "send several requests",
+            param="n" if width > 1 else "prompt",
+        )
+
+
+def _num_logprobs(body: CompletionRequest | ChatRequest, served: ServedModel) -> int | None:
+    if isinstance(body, ChatRequest):
+        asked, name = (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs"
+    else:
+        asked, name = body.logprobs, "logprobs"
+    if asked is not None and asked > served.settings.limits.logprobs:
+        raise Problem(
+            400, f"{name}={asked}: at most {served.settings.limits.logprobs} alternatives are returned", param=name
+        )
+    if asked:
+        raise not_served(f"{name}={asked}: alternatives are not served; 0 returns the chosen tokens'", param=name)
+    return asked
+
+
+def _new_tokens(prompt_length: int, limit: int | None, default: int, served: ServedModel) -> int:
+    """Tokens to generate at most. Raises Problem (400) that has both numbers."""
+    if prompt_length == 0:
+        raise Problem(400, "the prompt is empty; give at least one token", param="prompt")
+    longest = served.max_length
+    if longest is None:
+        return default if limit is None else limit
+    if prompt_length + (1 if limit is None else limit) > longest:
+        asked = "" if limit is None else f" and max_tokens={limit}"
+        raise Problem(
+            400,
+            f"the prompt's {prompt_length} tokens{asked} go beyond the model's {longest} tokens; shorten the prompt"
+            + ("" if limit is None else f", or lower max_tokens to {max(0, longest - prompt_length)}"),
+            param="max_tokens" if limit is not None and prompt_length < longest else "prompt",
+            code="context_length_exceeded",
+        )
+    return min(default, longest - prompt_length) if limit is None else limit
+
+
+def _salt(key_digest: bytes | None, cache_salt: str | None) -> str | None:
+    """What keeps the cached prefixes of different API keys and salts apart."""
+    if key_digest is None and cache_salt is None:
+        return None
+    return hashlib.sha256(b"%b\0%b" % ((key_digest or b"").hex().encode(), (cache_salt or "").encode())).hexdigest()
+
+
+class _Options:
+    """The generation options of a request."""
+
+    def __init__(self, body: Sampling, served: ServedModel) -> None:
+        self._body = body
+        self._served = served
+        self._defaults = served.model.generation_config
+        self._uses_checkpoint = served.settings.defaults == "auto"
+        self.width = max(body.n or 1, body.best_of or 1)
+        self._do_sample = self._samples()
+        self.is_sure = not self._do_sample and not body.use_beam_search
+        self._fixed = {
+            **self._lengths_and_width(),
+            **self._sampling(),
+            **self._tokens(),
+        }
+
+    def config(self, max_new_tokens: int) -> Any:
+        body = self._body
+        if body.min_tokens > max_new_tokens:
+            raise Problem(400, f"min_tokens={body.min_tokens} is more than max_tokens={max_new_tokens}")
+        config: Any = GenerationConfig(**self._fixed, max_new_tokens=max_new_tokens)  # type: ignore[no-untyped-call]
+        config.seed = body.seed
+        return config
+
+    def processors(self, prompt_length: int) -> list[Any]:
+        presence, frequency = self._body.presence_penalty or 0.0, self._body.frequency_penalty or 0.0
+        if not presence and not frequency:
+            return []
+        return [OccurrencePenalty(prompt_length, presence_penalty=presence, frequency_penalty=frequency)]
+
+    def criteria(self, prompt_length: int) -> list[Any]:
+        body = self._body
+        if not body.stops:
+            return []
+        return [
+            StopText(
+                self._served.tokenizer,
+                body.stops,
+                prompt_length,
+                min_tokens=body.min_tokens,
+                skip_special_tokens=body.skip_special_tokens,
+            )
+        ]
+
+    def _samples(self) -> bool:
+        body = self._body
+        if body.temperature is not None:
+            return body.temperature > 0
+        if body.use_beam_search:
+            return False
+        if any(value is not None for value in (body.top_p, body.top_k, body.min_p)):
+            return True
+        return bool(self._defaults.do_sample) if self._uses_checkpoint else True
+
+    def _lengths_and_width(self) -> dict[str, Any]:
+        body = self._body
+        beams = self.width if body.use_beam_search else 1
+        options: dict[str, Any] = {"num_beams": beams, "num_return_sequences": 1}
+        if body.use_beam_search:
+            options["num_return_sequences"] = body.n or 1
+            # OpenAI has no such options; transformers' defaults hold where the checkpoint has none.
+            options |= _without_none(length_penalty=body.length_penalty, early_stopping=body.early_stopping)
+        elif not self.is_sure:
+            options["num_return_sequences"] = self.width
+        if body.min_tokens:
+            options["min_new_tokens"] = body.min_tokens
+        return options
+
+    def _sampling(self) -> dict[str, Any]:
+        """Given, or the checkpoint's, or neutral. `generate` would choose top_k=50 where nothing is set."""
+        body = self._body
+        given = {
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": None if body.top_k is None else max(0, body.top_k),
+            "min_p": body.min_p,
+        }
+        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        options: dict[str, Any] = {"do_sample": self._do_sample}
+        if self._do_sample:
+            options |= {name: self._first(value, name, neutral[name]) for name, value in given.items()}
+        options["repetition_penalty"] = self._first(body.repetition_penalty, "repetition_penalty", 1.0)
+        return options
+
+    def _first(self, given: Any, name: str, neutral: Any) -> Any:
+        if given is None and self._uses_checkpoint:
+            given = getattr(self._defaults, name, None)
+        return neutral if given is None else given
+
+    def _tokens(self) -> dict[str, Any]:
+        body, vocab = self._body, self._served.vocab_size
+        options: dict[str, Any] = {}
+        stops = set(body.stop_token_ids or ())
+        self._check_ids("stop_token_ids", stops)
+        eos = set() if body.ignore_eos else self._served.eos_token_ids
+        if body.ignore_eos or stops:
+            # An id that no token has stands for "none": None would mean the checkpoint's.
+            options["eos_token_id"] = sorted(stops | eos) or [vocab]
+        if body.logit_bias:
+            biases = {int(token): float(bias) for token, bias in body.logit_bias.items()}
+            self._check_ids("logit_bias", biases)
+            options["sequence_bias"] = [[[token], bias] for token, bias in biases.items()]
+        if body.bad_words:
+            words = [ids for word in body.bad_words for ids in self._spellings(word)]
+            options["bad_words_ids"] = [*(self._defaults.bad_words_ids or ()), *words]
+        if body.allowed_token_ids is not None:
+            allowed = set(body.allowed_token_ids)
+            self._check_ids("allowed_token_ids", allowed)
+            also = set(self._defaults.suppress_tokens or ())
+            options["suppress_tokens"] = [token for token in range(vocab) if token not in allowed or token in also]
+        return options
+
+    def _check_ids(self, name: str, ids: Any) -> None:
+        for token in ids:
+            if token >= self._served.vocab_size:
+                raise Problem(400, f"{name}: the vocabulary has no token {token}", param=name)
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """The tokens of a word at the beginning of a text and within it."""
+        both = (self._served.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}"))
+        return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in both if ids)]
+
+
+def _without_none(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,239 @@
+"""What clients send: OpenAI's fields and those that vLLM's clients know. A field that is not here is refused (422).
+
+Checks of single values stand here; what depends on the model or the server's limits is checked in plan.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_MAX_STRING = 4 * 2**20
+_INT64 = 2**63
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(max_length=_MAX_STRING)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+AtLeastOne = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
+
+
+class Body(BaseModel):
+    """A request's body: no unknown field, no number that is not finite."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampling(Body):
+    """What both kinds of completions take."""
+
+    model: str | None = None
+    n: AtLeastOne | None = None
+    best_of: AtLeastOne | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count = 0
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31, strict=True)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
+    user: Annotated[str, Field(max_length=1024)] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids_as_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise ValueError(f"the key {key[:40]!r} is no token id")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _no_tiny_temperature(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < 1e-3:
+            raise ValueError(f"temperature={value} is so low that scores overflow; use 0, which is greedy search")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> Sampling:
+        n, best_of = self.n or 1, self.best_of
+        if best_of is not None and best_of < n:
+            raise ValueError(f"best_of={best_of} is less than n={n}; raise it, or leave it out")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        if self.stream and best_of is not None and best_of > n and not self.use_beam_search:
+            raise ValueError(
+                f"best_of={best_of} with n={n} cannot be streamed: which ones are best is known at the end"
+            )
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} needs use_beam_search=true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(dict.fromkeys(self.stop or ()))
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: (
+        Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    echo: bool = False
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+    add_special_tokens: bool = True
+    suffix: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class OtherPart(BaseModel):
+    """A part of a message that is no text. It is parsed to be refused by name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["image_url", "input_audio", "audio_url", "video_url", "file", "refusal"]
+
+
+Content = Text | list[TextPart | OtherPart]
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
+    refusal: str | None = None
+    audio: dict[str, Any] | None = None
+
+
+class Templated(Body):
+    """What decides how messages become a prompt."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Templated:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "continue_final_message and add_generation_prompt exclude each other; send add_generation_prompt=false"
+            )
+        return self
+
+
+class ChatRequest(Sampling, Templated):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _chat_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise ValueError(f"max_tokens={both[0]} and max_completion_tokens={both[1]} contradict each other")
+        return self
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize, with a text, or with messages as in a chat request."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]

@@ -1,0 +1,144 @@
+"""The model that is served: its tokenizer, its limits and its names. Turns texts and messages into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_paged.generation.validation import position_limit
+from hf_paged.serving.problems import Problem
+from hf_paged.serving.schema import Message
+from hf_paged.serving.settings import Settings
+
+BASE = "__base__"
+"""The engine's name for the model without adapters."""
+
+# What only the operator may decide, and what would change the type of the result.
+_RESERVED = (
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "processor_kwargs",
+)
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer; None = no limit known.
+
+    The tokenizer is used by one thread at a time where it encodes; decoding may run beside that.
+    """
+
+    model: Any
+    tokenizer: Any
+    settings: Settings
+    max_length: int | None
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    created: int
+    adapters: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, settings: Settings, *, created: int) -> ServedModel:
+        """Raises ValueError for a max_model_len beyond the model's positions."""
+        native, asked = position_limit(model), settings.max_model_len
+        if native is not None and asked is not None and asked > native:
+            raise ValueError(f"--max-model-len {asked} is more than the model's {native} positions; lower it")
+        eos = model.generation_config.eos_token_id
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            # Left over from training, they would cut or fill prompts; changing them later is not thread-safe.
+            backend.no_truncation()
+            backend.no_padding()
+        return cls(
+            model,
+            tokenizer,
+            settings,
+            max_length=asked or native,
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+            eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+            created=created,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.settings.names[0]
+
+    def adapter_of(self, name: str | None) -> tuple[str, str]:
+        """(name to answer with, adapter) for the `model` field of a request. Raises Problem (404)."""
+        if name is None or name in self.settings.names:
+            return name or self.name, BASE
+        if name in self.adapters:
+            return name, name
+        known = ", ".join(map(repr, (*self.settings.names, *self.adapters)))
+        raise Problem(404, f"the model {name!r} is not served; choose {known}", param="model", code="model_not_found")
+
+    # -- prompts ------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return str(
+            self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        """The prompt that the chat template makes of messages. Raises Problem (400)."""
+        import jinja2
+
+        for name in kwargs or {}:
+            if name in _RESERVED:
+                raise Problem(
+                    400, f"chat_template_kwargs: {name!r} is not for requests to decide", param="chat_template_kwargs"
+                )
+        if self.settings.chat_template is None and not self.tokenizer.chat_template:
+            raise Problem(
+                400,
+                "this model's tokenizer has no chat template; use /v1/completions, or start the server with "
+                "--chat-template FILE",
+            )
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [_as_dict(message) for message in messages],
+                    chat_template=self.settings.chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **(kwargs or {}),
+                )
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            # The template is a program over what the client sent, and refuses in its own ways.
+            raise Problem(400, f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)  # type: ignore[union-attr]
+    made = {"role": message.role, "content": content}
+    return made if message.name is None else {**made, "name": message.name}

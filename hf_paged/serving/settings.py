@@ -1,0 +1,83 @@
+"""Settings of the server: names, keys and limits. Frozen and validated; standard library only."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Literal
+
+DefaultsFrom = Literal["auto", "vllm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a client may ask for. Counts, except where a unit is given.
+
+    body: bytes of a request's body. body_seconds: until the body has arrived. send_seconds: until a client has taken
+    what was sent to it. sequences: samples and beams of one HTTP request, over all its prompts. logprobs: alternatives
+    for each token. in_flight: prompts that run or wait, over all clients; further requests get 429. new_tokens: of a
+    chat request that gives no limit itself.
+    """
+
+    body: int = 4 * 2**20
+    body_seconds: float = 30.0
+    send_seconds: float = 60.0
+    sequences: int = 128
+    logprobs: int = 20
+    in_flight: int = 1024
+    new_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("body", "sequences", "in_flight", "new_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
+        if isinstance(self.logprobs, bool) or not isinstance(self.logprobs, int) or self.logprobs < 0:
+            raise ValueError(f"logprobs={self.logprobs!r}: an integer of at least 0 is needed")
+        for name in ("body_seconds", "send_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)!r}: a number of seconds above 0 is needed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """names: of the model, the first one stands in answers. api_keys: a request needs one of them (none: no key).
+
+    max_model_len: tokens of prompt and answer together (None: as many as the model has positions). defaults: where
+    sampling options that a request leaves out come from: "auto" is the checkpoint's generation config, as `generate`
+    has it; "vllm" is OpenAI's values, that is sampling at temperature 1. chat_template: Jinja text in place of the
+    tokenizer's. admin: serve the routes that change the server (/pause, adapters and so on).
+    """
+
+    names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    defaults: DefaultsFrom = "auto"
+    chat_template: str | None = None
+    admin: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(self.names):
+            raise ValueError(f"names={self.names!r}: the served model needs a name")
+        if not all(key.strip() for key in self.api_keys):
+            raise ValueError("an API key is empty; leave it out, or give one that cannot be guessed")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len={self.max_model_len}: at least 2 tokens are needed")
+        if self.defaults not in ("auto", "vllm"):
+            raise ValueError(f"defaults={self.defaults!r}: use 'auto' or 'vllm'")
+
+
+def check_exposure(host: str, api_keys: tuple[str, ...], *, allow_no_key: bool) -> None:
+    """Raises ValueError for a server that others can reach and that asks for no key."""
+    if api_keys or allow_no_key or host == "localhost":
+        return
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    except ValueError:
+        pass  # a name: it may stand for any address
+    raise ValueError(
+        f"--host {host} lets other machines use this server without a key; add --api-key, or --allow-no-key if "
+        "something in front of the server checks who asks"
+    )

@@ -1,0 +1,468 @@
+"""Requests that arrive while a step runs, what equal configs share, deadlines, and options at every door."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig, MaxTimeCriteria
+from transformers.generation.logits_process import MinLengthLogitsProcessor, SuppressTokensLogitsProcessor
+
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.errors import QueueFull
+from hf_paged.generation import prepare
+from hf_paged.generation.engine import core
+from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.prepare import PreparedRequest, Preparer
+from tests import models
+
+BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def config(**options: Any) -> GenerationConfig:
+    seed = options.pop("seed", None)
+    made = GenerationConfig(**{**BASE, **options})
+    if seed is not None:
+        made.seed = seed
+    return made
+
+
+def opened(**scheduler: Any) -> Engine:
+    return Engine(models.shared("llama"), CacheConfig(num_blocks=200, block_size=4), SchedulerConfig(**scheduler))
+
+
+def plain(prompt: torch.Tensor, **options: Any) -> list[int]:
+    if "seed" in options:
+        torch.manual_seed(options.pop("seed"))
+    tokens = models.shared("llama").generate(prompt[None], generation_config=config(**options))
+    return tokens[0, len(prompt) :].tolist()
+
+
+def in_time(function: Callable[[], Any]) -> Any:
+    """The function's result; fails if another thread has to end something first."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert results, "it waits"
+    return results[0]
+
+
+def finished(engine: Engine) -> dict[str, RequestOutput]:
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.check_integrity()
+    return outputs
+
+
+class HeldStep:
+    """A step in another thread that does not go on before `release`."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        run, self._go, inside = engine._runner.run, threading.Event(), threading.Event()
+
+        def held(*args: Any) -> Any:
+            inside.set()
+            self._go.wait()
+            return run(*args)
+
+        monkeypatch.setattr(engine._runner, "run", held)
+        self.outputs: list[RequestOutput] = []
+        self._thread = threading.Thread(target=lambda: self.outputs.extend(engine.step()))
+        self._thread.start()
+        inside.wait()
+
+    def release(self) -> None:
+        self._go.set()
+        self._thread.join()
+
+
+# -- arrivals ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = models.prompts(5, 9, 7)
+    with opened() as engine:
+        engine.add_request(first, config(), request_id="a")
+        held = HeldStep(engine, monkeypatch)
+        assert in_time(lambda: engine.add_request(second, config(), request_id="b")) == "b"
+        in_time(lambda: engine.add_request(third, config(), request_id="c"))
+        assert in_time(lambda: engine.abort("c")) and in_time(lambda: engine.abort("a"))
+        assert not in_time(lambda: engine.abort("d"))
+        stats = in_time(engine.stats)
+        assert stats.num_waiting == 2 and stats.prompt_tokens == 21
+        stream = in_time(lambda: engine.stream([second], config()))
+        with pytest.raises(ValueError, match="'b' is in use"):
+            engine.add_request(second, config(), request_id="b")
+        in_time(stream.close)
+        held.release()
+        outputs = finished(engine)
+        assert outputs["a"].outputs[0].finish_reason == outputs["c"].outputs[0].finish_reason == "abort"
+        assert outputs["b"].outputs[0].token_ids == plain(second)
+        assert engine.stats().blocks_used == 0
+
+
+def test_arrivals_from_many_threads() -> None:
+    prompts = models.prompts(*range(4, 20))
+    with opened() as engine:
+        ended = threading.Event()
+        outputs: dict[str, RequestOutput] = {}
+
+        def steps() -> None:
+            while not ended.is_set() or engine.has_unfinished_requests():
+                outputs.update({output.request_id: output for output in engine.step()})
+
+        def add(row: int) -> None:
+            for turn in range(3):
+                engine.add_request(prompts[row], config(), request_id=f"{row}, {turn}")
+                if turn == 1:
+                    engine.abort(f"{row}, {turn}")
+
+        threads = [threading.Thread(target=add, args=(row,)) for row in range(len(prompts))]
+        stepper = threading.Thread(target=steps)
+        for thread in (stepper, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ended.set()
+        stepper.join()
+        assert len(outputs) == 3 * len(prompts)
+        for row, prompt in enumerate(prompts):
+            expected = plain(prompt)
+            assert outputs[f"{row}, 0"].outputs[0].token_ids == outputs[f"{row}, 2"].outputs[0].token_ids == expected
+            tokens = outputs[f"{row}, 1"].outputs[0].token_ids
+            assert tokens == expected[: len(tokens)]
+        engine.check_integrity()
+        assert engine.stats().blocks_used == 0
+
+
+def test_all_prompts_of_a_call_are_added_or_none() -> None:
+    prompts = models.prompts(5, 6, 7)
+    with opened(max_waiting=3) as engine:
+        engine.add_request(prompts[0], config(), request_id="a")
+        with pytest.raises(QueueFull, match="1 requests wait already"):
+            engine.generate(prompts, config())
+        with pytest.raises(ValueError, match="'a' is in use"):
+            engine.generate(prompts[:2], config(), request_id=["b", "a"])
+        with pytest.raises(ValueError, match="'b' is in use"):
+            engine.generate(prompts[:2], config(), request_id=["b", "b"])
+        with pytest.raises(ValueError, match="deadline=0"):
+            engine.generate(prompts[:2], config(), deadline=[None, 0])
+        assert engine.stats().num_waiting == 1 and list(finished(engine)) == ["a"]
+
+
+class Noted:
+    """A streamer that notes what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.got.append(tokens.reshape(-1).tolist())
+
+    def end(self) -> None:
+        self.got.append("end")
+
+
+def test_a_streamer_that_fails_at_the_prompt() -> None:
+    class Broken(Noted):
+        def put(self, tokens: torch.Tensor) -> None:
+            raise OSError("full")
+
+    first, second = models.prompts(5, 9)
+    with opened() as engine:
+        with pytest.raises(OSError, match="full"):
+            engine.generate([first, second], config(), streamer=[Noted(), Broken()])
+        assert not engine.has_unfinished_requests()
+        engine.check_integrity()
+
+
+def test_a_streamer_may_call_the_engine_as_it_ends() -> None:
+    """It runs without the lock that other threads' arrivals need."""
+    (prompt,) = models.prompts(5)
+
+    class Adding(Noted):
+        def end(self) -> None:
+            super().end()
+            in_time(lambda: engine.add_request(prompt, config(), request_id="next"))
+
+    with opened() as engine:
+        streamer = Adding()
+        engine.add_request(prompt, config(), request_id="first", streamer=streamer)
+        engine.step()
+        engine.abort("first")
+        assert streamer.got[-1] == "end"
+        assert finished(engine)["next"].outputs[0].token_ids == plain(prompt)
+
+
+# -- what requests with equal configs share ------------------------------------------------------------------------
+
+
+class Counted(Preparer):
+    """Counts the runs of transformers' own preparation."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.count = 0
+
+    def _prepare(self, *args: Any) -> PreparedRequest:
+        self.count += 1
+        return super()._prepare(*args)
+
+    def takes(self, *args: Any, **kwargs: Any) -> int:
+        """How many runs one request takes."""
+        before = self.count
+        self.prepare(*args, **kwargs)
+        return self.count - before
+
+
+def test_equal_configs_are_prepared_once() -> None:
+    model = models.build("llama")
+    preparer = Counted(model)
+    options = {"max_new_tokens": 8, "bad_words_ids": [[3], [4, 5]], "eos_token_id": 1, "pad_token_id": 0}
+    first, second = GenerationConfig(**options), GenerationConfig(**options)
+    assert preparer.takes([5, 6, 7], first) == 1
+    assert preparer.takes([7, 6, 5, 4], first) == 0
+    assert preparer.takes([7, 6, 5], second) == 0
+    second.bad_words_ids[1][0] = 6
+    assert preparer.takes([7, 6, 5], second) == 1 and preparer.takes([7, 6, 5], second) == 0
+    first.temperature, first.do_sample = 0.5, True
+    assert preparer.takes([5, 6, 7], first) == 1
+    first.temperature = 1.5
+    assert preparer.takes([5, 6, 7], first) == 1
+    assert preparer.takes([5, 6, 7], None) == 1
+    model.generation_config.repetition_penalty = 1.5
+    assert preparer.takes([5, 6, 7], first) == 1
+    assert type(preparer.prepare([5, 6, 7], first).logits_processor[0]).__name__.startswith("RepetitionPenalty")
+    # What reads the prompt, has a state or is the caller's is made for each request.
+    assert preparer.takes([5, 6], config(encoder_repetition_penalty=1.2)) == 1
+    assert preparer.takes([5, 6], config(encoder_repetition_penalty=1.2)) == 1
+    own = [SuppressTokensLogitsProcessor([3])]
+    assert preparer.takes([5, 6], config(), logits_processor=own) == 1
+    assert preparer.takes([5, 6], config(), logits_processor=own) == 1
+    for _ in range(2):
+        assert preparer.takes([5, 6], config(max_length=9, max_new_tokens=None)) == int(_ == 0)
+    assert preparer.takes([5, 6, 7], config(max_length=9, max_new_tokens=None)) == 1
+    with pytest.raises(ValueError, match="max_length"):
+        preparer.prepare([5] * 9, config(max_length=9, max_new_tokens=None))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"prompt length \(2\)"):
+            preparer.prepare([5, 6], config(min_new_tokens=9))
+
+
+def test_no_more_configs_are_kept_than_needed() -> None:
+    preparer = Counted(models.shared("llama"))
+    for number in range(200):
+        preparer.prepare([5, 6], config(max_new_tokens=1 + number))
+    assert len(preparer._kept) == Preparer.MAX_KEPT
+    assert preparer.takes([5, 6], config(max_new_tokens=200)) == 0
+
+
+def test_every_request_has_its_own_time() -> None:
+    preparer = Counted(models.shared("llama"))
+    first, second = (preparer.prepare([5, 6], config(max_time=100.0)).stopping_criteria[0] for _ in range(2))
+    assert preparer.count == 1 and type(first) is type(second) is MaxTimeCriteria
+    assert first is not second and first.initial_timestamp <= second.initial_timestamp
+
+
+def described(value: Any) -> Any:
+    """Processors, criteria and tensors by value."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple, prepare.StoppingCriteriaList)):
+        return [described(each) for each in value]
+    if type(value).__module__.startswith("transformers.generation"):
+        skipped = ("initial_timestamp", "_mask_length")
+        return type(value), {name: described(each) for name, each in vars(value).items() if name not in skipped}
+    return value
+
+
+OPTIONS = {
+    "max_new_tokens": st.integers(1, 20),
+    "max_length": st.integers(14, 30),
+    "min_new_tokens": st.integers(0, 25),
+    "min_length": st.integers(0, 25),
+    "eos_token_id": st.sampled_from([1, [1, 2]]),
+    "do_sample": st.booleans(),
+    "temperature": st.sampled_from([1, 1.0, 0.5]),
+    "top_k": st.sampled_from([0, 5]),
+    "top_p": st.sampled_from([1.0, 0.5]),
+    "min_p": st.just(0.1),
+    "eta_cutoff": st.just(0.1),
+    "num_beams": st.sampled_from([1, 3]),
+    "repetition_penalty": st.sampled_from([1.0, 1.5]),
+    "encoder_repetition_penalty": st.just(1.5),
+    "no_repeat_ngram_size": st.just(2),
+    "encoder_no_repeat_ngram_size": st.just(2),
+    "bad_words_ids": st.just([[3], [4, 5]]),
+    "sequence_bias": st.just([[[4, 5], 2.0]]),
+    "forced_eos_token_id": st.just(1),
+    "forced_bos_token_id": st.just(2),
+    "exponential_decay_length_penalty": st.just((3, 1.5)),
+    "suppress_tokens": st.just([7]),
+    "begin_suppress_tokens": st.just([8]),
+    "max_time": st.just(100.0),
+    "renormalize_logits": st.just(True),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.fixed_dictionaries({}, optional=OPTIONS),
+    st.lists(st.lists(st.integers(9, 40), min_size=1, max_size=12), min_size=2, max_size=4),
+)
+def test_what_is_shared_equals_what_is_prepared_alone(options: dict[str, Any], prompts: list[list[int]]) -> None:
+    model = models.shared("llama")
+    together = Preparer(model)
+    made = GenerationConfig(pad_token_id=0, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for prompt in prompts:
+            results = []
+            for preparer in (together, Preparer(model)):
+                try:
+                    prepared = preparer.prepare(prompt, made)
+                except ValueError as error:
+                    results.append(str(error))
+                else:
+                    parts = ("prompt_token_ids", "num_rows", "generation_config", "logits_processor")
+                    parts += ("stopping_criteria", "max_length", "eos", "uses_beams")
+                    results.append([described(getattr(prepared, part)) for part in parts])
+            assert results[0] == results[1]
+
+
+# -- time limits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the engine, in a list of one number that the test may change."""
+    now = [1000.0]
+    monkeypatch.setattr(core.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
+def test_deadlines(scheduling: bool, clock: list[float]) -> None:
+    first, second, third = models.prompts(5, 9, 7)
+    with opened(max_num_seqs=1, async_scheduling=scheduling) as engine:
+        engine.add_request(first, config(max_new_tokens=50), request_id="running", deadline=5)
+        engine.add_request(second, config(), request_id="waiting", deadline=5.0)
+        engine.add_request(third, config(), request_id="later", deadline=50)
+        for _ in range(3):
+            engine.step()
+        clock[0] += 6
+        outputs = {output.request_id: output for output in engine.step()}
+        (running,), (waiting,) = outputs["running"].outputs, outputs["waiting"].outputs
+        assert running.finish_reason == waiting.finish_reason == "deadline"
+        assert outputs["running"].finished and outputs["running"].error is None
+        assert waiting.token_ids == []
+        assert running.token_ids and running.token_ids == plain(first, max_new_tokens=50)[: len(running.token_ids)]
+        assert finished(engine)["later"].outputs[0].token_ids == plain(third)
+        assert engine.stats().blocks_used == 0
+        for _ in range(100):
+            engine.abort(engine.add_request(first, config(), deadline=1000))
+        engine.step()
+        assert not engine._timed
+
+
+def test_max_time_counts_while_a_request_waits(clock: list[float]) -> None:
+    first, second = models.prompts(5, 9)
+    with opened(max_num_seqs=1) as engine:
+        engine.add_request(first, config(), request_id="running", deadline=1000)
+        engine.add_request(second, config(max_time=5.0), request_id="waiting")
+        engine.step()
+        clock[0] += 6
+        outputs = {output.request_id: output for output in engine.step()}
+        assert outputs["waiting"].outputs[0].finish_reason == "stop" and outputs["waiting"].outputs[0].token_ids == []
+        assert finished(engine)["running"].outputs[0].token_ids == plain(first)
+
+
+@pytest.mark.parametrize("deadline", [0, -1, float("nan"), float("inf"), True, "5"])
+def test_deadlines_that_are_no_time(deadline: Any) -> None:
+    with opened() as engine, pytest.raises(ValueError, match="deadline="):
+        engine.add_request([5, 6], config(), deadline=deadline)
+
+
+# -- one set of options at every door ------------------------------------------------------------------------------
+
+
+def test_options_for_each_prompt() -> None:
+    prompts = models.prompts(5, 9, 7)
+    banned = plain(prompts[1])[0]
+    streamers = [Noted(), None, Noted()]
+    with opened() as engine:
+        outputs = engine.generate(
+            prompts,
+            [config(), config(), config(do_sample=True, seed=3)],
+            request_id=["a", "b", "c"],
+            priority=[2, 1, 0],
+            logits_processor=[None, [SuppressTokensLogitsProcessor([banned])], []],
+            streamer=streamers,
+            cache_salt="salt",
+            deadline=1000,
+        )
+    assert [output.request_id for output in outputs] == ["a", "b", "c"]
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert tokens[0] == plain(prompts[0]) and tokens[2] == plain(prompts[2], do_sample=True, seed=3)
+    assert tokens[1] == plain(prompts[1], suppress_tokens=[banned])
+    assert streamers[0].got == [prompts[0].tolist(), *([token] for token in tokens[0]), "end"]
+
+
+def test_options_for_all_prompts() -> None:
+    prompts = models.prompts(5, 9)
+    processor = MinLengthLogitsProcessor(50, 3)
+    with opened() as engine:
+        one, two = engine.generate(prompts, config(eos_token_id=3), logits_processor=[processor], priority=-1)
+        *_, other = engine.stream(prompts[:1], config(), request_id="it", streamer=(noted := Noted()), deadline=99)
+        for output, prompt in zip((one, two), prompts):
+            assert output.outputs[0].token_ids == plain(prompt, eos_token_id=3, min_length=50)
+        assert noted.got[-1] == "end" and other.request_id == "it"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"priority": [1]}, "1 prioritys for 2 prompts"),
+        ({"request_id": "one"}, "request_id: one for 2 prompts"),
+        ({"streamer": Noted()}, "streamer: one for 2 prompts"),
+        ({"cache_salt": [None, 5]}, "cache_salt=5"),
+        ({"logits_processor": [[], [5]]}, "logits_processor="),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with opened() as engine:
+        for door in (engine.generate, engine.stream):
+            with pytest.raises(ValueError, match=message):
+                door(models.prompts(5, 9), config(), **options)
+        with pytest.raises(TypeError, match="colour= is no option"):
+            engine.generate(models.prompts(5), config(), colour="red")
+        assert not engine.has_unfinished_requests()
+
+
+def test_an_asyncio_reader_aborts_before_the_first_output() -> None:
+    first, second = models.prompts(5, 9)
+
+    async def main(engine: Engine) -> RequestOutput:
+        with engine.pause():  # no output can come
+            reader = engine.astream([second], config(), request_id="mine", cache_salt="b")
+            output = asyncio.ensure_future(anext(reader))
+            while not engine.has_unfinished_requests():
+                await asyncio.sleep(0)
+            assert engine.abort("mine")
+        last = await output
+        assert [each async for each in reader] == []
+        return last
+
+    with opened() as engine:
+        output = asyncio.run(main(engine))
+        assert output.finished and output.outputs[0].finish_reason == "abort"
+        assert engine.generate([first], config())[0].outputs[0].token_ids == plain(first)

@@ -1,0 +1,362 @@
+"""/v1/completions and /v1/chat/completions: every answer is what plain `generate` returns for the same options."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from hf_paged.serving.processors import OccurrencePenalty
+from tests.serving.harness import NAME, Running, model, plain, text_of, tokenizer
+
+PROMPT = "A list is"
+QUESTION = [{"role": "user", "content": "What does str.capitalize() do?"}]
+NO_EOS = 2048  # no token has this id
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
+
+
+def ids_of(text: str) -> list[int]:
+    return list(tokenizer()(text)["input_ids"])
+
+
+def chat_ids(messages: list[dict[str, str]]) -> list[int]:
+    text = tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+# name: (fields of the request, options of `generate`)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"temperature": 0}, {}),
+    "as_the_checkpoint": ({}, {}),
+    "sampled": ({"temperature": 0.9, "top_p": 0.95, "seed": 5}, {**SAMPLED, "seed": 5}),
+    "top_k": ({"temperature": 1, "top_k": 7, "seed": -3}, {"do_sample": True, "top_k": 7, "seed": -3}),
+    "min_p": (
+        {"min_p": 0.05, "seed": 8},
+        {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_p": 0.05, "seed": 8},
+    ),
+    "n": (
+        {"n": 3, "temperature": 0.9, "top_p": 0.95, "seed": 1},
+        {**SAMPLED, "num_return_sequences": 3, "seed": 1},
+    ),
+    "beams": ({"use_beam_search": True, "n": 4}, {"num_beams": 4, "num_return_sequences": 4}),
+    "best_beams": (
+        {"use_beam_search": True, "n": 2, "best_of": 5, "length_penalty": 0.3, "early_stopping": True},
+        {"num_beams": 5, "num_return_sequences": 2, "length_penalty": 0.3, "early_stopping": True},
+    ),
+    "repetition_penalty": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    "logit_bias": (
+        {"logit_bias": {"300": 8.5, "301": -100}},
+        {"sequence_bias": [[[300], 8.5], [[301], -100.0]]},
+    ),
+    "min_tokens": ({"min_tokens": 12}, {"min_new_tokens": 12}),
+    "ignore_eos": ({"ignore_eos": True}, {"eos_token_id": NO_EOS}),
+    "stop_token_ids": ({"stop_token_ids": [301, 268]}, {"eos_token_id": [2, 301, 268]}),
+    "allowed_token_ids": (
+        {"allowed_token_ids": list(range(2, 600))},
+        {"suppress_tokens": [0, 1, *range(600, 2048)]},
+    ),
+}
+LENGTH = 24
+
+
+def expected(prompt_ids: list[int], case: str) -> list[list[int]]:
+    return plain(prompt_ids, max_new_tokens=LENGTH, **{"do_sample": False, **CASES[case][1]})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_completions(server: Running, case: str) -> None:
+    fields, _ = CASES[case]
+    extra = {"max_tokens": LENGTH, "return_token_ids": True, **fields}
+    answer = server.client.completions.create(model=NAME, prompt=PROMPT, extra_body=extra)
+    wanted = expected(ids_of(PROMPT), case)
+    assert [choice.token_ids for choice in answer.choices] == wanted
+    assert answer.choices[0].prompt_token_ids == ids_of(PROMPT)
+    for choice, tokens in zip(answer.choices, wanted):
+        ends = {2, *fields.get("stop_token_ids", ())} if not fields.get("ignore_eos") else set()
+        by_token = tokens[-1] in ends
+        assert choice.finish_reason == ("stop" if by_token or len(tokens) < LENGTH else "length")
+        assert choice.text == text_of(tokens[:-1] if by_token else tokens)
+        assert choice.stop_reason == (tokens[-1] if by_token and tokens[-1] != 2 else None)
+    usage = answer.usage
+    assert usage.prompt_tokens == len(ids_of(PROMPT)) and usage.completion_tokens == sum(map(len, wanted))
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streamed_completions(server: Running, case: str) -> None:
+    extra = {"max_tokens": LENGTH, "return_token_ids": True, **CASES[case][0]}
+    n = extra.get("n", 1)
+    stream = server.client.completions.create(
+        model=NAME, prompt=PROMPT, extra_body=extra, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    texts, reasons = [""] * n, [None] * n
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        (choice,) = chunk.choices
+        assert reasons[choice.index] is None, "a chunk after the end"
+        tokens[choice.index] += choice.token_ids
+        texts[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason
+    wanted = expected(ids_of(PROMPT), case)
+    assert tokens == wanted
+    whole = server.client.completions.create(model=NAME, prompt=PROMPT, extra_body=extra)
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == sum(map(len, wanted))
+
+
+@pytest.mark.parametrize("case", ["greedy", "sampled", "n", "beams"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat(server: Running, case: str, stream: bool) -> None:
+    fields = {"max_completion_tokens": LENGTH, **CASES[case][0]}
+    wanted = expected(chat_ids(QUESTION), case)
+    given: dict[str, Any] = {"model": NAME, "messages": QUESTION, "extra_body": fields}
+    if stream:
+        texts, reasons = [""] * len(wanted), [None] * len(wanted)
+        roles = set()
+        for chunk in server.client.chat.completions.create(**given, stream=True):
+            (choice,) = chunk.choices
+            if choice.delta.role:
+                assert choice.index not in roles and texts[choice.index] == ""
+                roles.add(choice.index)
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+        assert roles == set(range(len(wanted)))
+    else:
+        answer = server.client.chat.completions.create(**given)
+        texts = [choice.message.content for choice in answer.choices]
+        reasons = [choice.finish_reason for choice in answer.choices]
+        assert answer.usage.prompt_tokens == len(chat_ids(QUESTION))
+    assert texts == [text_of(tokens) for tokens in wanted]
+    assert reasons == ["stop" if tokens[-1] == 2 else "length" for tokens in wanted]
+
+
+def test_penalties(server: Running) -> None:
+    """Against `generate` with the processor, which test_processors.py compares with OpenAI's formula."""
+    ids = ids_of(PROMPT)
+    penalty = OccurrencePenalty(len(ids), presence_penalty=0.7, frequency_penalty=-1.1)
+    for seed, options in ((None, {"do_sample": False}), (9, {"do_sample": True, "temperature": 1.5, "top_k": 0})):
+        wanted = plain(ids, max_new_tokens=40, logits_processor=LogitsProcessorList([penalty]), seed=seed, **options)
+        answer = server.client.completions.create(
+            model=NAME,
+            prompt=ids,
+            max_tokens=40,
+            presence_penalty=0.7,
+            frequency_penalty=-1.1,
+            seed=seed,
+            temperature=options.get("temperature", 0),
+            extra_body={"return_token_ids": True},
+        )
+        assert answer.choices[0].token_ids == wanted[0]
+
+
+def test_bad_words(server: Running) -> None:
+    without = server.post("/v1/completions", prompt=PROMPT, max_tokens=30).json()["choices"][0]["text"]
+    word = max(without.split(), key=len)
+    text = server.post("/v1/completions", prompt=PROMPT, max_tokens=30, bad_words=[word]).json()["choices"][0]["text"]
+    assert word in without and word not in text.split()
+
+
+def test_several_greedy_choices_are_the_same(server: Running) -> None:
+    answer = server.client.completions.create(model=NAME, prompt=PROMPT, n=3, temperature=0, max_tokens=8)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.text for choice in answer.choices}) == 1
+    assert answer.usage.completion_tokens == 24
+
+
+def test_best_of(server: Running) -> None:
+    options = {"temperature": 1.3, "seed": 4, "max_tokens": 10}
+    every = server.post("/v1/completions", prompt=PROMPT, n=6, logprobs=0, **options).json()["choices"]
+    best = server.post("/v1/completions", prompt=PROMPT, n=2, best_of=6, logprobs=0, **options).json()["choices"]
+
+    def mean(choice: Any) -> float:
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return sum(logprobs) / len(logprobs)
+
+    ranked = sorted(every, key=mean, reverse=True)[:2]
+    assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked]
+    refused = server.post("/v1/completions", prompt=PROMPT, n=2, best_of=6, stream=True)
+    assert refused.status_code == 422 and "best_of=6" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["one", ["one", "two words"], [5, 6, 7], [[5, 6, 7], [8, 9]]], ids=["text", "texts", "ids", "lists"]
+)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts(server: Running, prompt: Any, n: int, echo: bool, stream: bool) -> None:
+    many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    fields = {"model": NAME, "prompt": prompt, "max_tokens": 6, "n": n, "echo": echo, "temperature": 1.0, "seed": 3}
+    texts = [""] * (len(many) * n)
+    if stream:
+        for chunk in server.client.completions.create(**fields, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+    else:
+        texts = [choice.text for choice in server.client.completions.create(**fields).choices]
+    wanted = []
+    for each in many:
+        ids = ids_of(each) if isinstance(each, str) else each
+        rows = plain(ids, max_new_tokens=6, num_return_sequences=n, do_sample=True, top_k=0, seed=3)
+        shown = each if isinstance(each, str) else tokenizer().decode(each)
+        wanted += [(shown if echo else "") + text_of(row) for row in rows]
+    assert texts == wanted
+
+
+def test_echo_alone(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=["ab", "cd"], echo=True, max_tokens=0).json()
+    assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == [("ab", "length"), ("cd", "length")]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert server.post("/v1/completions", prompt="ab", max_tokens=0).status_code == 400
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(server: Running, include: bool, stream: bool) -> None:
+    """Cut out of the text that comes without them, so that they begin and end anywhere within tokens."""
+    whole = server.post("/v1/completions", prompt=PROMPT, max_tokens=60, ignore_eos=True).json()["choices"][0]["text"]
+    for start in range(10, 60, 7):
+        stop = whole[start : start + 5]
+        fields = {
+            "model": NAME,
+            "prompt": PROMPT,
+            "max_tokens": 60,
+            "stop": ["never seen", stop],
+            "extra_body": {"include_stop_str_in_output": include, "ignore_eos": True, "return_token_ids": True},
+        }
+        if stream:
+            chunks = [chunk.choices[0] for chunk in server.client.completions.create(**fields, stream=True)]
+            text, last = "".join(choice.text for choice in chunks), chunks[-1]
+        else:
+            last = server.client.completions.create(**fields).choices[0]
+            text = last.text
+        end = whole.index(stop) + (len(stop) if include else 0)
+        assert text == whole[:end]
+        assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_string_ends_samples_one_by_one(server: Running) -> None:
+    fields = {"prompt": PROMPT, "n": 4, "temperature": 1.0, "seed": 2, "max_tokens": 30, "return_token_ids": True}
+    free = server.post("/v1/completions", **fields).json()["choices"]
+    stopped = server.post("/v1/completions", **fields, stop=" a").json()["choices"]
+    # The first samples to stop change the draws of the others, so only what precedes the first stop can be compared.
+    first = min(len(each["token_ids"]) for each in stopped)
+    for before, after in zip(free, stopped):
+        assert after["token_ids"][:first] == before["token_ids"][:first]
+        assert " a" not in after["text"]
+    assert {each["finish_reason"] for each in stopped} >= {"stop"}
+
+
+def test_stop_strings_wait_for_min_tokens(server: Running) -> None:
+    whole = server.post("/v1/completions", prompt=PROMPT, max_tokens=40, ignore_eos=True, return_token_ids=True)
+    choice = whole.json()["choices"][0]
+    early = choice["text"][:4]
+    answer = server.post(
+        "/v1/completions", prompt=PROMPT, max_tokens=40, ignore_eos=True, stop=early, min_tokens=10
+    ).json()["choices"][0]
+    assert len(answer["text"]) >= len(text_of(choice["token_ids"][:10])) - len(early)
+
+
+def test_stop_strings_of_beams(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=PROMPT, use_beam_search=True, n=3, max_tokens=30, stop=[" the"])
+    assert all(" the" not in choice["text"] for choice in answer.json()["choices"])
+
+
+def test_logprobs(server: Running) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True, "temperature": 0}
+    choice = server.post("/v1/completions", **fields, logprobs=0).json()["choices"][0]
+    ids = ids_of(PROMPT)
+    with torch.no_grad():
+        logits = model()(torch.tensor([ids + choice["token_ids"]])).logits[0].float().log_softmax(-1)
+    wanted = [float(logits[len(ids) - 1 + place, token]) for place, token in enumerate(choice["token_ids"])]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
+    assert choice["logprobs"]["tokens"] == [tokenizer().decode([token]) for token in choice["token_ids"]]
+    assert choice["logprobs"]["text_offset"][:2] == [0, len(choice["logprobs"]["tokens"][0])]
+    message = server.post("/v1/chat/completions", messages=QUESTION, max_tokens=5, logprobs=True).json()["choices"][0]
+    content = message["logprobs"]["content"]
+    assert b"".join(bytes(each["bytes"]) for each in content).decode() == message["message"]["content"]
+
+
+def test_tokens_as_ids(server: Running) -> None:
+    choice = server.post(
+        "/v1/completions",
+        prompt=PROMPT,
+        max_tokens=3,
+        logprobs=0,
+        return_tokens_as_token_ids=True,
+        return_token_ids=True,
+    ).json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_usage_in_every_chunk(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        server.client.chat.completions.create(
+            model=NAME, messages=QUESTION, max_tokens=6, stream=True, stream_options=options
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 0 and chunks[-1].choices == []
+
+
+def test_a_conversation_finds_its_prefix(server: Running) -> None:
+    messages = [*QUESTION]
+    cached = []
+    for turn in range(3):
+        answer = server.client.chat.completions.create(model=NAME, messages=messages, max_tokens=30)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content},
+            {"role": "user", "content": f"Explain the if statement, part {turn}."},
+        ]
+    assert cached[1] >= 16 and cached[2] > cached[1]
+    other = server.client.chat.completions.create(
+        model=NAME, messages=messages, max_tokens=5, extra_body={"cache_salt": "mine"}
+    )
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_continue_final_message(server: Running) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "Return a copy"}]
+    fields = {"messages": messages, "max_tokens": 8, "continue_final_message": True}
+    text = server.post("/v1/chat/completions", **fields, add_generation_prompt=False).json()["choices"][0]["message"]
+    rendered = tokenizer().apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    ids = list(tokenizer()(rendered, add_special_tokens=False)["input_ids"])
+    assert text["content"] == text_of(plain(ids, max_new_tokens=8)[0])
+    assert server.post("/v1/chat/completions", **fields).status_code == 422
+
+
+def test_parts_of_a_message(server: Running) -> None:
+    whole = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a\nb"}], max_tokens=8).json()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    again = server.post("/v1/chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=8).json()
+    assert again["choices"] == whole["choices"]
+
+
+def test_sixty_four_at_once(server: Running) -> None:
+    """Every answer is the one that its request gets alone."""
+    cases = [(f"{PROMPT} {number}", list(CASES)[number % len(CASES)]) for number in range(64)]
+
+    async def ask_all() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(
+                *(
+                    client.completions.create(
+                        model=NAME,
+                        prompt=prompt,
+                        extra_body={"max_tokens": LENGTH, "return_token_ids": True, **CASES[case][0]},
+                    )
+                    for prompt, case in cases
+                )
+            )
+
+    for (prompt, case), answer in zip(cases, asyncio.run(ask_all())):
+        assert [choice.token_ids for choice in answer.choices] == expected(ids_of(prompt), case), (prompt, case)

@@ -1,0 +1,254 @@
+"""The life of requests and of the server: clients that go, readers that are slow, pauses, ends and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import hf_paged
+from hf_paged.serving.settings import Limits
+from tests.serving.harness import NAME, QA, Ended, Gate, Running, plain, serving, tokenizer
+
+ROOT = Path(hf_paged.__file__).parent.parent
+PROMPT = "A list is"
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "samples": {"n": 4, "temperature": 1.0},
+    "beams": {"n": 4, "use_beam_search": True},
+    "prompts": {"prompt": ["one", "two", "three"]},
+}
+
+
+# -- clients that go away ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [0, 1, 7])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_leaves_no_block(server: Running, kind: str, steps: int, stream: bool) -> None:
+    """The engine is in the middle of a step when the client goes; it finds out after the step."""
+    gate = Gate(server.engine, steps)
+    body = httpx.Request("POST", server.url, json={**LONG, **KINDS[kind], "stream": stream}).content
+    with Ended("status='disconnected'") as ended:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+            connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+            if stream:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        ended.wait()
+    gate.open()
+    server.assert_idle()
+
+
+def test_a_hundred_clients_that_go_away_beside_others(server: Running) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def leave(number: int) -> None:
+                fields = {**LONG, **list(KINDS.values())[number % 3], "model": NAME}
+                extra = {name: fields.pop(name) for name in ("ignore_eos", "use_beam_search") if name in fields}
+                stream = await client.completions.create(**fields, stream=True, extra_body=extra)
+                if "use_beam_search" not in extra:
+                    await anext(aiter(stream))
+                await stream.close()
+
+            async def stay(number: int) -> str:
+                answer = await client.completions.create(model=NAME, prompt=f"{PROMPT} {number}", max_tokens=12)
+                return answer.choices[0].text
+
+            return [
+                text
+                for text in await asyncio.gather(*(leave(n) if n % 5 else stay(n) for n in range(100)))
+                if text is not None
+            ]
+
+    with Ended("status='disconnected'") as ended:
+        texts = asyncio.run(ask())
+        ended.wait(80)
+    wanted = []
+    for number in range(0, 100, 5):
+        row = plain(tokenizer()(f"{PROMPT} {number}")["input_ids"], max_new_tokens=12)[0]
+        wanted.append(tokenizer().decode(row, skip_special_tokens=True))
+    assert texts == wanted
+    server.assert_idle()
+
+
+def test_a_reader_that_does_not_read_is_cut_off() -> None:
+    """What is sent to it is bounded by the sockets' buffers, and the requests that it left do not run on."""
+    with serving(limits=Limits(send_seconds=0.3)) as running, Ended("status='slow'") as ended:
+        host, port = running.url.removeprefix("http://").split(":")
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect((host, int(port)))
+        fields = {**LONG, "n": 64, "temperature": 1.0, "logprobs": 0, "return_token_ids": True, "stream": True}
+        body = httpx.Request("POST", running.url, json=fields).content
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        ended.wait()
+        running.assert_idle()
+        connection.close()
+
+
+# -- pauses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_pause(server: Running, mode: str) -> None:
+    alone = server.post("/v1/completions", **{**LONG, "max_tokens": 60}).json()["choices"][0]["text"]
+    chunks: list[Any] = []
+    stream = server.client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks.append(next(stream))
+    assert server.http.post("/pause", params={"mode": mode}).json() == {"status": "paused"}
+    steps = server.call(lambda engine: engine.stats().steps)
+    late = threading.Thread(target=lambda: chunks.append(server.post("/v1/completions", prompt=PROMPT, max_tokens=3)))
+    late.start()
+    assert server.http.get("/health").status_code == 200
+    assert server.call(lambda engine: engine.stats().steps) == steps
+    assert server.http.post("/resume").json() == {"status": "resumed"}
+    if mode == "abort":
+        with pytest.raises(openai.APIError, match="aborted"):
+            list(stream)
+    else:
+        text = chunks[0].choices[0].text + "".join(chunk.choices[0].text for chunk in stream)
+        assert text == alone
+    late.join(60)
+    assert chunks[1].json()["usage"]["completion_tokens"] == 3
+
+
+def test_reset_prefix_cache(server: Running) -> None:
+    fields = {"prompt": list(range(100, 140)), "max_tokens": 2}
+
+    def cached() -> int:
+        usage = server.post("/v1/completions", **fields).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() == 32
+    assert server.http.post("/reset_prefix_cache").status_code == 200
+    assert cached() == 0
+
+
+def test_routes_that_change_the_server_are_off_by_default() -> None:
+    with serving() as running:
+        for path, body in {
+            "/pause": None,
+            "/resume": None,
+            "/reset_prefix_cache": None,
+            "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+            "/v1/unload_lora_adapter": {"lora_name": "a"},
+        }.items():
+            answer = running.http.post(path, json=body)
+            assert answer.status_code == 403 and "--admin-routes" in answer.json()["error"]["message"]
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_fails_fails_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged.serving.processors import OccurrencePenalty
+
+    def broken(self: Any, ids: Any, scores: Any) -> Any:
+        raise RuntimeError("a broken processor")
+
+    gate = Gate(server.engine, 0)
+    good = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, stream=True)
+    monkeypatch.setattr(OccurrencePenalty, "__call__", broken)
+    gate.open()
+    answer = server.post("/v1/completions", prompt=PROMPT, presence_penalty=1.0)
+    assert answer.status_code == 500 and "a broken processor" in answer.json()["error"]["message"]
+    with pytest.raises(openai.APIError, match="a broken processor"):
+        list(server.client.completions.create(model=NAME, prompt=PROMPT, presence_penalty=1.0, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in good)
+
+
+def test_an_engine_that_dies() -> None:
+    with serving() as running:
+        gate = Gate(running.engine, 2)
+
+        def die() -> Any:
+            raise RuntimeError("out of order")
+
+        stream = running.client.completions.create(
+            model=NAME, **{k: v for k, v in LONG.items() if k != "ignore_eos"}, stream=True
+        )
+        next(stream)
+        gate._step = die
+        running.server.should_exit = False
+        keep = running.service.on_death
+        died = threading.Event()
+        running.service.on_death = lambda error: (keep(error), died.set())
+        gate.open()
+        with pytest.raises(openai.APIError, match="out of order"):
+            list(stream)
+        assert died.wait(60)
+        health = running.http.get("/health")
+        assert health.status_code == 503 and "out of order" in health.json()["error"]["message"]
+        for answer in (
+            running.post("/v1/completions", prompt=PROMPT),
+            running.http.get("/ready"),
+            running.http.get("/metrics"),
+        ):
+            assert answer.status_code == 503
+
+
+# -- the process ---------------------------------------------------------------------------------------------------
+
+
+def start(*argv: str, code: str = "") -> tuple[subprocess.Popen[str], str]:
+    """A server in a process of its own, with code that runs before it; and its address."""
+    arguments = ["serve", QA, "--port", "0", *argv]
+    script = f"import sys\n{code}\nfrom hf_paged.cli.main import main\nsys.exit(main({arguments!r}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "running on" in line:
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            return process, line.split("running on ")[1].split()[0]
+    raise AssertionError(f"the server has not started: exit status {process.wait(60)}")
+
+
+def test_a_signal_drains() -> None:
+    process, url = start("--served-model-name", NAME)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    stream = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    process.send_signal(signal.SIGTERM)
+    assert list(stream)[-1].choices[0].finish_reason == "length"
+    assert process.wait(60) == 0
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
+
+
+def test_the_exit_status_tells_of_a_dead_engine() -> None:
+    code = (
+        "from hf_paged.generation.engine.engine import Engine\n"
+        "def step(self):\n    raise RuntimeError('out of order')\n"
+        "Engine.step = step"
+    )
+    process, url = start(code=code)
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}, timeout=60)
+    assert answer.status_code == 503 and "out of order" in answer.json()["error"]["message"]
+    assert process.wait(60) == 1
