@@ -14,8 +14,9 @@ from typing import Literal
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.engine.tables import SchedulerOutput
 
 VOCAB = 50
 TINY = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, watermark=0.0)

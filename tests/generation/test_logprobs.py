@@ -196,12 +196,10 @@ def test_outputs_are_snapshots_that_copy_when_they_are_read() -> None:
 
 def test_outputs_are_values() -> None:
     tokens = [5, 6, 7]
-    output = CompletionOutput(0, View(tokens, 1, 3), [0.5, 0.25], 0.75, finish_reason="eos", num_told=1)
-    same = CompletionOutput(
-        index=0, token_ids=[6, 7], logprobs=[0.5, 0.25], cumulative_logprob=0.75, finish_reason="eos"
-    )
+    output = CompletionOutput(0, [View(tokens, 1, 3), [0.5, 0.25], None, None], 0.75, None, "eos", 1)
+    same = CompletionOutput(0, [[6, 7], [0.5, 0.25], None, None], 0.75, None, "eos")
     assert output == same and output.new_token_ids == [7] and same.new_token_ids == [6, 7]
-    assert output != CompletionOutput(0, [6], [0.5], 0.5) and output != 5
+    assert output != CompletionOutput(0, [[6], [0.5], None, None], 0.5) and output != 5
     for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
         assert copied == output and copied.new_token_ids == [7]
     assert repr(output) == (

@@ -11,8 +11,9 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
-from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.engine.tables import SchedulerOutput
 from tests.generation.fake_engine import TINY, FakeEngine, Request, solo
 
 ROOT = root_digest("model")
@@ -644,5 +645,6 @@ def test_tokens_and_states_read_well() -> None:
     assert (seq.num_tokens, seq.num_uncomputed_tokens, seq.output_token_ids) == (3, 3, [])
     assert repr(seq) == f"Sequence({seq.seq_id}, 0/3 tokens, waiting)"
     assert "SequenceGroup('r', waiting" in repr(group)
-    assert [str(reason) for reason in FinishReason] == ["eos", "stop", "length", "abort", "error"]
+    reasons = ["eos", "stop", "length", "abort", "deadline", "error"]
+    assert [str(reason) for reason in FinishReason] == reasons
     assert isinstance(seq, Sequence) and group.num_prompt_tokens == 3

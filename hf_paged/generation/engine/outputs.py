@@ -39,6 +39,7 @@ class View(NamedTuple):
     stop: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CompletionOutput:
     """One sample or beam of a request, read-only. Its lists are copied when they are read first.
 
@@ -50,27 +51,12 @@ class CompletionOutput:
     finish_reason: "eos", "stop" (a stop string or another criterion), "length", "deadline", "abort", "error", or None.
     """
 
-    __slots__ = ("_lists", "_num_told", "cumulative_logprob", "finish_reason", "index", "score")
-
-    def __init__(
-        self,
-        index: int,
-        token_ids: list[int] | View,
-        logprobs: list[float] | View,
-        cumulative_logprob: float,
-        score: float | None = None,
-        finish_reason: str | None = None,
-        processed_logprobs: list[float] | View | None = None,
-        top_logprobs: list[TopLogprobs] | View | None = None,
-        num_told: int = 0,
-    ) -> None:
-        """num_told: how many of the tokens the reader has got before."""
-        self.index = index
-        self.cumulative_logprob = cumulative_logprob
-        self.score = score
-        self.finish_reason = finish_reason
-        self._lists: list[Any] = [token_ids, logprobs, processed_logprobs, top_logprobs]
-        self._num_told = num_told
+    index: int
+    _lists: list[Any]  # token_ids, logprobs, processed_logprobs, top_logprobs: each a list, a View or None
+    cumulative_logprob: float
+    score: float | None = None
+    finish_reason: str | None = None
+    _num_told: int = 0  # how many of the tokens the reader has got before
 
     def _list(self, which: int) -> Any:
         value = self._lists[which]
@@ -111,10 +97,9 @@ class CompletionOutput:
         top: list[TopLogprobs] | None = self._list(3)
         return top
 
-    def _values(self) -> tuple[Any, ...]:
-        """The arguments that make an equal object."""
-        tokens, logprobs, *others = map(self._list, range(4))
-        return self.index, tokens, logprobs, self.cumulative_logprob, self.score, self.finish_reason, *others
+    def _values(self) -> dict[str, Any]:
+        names = ("index", "token_ids", "logprobs", "cumulative_logprob", "score", "finish_reason")
+        return {name: getattr(self, name) for name in (*names, "processed_logprobs", "top_logprobs")}
 
     def __eq__(self, other: object) -> bool:
         return self._values() == other._values() if isinstance(other, CompletionOutput) else NotImplemented
@@ -122,12 +107,12 @@ class CompletionOutput:
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompletionOutput, (*self._values(), self._num_told)
+        lists = [self._list(which) for which in range(len(self._lists))]  # not the whole lists behind the views
+        others = (self.cumulative_logprob, self.score, self.finish_reason, self._num_told)
+        return CompletionOutput, (self.index, lists, *others)
 
     def __repr__(self) -> str:
-        names = ("index", "token_ids", "logprobs", "cumulative_logprob", "score", "finish_reason")
-        names += ("processed_logprobs", "top_logprobs")
-        return f"CompletionOutput({', '.join(f'{name}={value!r}' for name, value in zip(names, self._values()))})"
+        return f"CompletionOutput({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
 
 
 @dataclass(frozen=True, slots=True)

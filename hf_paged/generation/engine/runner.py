@@ -16,8 +16,8 @@ import torch
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.generation.engine.scheduler import Plan, SchedulerOutput
-from hf_paged.generation.engine.sequence import Sequence
+from hf_paged.generation.engine.sequence import Plan, Sequence
+from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.kernels.metadata import step_arrays, to_device
 from hf_paged.model.adapters import Adapters

@@ -7,9 +7,7 @@ It sees counts and block ids, never a tensor, a model or a sampling parameter. T
 from __future__ import annotations
 
 import itertools
-import warnings
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
@@ -17,42 +15,11 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
+from hf_paged.generation.engine.prefixes import Prefixes
 from hf_paged.generation.engine.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
-from hf_paged.generation.engine.tables import Copies, Tables
+from hf_paged.generation.engine.tables import SchedulerOutput, Tables
 
 _by_order = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step as data, to be carried out in this order: `swap_out`, `swap_in`, `block_copies`, then the forward.
-
-    The three lists of copies have one entry for each manager (layer group): `swap_out` from device to host blocks,
-    `swap_in` from host to device blocks, `block_copies` from device to device blocks. A scheduled sequence samples
-    in this step if the step computes the last of its tokens: before `update`, `num_new_tokens` is then
-    `seq.num_uncomputed_tokens`.
-    """
-
-    block_copies: Copies
-    swap_out: Copies
-    swap_in: Copies
-    scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
-    preempted: list[SequenceGroup] = field(default_factory=list)  # since the last step
-    failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
-    forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
-    finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
-
-    @classmethod
-    def for_managers(cls, count: int) -> SchedulerOutput:
-        return cls([[] for _ in range(count)], [[] for _ in range(count)], [[] for _ in range(count)])
-
-    @property
-    def moves_blocks(self) -> bool:
-        return any(map(any, (self.swap_out, self.swap_in, self.block_copies)))
-
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.scheduled)
 
 
 class Scheduler:
@@ -84,9 +51,9 @@ class Scheduler:
         self.config = config
         self.managers = managers
         self.host_managers = host_managers
-        self.prefix_cache: PrefixCache | None = None
-        if config.prefix_caching and len(managers) == 1 and managers[0].sliding_window is None:
-            self.prefix_cache = PrefixCache(managers[0])
+        shares = config.prefix_caching and len(managers) == 1 and managers[0].sliding_window is None
+        self.prefix_cache = PrefixCache(managers[0]) if shares else None
+        self._prefixes = Prefixes(self.prefix_cache, managers[0])
         self._tables = Tables(managers, host_managers or [])
         self._sliding = [manager for manager in managers if manager.sliding_window is not None]
         self._groups: dict[str, SequenceGroup] = {}
@@ -103,7 +70,6 @@ class Scheduler:
         self._output = SchedulerOutput.for_managers(len(managers))  # of the next step, as far as it is known
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
-        self._has_warned = False  # of a full swap memory
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -290,7 +256,7 @@ class Scheduler:
                     plan.append((seq, num_tokens))
                 continue
             if group.has_branches:
-                self._fork_branches(group)
+                self._tables.fork_branches(group, self._output.forks)
             own = group.plan(budget)
             budget -= sum([num_tokens for _, num_tokens in own])
             plan += own
@@ -316,10 +282,11 @@ class Scheduler:
         places = self.config.max_num_seqs - sum(group.width for group in self._running)
         while waiting and budget > 0 and waiting[0].width <= places:
             group = waiting[0]
-            hits = self._match(group)
+            hits = self._prefixes.match(group)
             if self._tables.fits(group, hits, self._watermark):
                 places -= group.width
-                self._adopt(group, hits)
+                self._tables.start(group.live[0], hits)
+                self._prefixes.adopt(group, hits)
                 budget -= self._start(group, budget)
             elif self._running:
                 break
@@ -330,25 +297,6 @@ class Scheduler:
     def _watermark(self) -> float:
         return self.config.watermark if self._running else 0.0
 
-    def _match(self, group: SequenceGroup) -> list[int]:
-        """Blocks of the prefix cache for a waiting group."""
-        if self.prefix_cache is None or group.cache_root is None or group.wants_prompt_logits:
-            return []
-        leader = group.live[0]
-        hits = self.prefix_cache.match(leader.token_ids, group.cache_root, leader.block_digests)
-        # The other sequences fork from the leader, so it must not start beyond the first branch.
-        branch = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
-        return hits[: branch // self.prefix_cache.block_size]
-
-    def _adopt(self, group: SequenceGroup, hits: list[int]) -> None:
-        leader = group.live[0]
-        self._tables.start(leader, hits)
-        leader.num_computed_tokens = len(hits) * self.managers[0].block_size
-        leader.num_registered_blocks = len(hits)
-        if self.prefix_cache is not None and group.cache_root is not None and group.num_preemptions == 0:
-            group.num_cached_tokens = leader.num_computed_tokens
-            self.prefix_cache.count(leader.num_tokens, leader.num_computed_tokens)
-
     def _start(self, group: SequenceGroup, budget: int) -> int:
         self._set_status(group, SeqStatus.RUNNING)
         return self._schedule_group(group, budget) or 0
@@ -356,24 +304,15 @@ class Scheduler:
     def _schedule_group(self, group: SequenceGroup, budget: int) -> int | None:
         """Schedule what the budget and the blocks allow; returns the number of tokens, None if blocks are missing."""
         if group.has_branches:
-            self._fork_branches(group)
+            self._tables.fork_branches(group, self._output.forks)
         plan = group.plan(budget)
         if not plan:
             return 0
-        while not self._tables.append(plan, self._output.block_copies):
-            plan = self._smaller(plan)
-            if not plan:
-                return None
+        plan = self._tables.append_part(plan, self._output.block_copies)
+        if not plan:
+            return None
         self._output.scheduled.extend(plan)
         return sum([num_tokens for _, num_tokens in plan])
-
-    def _smaller(self, plan: Plan) -> Plan:
-        """What there are blocks for: a chunk of the first sequence with several tokens to compute, or nothing."""
-        for seq, num_tokens in plan:
-            if num_tokens > 1:
-                num_tokens = min(num_tokens - 1, self._tables.room(seq))
-                return [(seq, num_tokens)] if num_tokens > 0 else []
-        return []
 
     # -- preemption ---------------------------------------------------------------------------------------------
 
@@ -406,31 +345,15 @@ class Scheduler:
             self.num_preemptions_swap += 1
             self._set_status(group, SeqStatus.SWAPPED)
         else:
-            if mode == "swap" and self.host_managers:
-                self._warn_of_full_swap(group)
             self.num_preemptions_recompute += 1
             self._start_over(group)
-
-    def _warn_of_full_swap(self, group: SequenceGroup) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            total = min(host.allocator.num_blocks for host in self.host_managers or ())
-            warnings.warn(
-                f"the swap memory of {total} blocks has no room for request {group.request_id!r}, which is computed "
-                "again instead (reported once); raise swap_memory, or use preemption='recompute'",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     # -- other weights ------------------------------------------------------------------------------------------
 
     def forget_prefixes(self) -> None:
         """The weights have changed: drop all cached prefixes; groups with K/V of the old weights cache no further
         blocks."""
-        if self.prefix_cache is not None:
-            self.prefix_cache.clear()
-            for group in (*self._running, *self._swapped):
-                group.cache_root = None
+        self._prefixes.forget((*self._running, *self._swapped))
 
     def recompute_all(self) -> None:
         """Free the K/V of all running and swapped groups, which then wait as after a preemption. Between two steps."""
@@ -445,26 +368,16 @@ class Scheduler:
     def update(self, output: SchedulerOutput) -> None:
         """Record that the step is computed. Sequences that have ended meanwhile are skipped."""
         block_size = self.managers[0].block_size
-        cache, sliding = self.prefix_cache, self._sliding
+        shares, sliding = self.prefix_cache is not None, self._sliding
         for seq, num_tokens in output.scheduled:
             group = seq.group
             if seq.finish_reason is not None or group.status is not SeqStatus.RUNNING:
                 continue
             seq.num_computed_tokens += num_tokens
-            if cache is not None and seq.num_computed_tokens // block_size > seq.num_registered_blocks:
-                self._register(seq, cache)
+            if shares and seq.num_computed_tokens // block_size > seq.num_registered_blocks:
+                self._prefixes.register(seq)
             for manager in sliding:
                 manager.drop_outside_window(seq.seq_id)
-
-    def _register(self, seq: Sequence, cache: PrefixCache) -> None:
-        if seq.group.cache_root is None:
-            return
-        num_blocks = seq.num_computed_tokens // cache.block_size
-        cache.extend_digests(seq.block_digests, seq.token_ids, seq.group.cache_root, num_blocks)
-        table = self.managers[0].block_table(seq.seq_id)
-        for index in range(seq.num_registered_blocks, num_blocks):
-            cache.register(table[index], seq.block_digests[index])
-        seq.num_registered_blocks = num_blocks
 
     def rollback(self, output: SchedulerOutput) -> None:
         """Undo the appends of a step whose forward failed after its copies were done."""
@@ -481,7 +394,7 @@ class Scheduler:
         if len(group.live) + len(tokens) - 1 > group.width or not tokens:
             raise ValueError(f"{len(group.live)} + {len(tokens)} - 1 sequences in a group of width {group.width}")
         assert parent.num_uncomputed_tokens == 0, f"{parent!r} is not computed"
-        family = [parent, *(self._copy(parent) for _ in tokens[1:])]
+        family = [parent, *(self._tables.copy(parent, self._output.forks) for _ in tokens[1:])]
         for seq, token in zip(family, tokens):
             seq.token_ids.append(token)
         group.sequences.extend(family[1:])
@@ -501,7 +414,7 @@ class Scheduler:
         beams: list[Sequence] = []
         seen: set[int] = set()
         for index in parents:
-            beams.append(self._copy(old[index]) if index in seen else old[index])
+            beams.append(self._tables.copy(old[index], self._output.forks) if index in seen else old[index])
             seen.add(index)
         losers = [seq for index, seq in enumerate(old) if index not in seen]
         self._tables.free(losers)
@@ -513,25 +426,6 @@ class Scheduler:
         for seq in losers:
             seq.finish_reason = FinishReason.STOP
         return group.live
-
-    def _copy(self, parent: Sequence) -> Sequence:
-        child = parent.copy()
-        self._tables.fork(parent, child)
-        self._output.forks.append((parent.seq_id, child.seq_id))
-        return child
-
-    def _fork_branches(self, group: SequenceGroup) -> None:
-        """After a restart: fork the sequences whose parent has computed what they have in common."""
-        for seq in group.live:
-            parent = seq.parent
-            if parent is None or parent.parent is not None or parent.num_computed_tokens < seq.branch_at:
-                continue
-            assert parent.num_computed_tokens == seq.branch_at, f"{parent!r} ran past the branch of {seq!r}"
-            self._tables.fork(parent, seq)
-            self._output.forks.append((parent.seq_id, seq.seq_id))
-            seq.num_computed_tokens = parent.num_computed_tokens
-            seq.parent = None
-        group.has_branches = any(seq.parent is not None for seq in group.live)
 
     # -- invariants ---------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from math import isnan
 import torch
 
 from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
-from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import DueRow, SampledTokens, sample_batch
 from hf_paged.generation.sampling.request import (
     NOT_FINITE,

@@ -1,17 +1,51 @@
 """Makes every change to a block table, for all layer groups at once, on the device and in host memory.
 
-Decides nothing and knows no queue. Copies that the device has to do are added to lists of the caller, one for each
-layer group. Standard library only.
+Decides nothing and knows no queue. What the device has to do is added to lists of the caller, which are parts of a
+SchedulerOutput. Standard library only.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
 
 Copies = list[list[BlockCopy]]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step as data, to be carried out in this order: `swap_out`, `swap_in`, `block_copies`, then the forward.
+
+    The three lists of copies have one entry for each manager (layer group): `swap_out` from device to host blocks,
+    `swap_in` from host to device blocks, `block_copies` from device to device blocks. A scheduled sequence samples
+    in this step if the step computes the last of its tokens: before `update`, `num_new_tokens` is then
+    `seq.num_uncomputed_tokens`.
+    """
+
+    block_copies: Copies
+    swap_out: Copies
+    swap_in: Copies
+    scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
+    preempted: list[SequenceGroup] = field(default_factory=list)  # since the last step
+    failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
+    forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
+    finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
+
+    @classmethod
+    def for_managers(cls, count: int) -> SchedulerOutput:
+        return cls([[] for _ in range(count)], [[] for _ in range(count)], [[] for _ in range(count)])
+
+    @property
+    def moves_blocks(self) -> bool:
+        return any(map(any, (self.swap_out, self.swap_in, self.block_copies)))
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.scheduled)
 
 
 class Tables:
@@ -24,6 +58,7 @@ class Tables:
     def __init__(self, managers: list[BlockManager], hosts: list[BlockManager]) -> None:
         self.managers = managers
         self.hosts = hosts
+        self._has_warned = False  # of a full swap memory
 
     # -- is there room? -----------------------------------------------------------------------------------------
 
@@ -90,14 +125,42 @@ class Tables:
                 manager_copies += manager.append(seq.seq_id, count)
         return True
 
+    def append_part(self, plan: Plan, copies: Copies) -> Plan:
+        """Append slots for the whole plan or, if blocks are missing, for a chunk of the first sequence with several
+        tokens to compute. Returns what was appended, which may be nothing."""
+        while plan and not self.append(plan, copies):
+            seq, num_tokens = next(((seq, count) for seq, count in plan if count > 1), (plan[0][0], 1))
+            num_tokens = min(num_tokens - 1, self.room(seq))
+            plan = [(seq, num_tokens)] if num_tokens > 0 else []
+        return plan
+
     def take_back(self, seq: Sequence) -> None:
         """Undo the appends of tokens that were not computed."""
         for manager in self.managers:
             manager.crop(seq.seq_id, seq.num_computed_tokens)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def copy(self, parent: Sequence, forks: list[tuple[int, int]]) -> Sequence:
+        """A new sequence with the same tokens and blocks."""
+        child = parent.copy()
+        self._fork(parent, child, forks)
+        return child
+
+    def fork_branches(self, group: SequenceGroup, forks: list[tuple[int, int]]) -> None:
+        """After a restart: fork the sequences whose parent has computed what they have in common."""
+        for seq in group.live:
+            parent = seq.parent
+            if parent is None or parent.parent is not None or parent.num_computed_tokens < seq.branch_at:
+                continue
+            assert parent.num_computed_tokens == seq.branch_at, f"{parent!r} ran past the branch of {seq!r}"
+            self._fork(parent, seq, forks)
+            seq.num_computed_tokens = parent.num_computed_tokens
+            seq.parent = None
+        group.has_branches = any(seq.parent is not None for seq in group.live)
+
+    def _fork(self, parent: Sequence, child: Sequence, forks: list[tuple[int, int]]) -> None:
         for manager in self.managers:
             manager.fork(parent.seq_id, child.seq_id)
+        forks.append((parent.seq_id, child.seq_id))
 
     def free(self, seqs: Iterable[Sequence]) -> None:
         seq_ids = _with_table(seqs)
@@ -115,14 +178,28 @@ class Tables:
             copies[:] = [copy for copy in copies if host.allocator.ref_count(copy.dst)]
 
     def swap_out(self, group: SequenceGroup, copies: Copies) -> bool:
-        """Move the whole group to host memory, or return False and change nothing."""
+        """Move the whole group to host memory, or return False and change nothing. Warns once of too little room."""
         seq_ids = _with_table(group.live)
         pairs = list(zip(self.managers, self.hosts))
-        if not pairs or any(m.num_blocks_of(seq_ids) > host.allocator.num_available for m, host in pairs):
+        if not pairs:
+            return False
+        if any(manager.num_blocks_of(seq_ids) > host.allocator.num_available for manager, host in pairs):
+            self._warn_of_full_swap(group)
             return False
         for (manager, host), manager_copies in zip(pairs, copies):
             manager_copies += manager.move_to(host, seq_ids)
         return True
+
+    def _warn_of_full_swap(self, group: SequenceGroup) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            total = min(host.allocator.num_blocks for host in self.hosts)
+            warnings.warn(
+                f"the swap memory of {total} blocks has no room for request {group.request_id!r}, which is computed "
+                "again instead (reported once); raise swap_memory, or use preemption='recompute'",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def swap_in(self, group: SequenceGroup, copies: Copies) -> None:
         seq_ids = _with_table(group.live)
