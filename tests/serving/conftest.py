@@ -1,4 +1,4 @@
-"""One server for the tests of a module that need none of their own. Without the packages of the extra, nothing is collected."""
+"""One server for the tests of each module. Without the packages of the extra, nothing is collected."""
 
 from __future__ import annotations
 
