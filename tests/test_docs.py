@@ -1,0 +1,56 @@
+"""docs/architecture.md names only what exists, and stays one page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_paged"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PICTURE = re.search(r"^```\n(.*?)^```$", PAGE, re.M | re.S)
+NAMES = sorted(set(re.findall(r"`((?:[\w.]+/)*(?:\w+\.py|\w+/))`", PAGE)))
+
+
+def rooms_of_picture() -> list[tuple[str, str]]:
+    """(room, file or folder) for each name in the picture; the rooms stand at the margin, folders before files."""
+    assert PICTURE is not None
+    found, room, folder = [], "", ""
+    for line in PICTURE[1].splitlines():
+        if top := re.match(r" (\w+)/", line):
+            room, folder = top[1], ""
+            found.append((room, "."))
+            line = line[top.end() :]
+        elif not line.startswith("   "):
+            room, folder = "", ""
+        if inner := re.match(r" +(engine|sampling|cpu)/", line):
+            folder = f"{inner[1]}/"
+            found.append((room, folder))
+        found += [(room, folder + name) for name in re.findall(r"\b\w+\.py\b", line)]
+        found += [(room, name) for name in re.findall(r"\b(?:native|triton)/", line)]
+        folder = ""
+    return found
+
+
+@pytest.mark.parametrize(("room", "name"), rooms_of_picture())
+def test_the_picture_names_what_exists(room: str, name: str) -> None:
+    assert (PACKAGE / room / name).exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_names_what_exists(name: str) -> None:
+    """A path from hf_paged/ or from the root, or the name of a file that the picture places in a room."""
+    placed = [PACKAGE / room / file for room, file in rooms_of_picture()]
+    assert (
+        (PACKAGE / name).exists()
+        or (ROOT / name).exists()
+        or any(path.name == name or str(path).endswith(f"/{name.rstrip('/')}") for path in placed)
+        or any((path / name).exists() for path in placed if path.is_dir())
+    )
+
+
+def test_it_stays_one_page() -> None:
+    assert len(PAGE.split()) <= 900
+    assert len(NAMES) > 20 and len(rooms_of_picture()) > 40
