@@ -100,7 +100,7 @@ def generation_rank(module: str) -> int | None:
     if parts[2] == "engine":
         return 1 if parts[3] in ("sequence", "outputs") else 4
     if parts[2] == "sampling":
-        return 2 if parts[3] in ("edits", "editors", "processors", "beams") else 3
+        return 2 if parts[3] in ("edits", "editors", "warpers", "processors", "beams") else 3
     return 5 if parts[2] in ("paged_generate", "routes") else 0
 
 

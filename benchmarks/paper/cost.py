@@ -15,7 +15,7 @@ class CostModel:
     in the linear layers where arithmetic is the limit; kv_token: K/V of one position read by one row; pair: one query
     times one key in a prompt; row: host work for one sequence; copied_token: K/V of one position copied within the
     device; swap_call: one transfer of a block between device and host (all layers); swap_token: K/V of one position
-    over the bus.
+    over the bus; request: host work when a request arrives.
     """
 
     step: float
@@ -27,6 +27,7 @@ class CostModel:
     copied_token: float = 0.0
     swap_call: float = 0.0
     swap_token: float = 0.0
+    request: float = 0.0
 
     def seconds(self, load: Load, block_size: int = 16) -> float:
         linear = max(self.weights, self.token * load.tokens) if load.tokens else 0.0

@@ -119,6 +119,7 @@ class Simulator:
         while self._next < len(requests) and requests[self._next].arrival <= self.now:
             request = requests[self._next]
             self._next += 1
+            self.now += self.cost.request
             if not self.policy.num_waiting and not self.policy.num_swapped:
                 self._is_settled = False
             self._records[request.request_id] = Completed(request)
@@ -126,7 +127,7 @@ class Simulator:
 
     def _group(self, request: SimRequest) -> SequenceGroup:
         own = request.input_length - request.prefix_length
-        prompt = [0] * own if not request.prefix_length else [1] * request.prefix_length + [2 + self._next] * own
+        prompt = [0] * own if not request.prefix_length else [1] * request.prefix_length + [1 + self._next] * own
         return SequenceGroup(
             request.request_id,
             prompt,

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_paged
-from hf_paged.cli import build, check, generate, serve
+from hf_paged.cli import bench, build, check, generate, serve
 from hf_paged.cli.common import Job, UsageError
 
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
@@ -33,6 +33,7 @@ app.command("generate")(generate.generate)
 app.command("check")(check.check)
 app.command("build")(build.build)
 app.command("serve")(serve.serve)
+app.add_typer(bench.bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import ops as native_ops
 
+ToFp32 = Callable[[torch.Tensor], torch.Tensor]
+"""Makes an fp32 copy that may be overwritten."""
+
 
 def greedy(
-    logits: torch.Tensor, to_fp32: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.float().clone()
+    logits: torch.Tensor, to_fp32: ToFp32 = lambda logits: logits.float().clone()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [num_rows, vocab] -> the most likely tokens int64 [num_rows], their log-probabilities fp32 [num_rows].
 
     A log-probability is NaN where the logits are. to_fp32: makes an fp32 copy that may be overwritten, if needed.
     """
-    if ops.default_impl(logits.device) == "native" and native_ops.supports(logits.dtype) and logits.stride(1) == 1:
+    if _reads_natively(logits):
         return native_ops.greedy(logits)
     wide = to_fp32(logits)
     scores, tokens = row_max(wide)
@@ -97,7 +101,7 @@ def draw(probs: torch.Tensor, generators: Generators, count: int = 1) -> torch.T
     leaves out torch's check of the probabilities, which makes the host wait for the device and, on a GPU, ends the
     process when it fails.
     """
-    if count == 1 and _draws_natively(probs):
+    if count == 1 and probs.dtype == torch.float32 and probs.stride(1) == 1 and draws_natively(probs.device):
         each = generators if isinstance(generators, Sequence) else [generators] * len(probs)
         tokens = native_ops.draw(probs, [torch.default_generator if g is None else g for g in each])
         return tokens[:, None]
@@ -111,11 +115,24 @@ def draw(probs: torch.Tensor, generators: Generators, count: int = 1) -> torch.T
     return row_max(quotients)[1][:, None] if count == 1 else torch.topk(quotients, count)[1]
 
 
-def _draws_natively(probs: torch.Tensor) -> bool:
+def draws_natively(device: torch.device) -> bool:
     """The native kernel skips the random numbers of tokens that can no longer win, which take longest on a CPU."""
-    if probs.dtype != torch.float32 or probs.stride(1) != 1 or ops.default_impl(probs.device) != "native":
-        return False
-    return native_ops.draws_like_torch()
+    return ops.default_impl(device) == "native" and native_ops.draws_like_torch()
+
+
+def sample_top_p(
+    scores: torch.Tensor, warpers: Sequence[Any], generators: Sequence[torch.Generator | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like `sample_tokens` (one token a row, int64 [num_rows]) after a top-p warper of transformers for each row, where
+    `draws_natively`. A row for which that is not certain without sorting it, one in hundreds, goes the warper's way."""
+    each = [torch.default_generator if g is None else g for g in generators]
+    tokens, undecided = native_ops.draw_top_p(scores, [warper.top_p for warper in warpers], each)
+    invalid = scores.new_zeros(len(scores))
+    for i, generator in undecided.items():
+        row = slice(i, i + 1)
+        chosen, invalid[row] = sample_tokens(warpers[i](None, scores[row]), [generator])
+        tokens[row] = chosen[0]
+    return tokens, invalid
 
 
 def largest(
@@ -139,6 +156,24 @@ def largest(
     rows = best // maxima.shape[1]
     values, chosen = torch.topk((runs[rows, best % maxima.shape[1]] + offsets[rows]).view(-1), count)
     return best[chosen // run] * run + chosen % run, values
+
+
+def raw_logprobs(logits: torch.Tensor, tokens: torch.Tensor, to_fp32: ToFp32) -> torch.Tensor:
+    """`logprobs_of` for logits of the model's dtype, without a copy where native code reads them.
+
+    to_fp32: as for `greedy`.
+    """
+    if _reads_natively(logits):
+        best, logprobs = native_ops.greedy(logits)
+        both = logits.gather(1, torch.stack([tokens, best], dim=1)).float()
+        logprobs += both[:, 0] - both[:, 1]
+        if not logprobs.isnan().any():  # of infinite logits, `greedy` does not tell which
+            return logprobs
+    return logprobs_of(to_fp32(logits), tokens)
+
+
+def _reads_natively(logits: torch.Tensor) -> bool:
+    return ops.default_impl(logits.device) == "native" and native_ops.supports(logits.dtype) and logits.stride(1) == 1
 
 
 def top_logprobs(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

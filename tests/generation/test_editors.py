@@ -12,10 +12,10 @@ from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.sampling import editors
+from hf_paged.generation.sampling import editors, warpers
 from hf_paged.generation.sampling.processors import chain_of, process_together
 from tests import models
-from tests.generation.test_engine import assert_as_solo, assert_idle
+from tests.generation.test_engine import assert_as_solo, assert_idle, solo
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 
@@ -64,6 +64,13 @@ MAKERS: dict[str, Any] = {
     "decay": lambda rng, ids: lp.ExponentialDecayLengthPenalty(
         (rng.randrange(3), rng.choice([1.2, 0.9])), torch.tensor(some_ids(rng)), ids.shape[1]
     ),
+    "watermark": lambda rng, ids: lp.WatermarkLogitsProcessor(
+        VOCAB,
+        "cpu",
+        greenlist_ratio=rng.choice([0.2, 0.6]),
+        bias=rng.choice([2.0, 0.3]),
+        context_width=rng.choice([1, 3]),
+    ),
     "suppress": lambda rng, ids: lp.SuppressTokensLogitsProcessor(some_ids(rng, beyond=5)),
     "suppress first": lambda rng, ids: lp.SuppressTokensAtBeginLogitsProcessor(some_ids(rng), ids.shape[1]),
 }
@@ -100,12 +107,10 @@ def test_processors_of_several_requests_together_have_the_bits_of_each_alone(see
     histories = [ids for _, ids in requests]
     for _ in range(12):
         raw = some_scores(len(requests), generator)
-        kept = raw.clone()
         edits = [chain.edits(ids[0].tolist()) for chain, ids in zip(chains, histories)]
-        got = process_together(chains[0].warpers, raw, edits, keep=raw)
-        assert_same_bits(raw, kept)
+        got = process_together(chains, raw.clone(), edits)
         for row, ((processors, _), ids) in enumerate(zip(requests, histories)):
-            assert_same_bits(got[row : row + 1], processors(ids, kept[row : row + 1].clone()))
+            assert_same_bits(got[row : row + 1], processors(ids, raw[row : row + 1].clone()))
         histories = [
             torch.cat([ids, torch.tensor([[rng.randrange(4) for _ in range(rng.choice([0, 1, 1, 1, 3]))]]).long()], 1)
             for ids in histories
@@ -122,9 +127,52 @@ def test_each_processor_has_the_bits_of_transformers(name: str) -> None:
         assert not chain.own
         for _ in range(10):
             scores = some_scores(1, generator)
-            got = process_together(chain.warpers, scores, [chain.edits(ids[0].tolist())], keep=scores)
+            got = process_together([chain], scores.clone(), [chain.edits(ids[0].tolist())])
             assert_same_bits(got, processors(ids, scores.clone()))
             ids = torch.cat([ids, torch.tensor([[rng.randrange(4)]])], 1)
+
+
+WARPER_MAKERS: dict[str, Any] = {
+    "temperature": lambda rng: lp.TemperatureLogitsWarper(rng.choice([0.3, 0.7, 1.7])),
+    "top k": lambda rng: lp.TopKLogitsWarper(rng.choice([1, 3, 7, 999]), min_tokens_to_keep=rng.choice([1, 4])),
+    "top p": lambda rng: lp.TopPLogitsWarper(rng.choice([0.1, 0.8])),
+    "min p": lambda rng: lp.MinPLogitsWarper(rng.choice([0.02, 0.3])),
+    "typical": lambda rng: lp.TypicalLogitsWarper(rng.choice([0.2, 0.9])),
+    "epsilon": lambda rng: lp.EpsilonLogitsWarper(rng.choice([0.01, 0.1])),
+    "eta": lambda rng: lp.EtaLogitsWarper(rng.choice([0.01, 0.1])),
+    "top h": lambda rng: lp.TopHLogitsWarper(rng.choice([0.3, 0.9])),
+    "finite": lambda rng: lp.InfNanRemoveLogitsProcessor(),
+    "normal": lambda rng: lp.LogitNormalization(),
+}
+
+
+@pytest.mark.parametrize("width", [VOCAB, 1024])
+@pytest.mark.parametrize("name", WARPER_MAKERS)
+def test_warpers_of_several_rows_have_the_bits_of_each_alone(name: str, width: int) -> None:
+    """Those of one key, which on a CPU need not have the same settings. A row with NaN disturbs no other."""
+    rng, generator = random.Random(1), torch.Generator().manual_seed(1)
+    groups: dict[object, list[Any]] = {}
+    for _ in range(20):
+        warper = WARPER_MAKERS[name](rng)
+        groups.setdefault(warpers.warper_key(warper, on_cpu=True), []).append(warper)
+    assert None not in groups
+    assert len(groups) < 4
+    for each in groups.values():
+        raw = torch.randn(len(each), width, generator=generator).bfloat16().float() * 3  # has ties
+        raw[0, 5] = torch.nan
+        raw[1:, 7] = -torch.inf
+        got = warpers.warp(each, raw.clone())
+        for row in range(1, len(each)):
+            assert_same_bits(got[row : row + 1], each[row](None, raw[row : row + 1].clone()))
+        assert name == "finite" or got[0].isnan().any()
+
+
+@pytest.mark.parametrize("name", WARPER_MAKERS)
+def test_warpers_with_equal_keys_for_any_device_have_equal_settings(name: str) -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        one, other = WARPER_MAKERS[name](rng), WARPER_MAKERS[name](rng)
+        assert (str(vars(one)) == str(vars(other))) == (warpers.warper_key(one) == warpers.warper_key(other))
 
 
 def test_what_cannot_be_edited_goes_alone() -> None:
@@ -142,7 +190,8 @@ def test_what_cannot_be_edited_goes_alone() -> None:
         lp.EncoderRepetitionPenaltyLogitsProcessor(1.2, beyond[None]),
         lp.ExponentialDecayLengthPenalty((1, 1.1), beyond, 3),
         lp.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([0, 1])),
-        lp.WatermarkLogitsProcessor(VOCAB, "cpu"),
+        lp.WatermarkLogitsProcessor(VOCAB, "cpu", seeding_scheme="selfhash"),
+        lp.WatermarkLogitsProcessor(VOCAB + 1, "cpu"),
     ):
         assert editors.editor_of(processor, VOCAB) is None
 
@@ -163,16 +212,16 @@ OPTIONS: list[dict[str, Any]] = [
     {"remove_invalid_values": True},
     {"renormalize_logits": True},
 ]
-WARPERS: list[dict[str, Any]] = [
-    {"temperature": 0.7},
-    {"top_k": 12},
-    {"top_p": 0.8},
-    {"min_p": 0.05},
-    {"typical_p": 0.9},
-    {"epsilon_cutoff": 0.01},
-    {"eta_cutoff": 0.01},
-    {"top_h": 0.5},
-]
+WARPERS: dict[str, list[float]] = {
+    "temperature": [0.7, 0.9, 1.4],
+    "top_k": [3, 12, 1000],
+    "top_p": [0.3, 0.8, 0.95],
+    "min_p": [0.05, 0.2],
+    "typical_p": [0.5, 0.9],
+    "epsilon_cutoff": [0.01],
+    "eta_cutoff": [0.01, 0.03],
+    "top_h": [0.5, 0.8],
+}
 
 
 def random_config(rng: random.Random) -> GenerationConfig:
@@ -182,12 +231,22 @@ def random_config(rng: random.Random) -> GenerationConfig:
         options |= each
     if rng.random() < 0.5:
         options |= {"do_sample": True, "top_k": 0}
-        for each in rng.sample(WARPERS, rng.randint(0, 4)):
-            options |= each
+        for name in rng.sample(sorted(WARPERS), rng.randint(0, 4)):
+            options[name] = rng.choice(WARPERS[name])
     made = GenerationConfig(**options)
     if made.do_sample:
         made.seed = rng.randrange(1000)
     return made
+
+
+def assert_as_solo_or_failed(model: Any, outputs: list[Any], wanted: list[Any]) -> None:
+    for output, request in zip(outputs, wanted):
+        if output.error is None:
+            assert_as_solo(model, [output], [request])
+        else:  # the options leave no token
+            with pytest.raises(RuntimeError, match="probability tensor"):
+                solo(model, *request)
+    assert sum(output.error is None for output in outputs) > 0.8 * len(outputs)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -201,10 +260,58 @@ def test_random_mixes_equal_their_solo_runs(seed: int, is_async: bool) -> None:
         max_num_seqs=12, max_num_batched_tokens=24, preemption="recompute", async_scheduling=is_async
     )
     with Engine(model, CacheConfig(num_blocks=14, block_size=4), scheduler) as engine:
-        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted], raise_on_error=False)
         assert_idle(engine)
         assert engine.stats().preemptions_recompute > 0
-    assert_as_solo(model, outputs, wanted)
+    assert_as_solo_or_failed(model, outputs, wanted)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_mixes_of_samples_and_beams_equal_their_solo_runs(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    model = models.shared("llama")
+    wanted = []
+    for each in models.prompts(*(rng.randint(1, 30) for _ in range(12))):
+        made = random_config(rng)
+        if made.do_sample and rng.random() < 0.6:
+            made.num_return_sequences = rng.choice([2, 5])
+        elif rng.random() < 0.7:
+            made.num_beams = rng.choice([2, 4])
+            made.num_return_sequences = rng.randint(1, made.num_beams)
+        wanted.append((each, made))
+    with Engine(model, CacheConfig(num_blocks=200, block_size=4)) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted], raise_on_error=False)
+        assert_idle(engine)
+    assert_as_solo_or_failed(model, outputs, wanted)
+
+
+def test_processors_of_samples_and_beams_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (lp.RepetitionPenaltyLogitsProcessor, lp.NoRepeatNGramLogitsProcessor, lp.SequenceBiasLogitsProcessor):
+        monkeypatch.setattr(kind, "__call__", lambda *args: pytest.fail("called"))
+    model = models.shared("llama")
+    options = {"max_new_tokens": 6, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2, "bad_words_ids": [[7]]}
+    beams = GenerationConfig(**options, num_beams=3, pad_token_id=0)
+    samples = GenerationConfig(**options, num_return_sequences=3, do_sample=True, pad_token_id=0)
+    with Engine(model) as engine:
+        outputs = engine.generate(models.prompts(4, 7), [beams, samples])
+    assert [len(output.outputs) for output in outputs] == [1, 3]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_forked_editors_know_the_text_so_far_and_no_later_text_of_the_other(name: str) -> None:
+    for seed in range(6):
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        ids = prompt(rng)
+        processors = LogitsProcessorList([MAKERS[name](rng, ids)])
+        chain = chain_of(processors, VOCAB)
+        chain.edits(ids[0].tolist())
+        forks = [(chain.fork(), ids), (chain, ids)]
+        for _ in range(6):
+            forks = [(each, torch.cat([text, torch.tensor([[rng.randrange(4)]])], 1)) for each, text in forks]
+            for each, text in forks:
+                scores = some_scores(1, generator)
+                got = process_together([each], scores.clone(), [each.edits(text[0].tolist())])
+                assert_same_bits(got, processors(text, scores.clone()))
 
 
 def test_the_processors_of_a_greedy_request_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache import swap
+from hf_paged.generation.sampling.request import ending_tokens
 from tests import models, streams
 
 pytestmark = [
@@ -234,6 +235,34 @@ def test_a_stop_string() -> None:
         (output,) = engine.generate([prompt], options)
     assert output.outputs[0].token_ids == plain[0, 8:].tolist()
     assert output.outputs[0].finish_reason == "stop"
+
+
+def test_stop_strings_are_looked_for_after_tokens_that_may_end_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = models.shared("llama"), models.tokenizer()
+    (prompt,) = models.prompts(8)
+    tokens = model.generate(prompt[None], max_new_tokens=12, do_sample=False)[0, 8:]
+    options = config("greedy", max_new_tokens=12, stop_strings=[tokenizer.decode(tokens[:7])[-3:]])
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=options.stop_strings)
+    endings = ending_tokens(criterion)
+    assert endings is not None and int(tokens[6]) in endings
+    for _ in range(300):
+        ids = torch.randint(0, len(tokenizer) + 3, (1, random.randint(1, 9)))
+        assert int(ids[0, -1]) in endings or not criterion(ids, None)
+    asked: list[int] = []
+    ask = StopStringCriteria.__call__
+
+    def noted(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append(int(input_ids[0, -1]))
+        return ask(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(StopStringCriteria, "__call__", noted)
+    plain = model.generate(prompt[None], generation_config=options, tokenizer=tokenizer)[0, 8:].tolist()
+    assert asked == plain
+    asked.clear()
+    with Engine(model, tokenizer=tokenizer) as engine:
+        (output,) = engine.generate([prompt], options)
+    assert output.outputs[0].token_ids == plain
+    assert asked == [token for token in plain if token in endings] != plain
 
 
 def test_requests_with_the_same_stop_strings_share_their_table(monkeypatch: pytest.MonkeyPatch) -> None:

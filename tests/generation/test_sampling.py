@@ -24,8 +24,10 @@ from hf_paged.kernels.sampling import (
     greedy,
     largest,
     logprobs_of,
+    raw_logprobs,
     row_max,
     sample_tokens,
+    sample_top_p,
     to_host,
 )
 
@@ -153,6 +155,95 @@ def test_a_row_of_nan_disturbs_no_other() -> None:
     assert mine.get_state().equal(theirs.get_state())
 
 
+@pytest.fixture
+def _native(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native_build.has_compiler():
+        pytest.skip("no C compiler on this machine")
+    native_build.build()
+    monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
+
+
+def some_distributions(vocab: int, seed: int) -> torch.Tensor:
+    """Flat and steep ones, with ties (as in bf16) and without, most of it removed already, all alike."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = (
+        torch.randn(8, vocab, generator=generator) * torch.tensor([0.1, 1.0, 4.0, 1.0, 30.0, 0.3, 1.0, 0.0])[:, None]
+    )
+    scores[1:4] = scores[1:4].bfloat16().float()
+    few = torch.rand(vocab, generator=generator) < 0.1
+    few[0] = True
+    scores[5:7, ~few] = -torch.inf
+    return scores
+
+
+@pytest.mark.usefixtures("_native")
+@pytest.mark.parametrize("vocab", [1, 7, 96, 311, 513, 4096, 49152])
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.999999])
+def test_top_p_draws_what_transformers_draws(vocab: int, top_p: float) -> None:
+    """Token for token, with the same random numbers used up."""
+    warper = TopPLogitsWarper(top_p)
+    for seed in range(3):
+        scores = some_distributions(vocab, seed)
+        mine, theirs = ([torch.Generator().manual_seed(seed * 100 + i) for i in range(8)] for _ in range(2))
+        probs = torch.softmax(warper(None, scores), -1)
+        expected = [torch.multinomial(row, 1, generator=g).item() for row, g in zip(probs, theirs)]
+        tokens, invalid = sample_top_p(scores, [warper] * 8, mine)
+        assert tokens.tolist() == expected and not invalid.any()
+        for one, other in zip(mine, theirs):
+            assert one.get_state().equal(other.get_state())
+
+
+@pytest.mark.usefixtures("_native")
+def test_top_p_of_each_row_with_one_generator_after_the_other() -> None:
+    scores = some_distributions(311, 0)
+    warpers = [TopPLogitsWarper(p) for p in (0.9, 0.5, 0.1, 0.99, 0.7, 0.3, 0.8, 0.6)]
+    mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
+    for _ in range(20):
+        probs = [torch.softmax(warper(None, row[None]), -1) for warper, row in zip(warpers, scores)]
+        expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
+        assert sample_top_p(scores, warpers, [mine] * 8)[0].tolist() == expected
+
+
+@pytest.mark.usefixtures("_native")
+def test_top_p_leaves_few_rows_undecided_and_those_with_the_generator_of_before() -> None:
+    scores = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    generator = torch.Generator().manual_seed(0)
+    undecided = sum(len(native_ops.draw_top_p(scores, [0.9] * 8, [generator] * 8)[1]) for _ in range(50))
+    assert undecided < 20
+    alike = torch.zeros(2, 4096)  # which of them are removed depends on how torch sorts
+    before = generator.get_state()
+    rows = native_ops.draw_top_p(alike, [0.9] * 2, [generator] * 2)[1]
+    assert list(rows) == [0, 1] and rows[0].get_state().equal(before)
+    torch.rand(4096, dtype=torch.float64, generator=rows[0])
+    assert rows[1].get_state().equal(rows[0].get_state())
+
+
+@pytest.mark.usefixtures("_native")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_without_a_distribution_has_no_top_p(value: float) -> None:
+    scores = some_distributions(311, 0)
+    scores[2, 17] = value
+    scores[3] = -torch.inf
+    warpers = [TopPLogitsWarper(0.9)] * 8
+    invalid = sample_top_p(scores, warpers, [torch.Generator().manual_seed(i) for i in range(8)])[1]
+    assert invalid.isnan().tolist() == [False, False, True, True, False, False, False, False]
+
+
+@pytest.mark.usefixtures("_impl")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_before_the_processors(dtype: torch.dtype) -> None:
+    logits = (torch.randn(6, 311) * 4).to(dtype)
+    logits[1, 8] = torch.inf
+    logits[2, 8] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, 3] = -torch.inf
+    for token in (3, 8):
+        tokens = torch.full((6,), token)
+        expected = logprobs_of(logits.float(), tokens)
+        got = raw_logprobs(logits, tokens, lambda logits: logits.float().clone())
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+
 def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native_build.has_compiler():
         pytest.skip("no C compiler on this machine")
@@ -187,7 +278,7 @@ def test_sampling_keys_of_requests_that_may_be_sampled_together() -> None:
     assert (list(mixed.own), mixed.warpers, list(map(len, mixed.editors))) == ([], (warm, top), [0, 1, 0])
     assert mixed.sampling_key == first.sampling_key
     # What may do anything else is done one by one, and so is all that comes before it.
-    watermark = WatermarkLogitsProcessor(96, "cpu")
+    watermark = WatermarkLogitsProcessor(96, "cpu", seeding_scheme="selfhash")
     marked = chain(warm, penalty, watermark, top)
     assert (list(marked.own), marked.warpers, marked.editors) == ([warm, penalty, watermark], (top,), ((), ()))
     assert marked.sampling_key == chain(watermark, top).sampling_key != chain(top).sampling_key

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from benchmarks.paper.policies.paged import Paged
 from benchmarks.paper.requests import SimRequest
 from benchmarks.paper.simulator import Simulator
+from benchmarks.paper.watch import watched
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
 from tests import models
@@ -58,20 +59,14 @@ def engine_steps(
     """What the engine does in each step, and which beams continued which."""
     steps: list[Step] = []
     parents: dict[str, list[list[int]]] = {}
-    with Engine(endless(), cache, config) as engine:
-        scheduler = engine._scheduler
-        schedule, reorder = scheduler.schedule, scheduler.reorder
 
-        def recorded() -> SchedulerOutput:
-            output = schedule()
-            steps.append(look(scheduler, output))
-            return output
+    def on_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
+        steps.append(look(scheduler, output))
 
-        def recorded_reorder(group: Any, chosen: list[int], tokens: list[int]) -> Any:
-            parents.setdefault(group.request_id, []).append(list(chosen))
-            return reorder(group, chosen, tokens)
+    def on_reorder(group: Any, chosen: list[int]) -> None:
+        parents.setdefault(group.request_id, []).append(chosen)
 
-        scheduler.schedule, scheduler.reorder = recorded, recorded_reorder  # type: ignore[method-assign]
+    with watched(on_step, on_reorder), Engine(endless(), cache, config) as engine:
         waiting = [*requests]
         while waiting or engine.has_unfinished_requests():
             while waiting and waiting[0].arrival <= len(steps):

@@ -6,7 +6,7 @@ and rows of logits; never queues or block tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +15,21 @@ import torch
 from hf_paged.generation.engine.outputs import TopLogprobs
 from hf_paged.generation.engine.sequence import Sequence
 from hf_paged.generation.sampling.edits import Edit
-from hf_paged.generation.sampling.processors import process_together
+from hf_paged.generation.sampling.processors import Chain, process_together
 from hf_paged.generation.sampling.request import SingleRequest
 from hf_paged.generation.sampling.scores import TopTokens
 from hf_paged.kernels.metadata import to_device
-from hf_paged.kernels.sampling import ToHost, greedy, logprobs_of, row_max, sample_tokens
+from hf_paged.kernels.sampling import (
+    ToFp32,
+    ToHost,
+    greedy,
+    logprobs_of,
+    raw_logprobs,
+    row_max,
+    sample_tokens,
+    sample_top_p,
+)
 
-ToFp32 = Callable[[torch.Tensor], torch.Tensor]
 Failures = list[tuple[SingleRequest, Exception]]
 
 # Bytes of logits processed at once. On a CPU they should stay in a core's cache; on a GPU this bounds temporaries.
@@ -172,28 +180,28 @@ def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, f
         zeros = torch.zeros_like(logprobs)
         return _Columns(tokens, logprobs, zeros, zeros)
     request = rows[0].due.request
-    raw = to_fp32(logits)
-    scores = _processed(rows, raw, failed)
-    zeros = raw.new_zeros(len(rows))
-    if request.do_sample:
-        tokens, invalid = sample_tokens(scores, [each.due.request.generator for each in rows])
-        tokens = tokens.squeeze(1)
-    else:
+    chains = [each.due.request.chain(logits.shape[1]) for each in rows]
+    scores = _processed(rows, chains, to_fp32(logits), failed)
+    zeros = scores.new_zeros(len(rows))
+    generators = [each.due.request.generator for each in rows]
+    if not request.do_sample:
         tokens, invalid = row_max(scores)[1], zeros
+    elif chains[0].top_p is not None:
+        tokens, invalid = sample_top_p(scores, [chain.top_p for chain in chains], generators)
+    else:
+        tokens, invalid = sample_tokens(scores, generators)
+        tokens = tokens.squeeze(1)
     processed = logprobs_of(scores, tokens) if request.keeps_processed else zeros
-    return _Columns(tokens, logprobs_of(raw, tokens), processed, invalid)
+    return _Columns(tokens, raw_logprobs(logits, tokens, to_fp32), processed, invalid)
 
 
-def _processed(rows: list[_Planned], raw: torch.Tensor, failed: Failures) -> torch.Tensor:
-    """raw fp32 [num_rows, vocab], not changed -> the scores after all processors, which may be `raw` itself."""
-    request = rows[0].due.request
-    chain = request.chain(raw.shape[1])
-    if chain.is_custom:
-        return request.process(raw.clone())
-    scores = raw
-    if chain.own:
-        scores = torch.cat([_alone(each.due.request, raw[i : i + 1], failed) for i, each in enumerate(rows)])
-    return process_together(chain.warpers, scores, [each.edits for each in rows], keep=raw)
+def _processed(rows: list[_Planned], chains: list[Chain], scores: torch.Tensor, failed: Failures) -> torch.Tensor:
+    """scores fp32 [num_rows, vocab], which may be changed -> the scores after all processors."""
+    if chains[0].is_custom:
+        return rows[0].due.request.process(scores.clone())  # which the processor may keep
+    if chains[0].own:
+        scores = torch.cat([_alone(each.due.request, scores[i : i + 1], failed) for i, each in enumerate(rows)])
+    return process_together(chains, scores, [each.edits for each in rows])
 
 
 def _alone(request: SingleRequest, row: torch.Tensor, failed: Failures) -> torch.Tensor:

@@ -10,6 +10,7 @@ from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
+from hf_paged.generation.sampling.processors import process_together
 from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder, Told
 from hf_paged.kernels.sampling import largest, sample_tokens, to_host
 
@@ -42,7 +43,7 @@ class BeamRequest(ForkingRequest):
         num_beams, num_seqs = self.search.num_beams, len(seqs)
         assert num_seqs in (1, num_beams), "between its steps a beam group has one sequence for each beam"
         raw = torch.log_softmax(logits, dim=-1).expand(num_beams, -1)
-        scores = self.process(raw.clone()) if self.processors else raw
+        scores = self._processed(seqs, raw) if self.processors else raw
         candidates, logprobs = self._candidates(raw, scores)
         stopped = self._stopped(candidates)
         payloads = {}
@@ -59,8 +60,18 @@ class BeamRequest(ForkingRequest):
         if self.keeps_history:
             parents = torch.tensor([c.parent for c in running], device=self.device)
             self._extend_history((c.token for c in running), parents)
+        if self._chains is not None:
+            self._fork_chains(c.parent for c in running)
         self.length += 1
         return Reorder([c.parent if num_seqs > 1 else 0 for c in running], [c.token for c in running])
+
+    def _processed(self, seqs: list[Sequence], raw: torch.Tensor) -> torch.Tensor:
+        """raw fp32 [num_beams, vocab], not changed -> the scores after all processors."""
+        chains = self.chains(raw.shape[1])
+        if chains[0].own:
+            return self.process(raw.clone())
+        edits = [chain.edits(seq.token_ids) for seq, chain in zip(seqs, chains)]
+        return process_together(chains, raw.clone(), edits if len(seqs) > 1 else edits * len(chains))
 
     def _candidates(self, raw: torch.Tensor, scores: torch.Tensor) -> tuple[list[Candidate], list[float]]:
         """The best or the drawn continuations, with the log-probabilities of their tokens before the processors."""

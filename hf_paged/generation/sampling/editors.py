@@ -7,7 +7,8 @@ is kept up to date by the new ones. Knows processors and tokens; never logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ class Editor(Protocol):
         """The change after these tokens, prompt included; None if there is none. Each call has the tokens of the last
         one and more."""
 
+    def fork(self) -> Editor:
+        """An editor for a text that begins like this one and goes on differently. They share what does not change."""
+
 
 def editor_of(processor: Any, width: int) -> Editor | None:
     """The editor that does what `processor` does to scores of `width` tokens. None if there is none for its type, which
@@ -31,7 +35,14 @@ def editor_of(processor: Any, width: int) -> Editor | None:
     return None if make is None else make(processor, width)
 
 
-class _Fixed:
+class _Stateless:
+    """An editor that looks at the tokens anew each time."""
+
+    def fork(self) -> Self:
+        return self
+
+
+class _Fixed(_Stateless):
     """One and the same edit, at certain lengths."""
 
     def __init__(self, edit: Edit, is_due: Callable[[int], bool]) -> None:
@@ -65,6 +76,11 @@ class _Seen:
         self._known = max(self._known, len(token_ids))
         return Edit(Op.SCALE, self._ids[: self._count], None, self._penalty) if self._count else None
 
+    def fork(self) -> Self:
+        other = copy(self)
+        other._is_seen, other._ids = self._is_seen.copy(), self._ids.copy()
+        return other
+
 
 class _NGrams:
     """Bans the tokens that would complete an n-gram of the text once more."""
@@ -73,7 +89,7 @@ class _NGrams:
         self._size = size
         self._width = width
         self._known = 0  # n-grams that begin below this position are in the table
-        self._followers: dict[tuple[int, ...], dict[int, None]] = {}
+        self._followers: dict[tuple[int, ...], tuple[int, ...]] = {}  # all different
 
     def edit(self, token_ids: Sequence[int]) -> Edit | None:
         end = len(token_ids) - self._size + 1
@@ -81,14 +97,20 @@ class _NGrams:
             return None
         for start in range(self._known, end):
             *prefix, token = token_ids[start : start + self._size]
-            if token < self._width:
-                self._followers.setdefault(tuple(prefix), {})[token] = None
+            followers = self._followers.get(tuple(prefix), ())
+            if token < self._width and token not in followers:
+                self._followers[tuple(prefix)] = (*followers, token)
         self._known = end
         found = self._followers.get(tuple(token_ids[len(token_ids) + 1 - self._size :]))
         return Edit(Op.FILL, _ids(found)) if found else None
 
+    def fork(self) -> Self:
+        other = copy(self)
+        other._followers = self._followers.copy()
+        return other
 
-class _EncoderNGrams:
+
+class _EncoderNGrams(_Stateless):
     """Bans the tokens that would complete an n-gram of the prompt, which `table` has by its first n - 1 tokens."""
 
     def __init__(self, table: dict[tuple[int, ...], list[int]], size: int) -> None:
@@ -99,7 +121,7 @@ class _EncoderNGrams:
         return self._edits.get(tuple(token_ids[len(token_ids) + 1 - self._size :]))
 
 
-class _Bias:
+class _Bias(_Stateless):
     """Biases of tokens, and of tokens that would complete a sequence.
 
     The biases of a token are added up in the order and the precision (fp32) of transformers. A score of -0.0 without a
@@ -140,7 +162,7 @@ class _Bias:
         return np.float32(0) if place is None else self._values[place]
 
 
-class _Decay:
+class _Decay(_Stateless):
     """A bonus for the EOS tokens that grows with each token beyond `start`."""
 
     def __init__(self, ids: Ids, start: int, factor: float) -> None:
@@ -151,6 +173,19 @@ class _Decay:
     def edit(self, token_ids: Sequence[int]) -> Edit | None:
         beyond = len(token_ids) - self._start
         return Edit(Op.GROW, self._ids, None, pow(self._factor, beyond) - 1) if beyond > 0 else None
+
+
+class _Watermark(_Stateless):
+    """A bias for the tokens of a list that the last tokens determine."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        if len(token_ids) < self._processor.context_width:
+            return None
+        ids = self._processor._get_greenlist_ids(torch.tensor(token_ids[-self._processor.context_width :])).numpy()
+        return Edit(Op.ADD, ids, np.full(len(ids), self._processor.bias, dtype=np.float32))
 
 
 # -- one for each type ---------------------------------------------------------------------------------------------
@@ -217,15 +252,16 @@ def _forced_eos(processor: Any, width: int) -> Editor | None:
 def _repetition(processor: Any, width: int) -> Editor | None:
     start = getattr(processor, "prompt_ignore_length", None)
     if isinstance(start, torch.Tensor):
-        if start.numel() != 1:
+        if len(set(start.tolist())) != 1:  # it has one for each row of the request
             return None
-        start = int(start)
+        start = int(start[0])
     return _Seen(processor.penalty, start or 0, width)
 
 
 def _encoder_repetition(processor: Any, width: int) -> Editor | None:
-    tokens = _listed(processor.encoder_input_ids)
-    if tokens is None or not _all_within(tokens, width) or len(processor.encoder_input_ids) != 1:
+    prompts = processor.encoder_input_ids
+    tokens = _listed(prompts)
+    if tokens is None or not _all_within(tokens, width) or not (prompts == prompts[:1]).all():
         return None
     return _Fixed(Edit(Op.SCALE, _ids(tokens), None, processor.penalty), lambda length: True)
 
@@ -236,7 +272,7 @@ def _no_repeat_ngram(processor: Any, width: int) -> Editor | None:
 
 def _encoder_no_repeat_ngram(processor: Any, width: int) -> Editor | None:
     tables = processor.generated_ngrams
-    if len(tables) != 1 or not all(_all_within(tokens, width) for tokens in tables[0].values()):
+    if any(table != tables[0] for table in tables) or not all(_all_within(t, width) for t in tables[0].values()):
         return None
     return _EncoderNGrams(tables[0], processor.ngram_size)
 
@@ -253,6 +289,12 @@ def _decay(processor: Any, width: int) -> Editor | None:
     return _Decay(_ids(tokens), start, factor)
 
 
+def _watermark(processor: Any, width: int) -> Editor | None:
+    """The scheme "selfhash" depends on the scores, and the random numbers of a GPU are not those of the host."""
+    is_usable = processor.seeding_scheme == "lefthash" and processor.fixed_table.device.type == "cpu"
+    return _Watermark(processor) if is_usable and processor.vocab_size <= width else None
+
+
 _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
     logits_process.MinLengthLogitsProcessor: _min_length,
     logits_process.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
@@ -267,4 +309,5 @@ _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
     logits_process.SequenceBiasLogitsProcessor: _bias,
     logits_process.NoBadWordsLogitsProcessor: _bias,
     logits_process.ExponentialDecayLengthPenalty: _decay,
+    logits_process.WatermarkLogitsProcessor: _watermark,
 }

@@ -9,9 +9,10 @@ import torch
 from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.sampling.processors import Chain, process_together
 from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample, Told
 from hf_paged.generation.sampling.scores import TopTokens
-from hf_paged.kernels.sampling import logprobs_of, sample_tokens, to_host
+from hf_paged.kernels.sampling import logprobs_of, sample_tokens, sample_top_p, to_host
 
 
 class GroupRequest(ForkingRequest):
@@ -35,9 +36,14 @@ class GroupRequest(ForkingRequest):
         # numbers for them.
         rows = [0 if s.seq is None else row_of[s.seq.seq_id] for s in self.samples]
         raw = logits[torch.tensor(rows, device=logits.device)]
-        scores = self.process(raw.clone()) if self.processors else raw
-        tokens, invalid = sample_tokens(scores, self.generator)
-        tokens = tokens.squeeze(1)
+        chains = self.chains(raw.shape[1], draws=True)
+        scores = self._processed(chains, raw) if self.processors else raw
+        if chains[0].top_p is not None and not chains[0].own:
+            warpers = [chain.top_p for chain in chains]
+            tokens, invalid = sample_top_p(scores, warpers, [self.generator] * self.num_rows)
+        else:
+            tokens, invalid = sample_tokens(scores, self.generator)
+            tokens = tokens.squeeze(1)
         kept = [logprobs_of(scores, tokens)] if self.keeps_processed else []
         chosen, logprobs, invalids, *processed = to_host(tokens, logprobs_of(raw, tokens), invalid, *kept)
         if any(map(isnan, logprobs)):
@@ -50,6 +56,17 @@ class GroupRequest(ForkingRequest):
                 if sample.seq is not None:
                     sample.top_logprobs.append(top[row])
         return self._fork(chosen, logprobs, *processed)
+
+    def _processed(self, chains: list[Chain], raw: torch.Tensor) -> torch.Tensor:
+        """raw fp32 [num_samples, vocab], not changed -> the scores after all processors but a final top-p."""
+        if chains[0].own:
+            return self.process(raw.clone())
+        if len(chains) > 1 and chains[0] is chains[1]:  # no text has been looked at yet
+            self._fork_chains(range(self.num_rows))
+            chains = self.chains(raw.shape[1])
+        # The tokens that finished samples get are dropped.
+        edits = [[] if s.seq is None else chain.edits(s.seq.token_ids) for s, chain in zip(self.samples, chains)]
+        return process_together(chains, raw.clone(), edits)
 
     def _fork(self, tokens: list[int], logprobs: list[float], processed: list[float] | None = None) -> list[Fork]:
         """One token for each sample; those of finished samples are dropped."""

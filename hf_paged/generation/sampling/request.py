@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from transformers.generation.stopping_criteria import MaxTimeCriteria
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs, View
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
@@ -20,6 +21,7 @@ from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores
 from hf_paged.generation.sampling.scores import PromptScores
 from hf_paged.kernels.metadata import to_device
+from hf_paged.kernels.sampling import draws_natively
 
 NOT_FINITE = "the model's logits are NaN"
 NOTHING_LEFT = "after the logits processors no token has a probability"
@@ -105,6 +107,7 @@ class Request:
         self.config = config
         self.generator = generator
         self.processors = prepared.logits_processor
+        self._own_processors = prepared.own_processors
         self.criteria = prepared.stopping_criteria
         self.prompt_token_ids = prepared.prompt_token_ids
         self.prompt_length = len(self.prompt_token_ids)
@@ -168,6 +171,21 @@ class Request:
         be chosen from what they return."""
         return checked_scores(self.processors(self._rows(), scores), scores)
 
+    def _new_chain(self, width: int, *options: object, draws: bool) -> Chain:
+        """The processors for rows of `width` scores. draws: a token is drawn from each row."""
+        chain = chain_of(
+            self.processors,
+            width,
+            *options,
+            self.keeps_processed,
+            callers=self._own_processors,
+            on_cpu=self.device.type == "cpu",
+            is_drawn=draws and not self.keeps_processed and draws_natively(self.device),
+        )
+        if not chain.own and not self.criteria:
+            self.keeps_history, self._history = False, None
+        return chain
+
     def _rows(self) -> torch.Tensor:
         """The history so far, int64 [num_rows, length]."""
         assert self.keeps_history
@@ -206,18 +224,14 @@ class SingleRequest(Request):
         super().__init__(group, prepared, generator)
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
-        self._own_processors = prepared.own_processors
         self._chain: Chain | None = None
+        self._endings: list[frozenset[int]] | None = None  # for each criterion; empty: it is to be asked always
         self._num_streamed = 0
 
     def chain(self, width: int) -> Chain:
         """Its processors for rows of `width` scores, which are known with the first row only."""
         if self._chain is None:
-            self._chain = chain_of(
-                self.processors, width, self.do_sample, self.keeps_processed, callers=self._own_processors
-            )
-            if not self._chain.own and not self.criteria:
-                self.keeps_history, self._history = False, None
+            self._chain = self._new_chain(width, self.do_sample, draws=self.do_sample)
         return self._chain
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
@@ -228,8 +242,17 @@ class SingleRequest(Request):
     def extend_history(self, token: torch.Tensor, stopped: torch.Tensor) -> None:
         """token int64 [1], on the device; sets stopped fp32 [1] to 1 if a criterion ends the request after it."""
         self._extend_history(token)
-        if self.criteria:
+        if self.criteria and self._may_stop(token):
             stopped.copy_(self.criteria(self._rows(), None), non_blocking=True)
+
+    def _may_stop(self, token: torch.Tensor) -> bool:
+        """Whether the criteria have to be asked. On a CPU, the token itself tells that no stop string ends with it."""
+        if self._endings is None:
+            known = [ending_tokens(criterion) for criterion in self.criteria if self.device.type == "cpu"]
+            found = [endings for endings in known if endings is not None]
+            self._endings = found if len(found) == len(self.criteria) else []
+        last = int(token) if self._endings else 0
+        return not self._endings or any(last in endings for endings in self._endings)
 
     def accept(self, token: int, logprob: float, processed: float, is_stopped: bool) -> FinishReason | None:
         """Record the next token; returns why it ends the request, or None."""
@@ -280,9 +303,41 @@ class SingleRequest(Request):
         self.exception = self.exception or error
 
 
+_ENDINGS: WeakKeyDictionary[StopStringCriteria, frozenset[int]] = WeakKeyDictionary()  # requests share criteria
+
+
+def ending_tokens(criterion: Any) -> frozenset[int] | None:
+    """The tokens after which the criterion may be met, as the table of stop strings has them; None for others."""
+    if type(criterion) is not StopStringCriteria or not (criterion.target_lens > 0).all():
+        return None
+    if criterion not in _ENDINGS:
+        first = criterion.max_valid_positions * criterion.num_stop_strings
+        overlaps = (criterion.embedding_vec[:, first:-1] > 0).any(dim=1)
+        _ENDINGS[criterion] = frozenset(overlaps.nonzero().flatten().tolist())
+    return _ENDINGS[criterion]
+
+
 class ForkingRequest(Request):
     """A request of several samples or beams. Its sequences may fork, so the host decides each of its steps before the
     next one is scheduled."""
+
+    _chains: list[Chain] | None = None  # of the rows; known with the first scores
+
+    def chains(self, width: int, *, draws: bool = False) -> list[Chain]:
+        """The processors of each sample or beam. They know its tokens so far."""
+        if self._chains is None:
+            self._chains = [self._new_chain(width, draws=draws)] * self.num_rows
+        return self._chains
+
+    def _fork_chains(self, parents: Iterable[int]) -> None:
+        """Row i goes on as row parents[i] did."""
+        assert self._chains is not None
+        taken: set[int] = set()
+        chains = []
+        for chain in (self._chains[parent] for parent in parents):
+            chains.append(chain.fork() if id(chain) in taken else chain)
+            taken.add(id(chain))
+        self._chains = chains
 
     @property
     def num_unfinished(self) -> int:

@@ -3,7 +3,7 @@
  * variates u are those of torch's generator, a Mersenne Twister: 53 bits of two words, for every token of the row.
  * Because e >= u, the logarithm is computed only if p / u exceeds the largest p / e so far. */
 
-#include "common.h"
+#include "vectors.h"
 
 /* gcc vectorises these loops only at this level. */
 #if defined(__GNUC__) && !defined(__clang__)
@@ -38,7 +38,7 @@ static void twister_refill(uint32_t *w) {
     w[623] = w[396] ^ twist(w[623], w[0]);
 }
 
-static void twister_take(twister *t, uint32_t *out, int count) {
+static void twister_take(twister *restrict t, uint32_t *restrict out, int count) {
     while (count > 0) {
         if (t->next == TWISTER_WORDS) {
             twister_refill(t->words);
@@ -83,6 +83,18 @@ static int64_t draw_row(const float *p, int64_t vocab, twister *t) {
     return token;
 }
 
+static twister twister_of(const generator_state *state) {
+    twister t = {.next = state->left == 1 ? TWISTER_WORDS : (int)state->next};
+    for (int i = 0; i < TWISTER_WORDS; i++) t.words[i] = (uint32_t)state->words[i];
+    return t;
+}
+
+static void move_on(generator_state *state, const twister *t) {
+    for (int i = 0; i < TWISTER_WORDS; i++) state->words[i] = t->words[i];
+    state->next = (uint64_t)t->next;
+    state->left = TWISTER_WORDS + 1 - t->next;
+}
+
 /* probs [rows, vocab], rows `stride` elements apart -> tokens [rows]. states: the state of each row's generator, which
  * is advanced. are_distinct: no two rows have the same generator. */
 HFP_EXPORT void hfp_draw(const float *probs, int64_t stride, int64_t rows, int64_t vocab,
@@ -90,13 +102,149 @@ HFP_EXPORT void hfp_draw(const float *probs, int64_t stride, int64_t rows, int64
     (void)threads, (void)are_distinct;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1 && are_distinct)
     for (int64_t r = 0; r < rows; r++) {
-        generator_state *state = states[r];
-        twister t = {.next = state->left == 1 ? TWISTER_WORDS : (int)state->next};
-        for (int i = 0; i < TWISTER_WORDS; i++) t.words[i] = (uint32_t)state->words[i];
+        twister t = twister_of(states[r]);
         tokens[r] = draw_row(probs + r * stride, vocab, &t);
-        for (int i = 0; i < TWISTER_WORDS; i++) state->words[i] = t.words[i];
-        state->next = (uint64_t)t.next;
-        state->left = TWISTER_WORDS + 1 - t.next;
+        move_on(states[r], &t);
+    }
+}
+
+/* -- top-p ---------------------------------------------------------------------------------------------------------
+ *
+ * transformers sorts a row, adds up the softmax of it from below, and removes the tokens up to which the sum is at most
+ * 1 - top_p. Here, two scores are found without sorting: tokens below the one are removed whatever the order of equal
+ * scores and the rounding of torch's sums, tokens from the other on are kept. If the token drawn among all that may be
+ * kept is surely kept, it is the token that transformers draws. If not, the row is left undecided. */
+
+#define CUTS 8              /* scores that are tried in one pass */
+#define MAX_PASSES 8        /* each takes two loads a token */
+#define FEW 1e-3            /* probability of the tokens in doubt at which the search ends */
+#define CLOSE 0.99998f      /* of two quotients in this ratio or closer, either may be the larger one for torch */
+#define ADDED_AT_ONCE 2048  /* weights that are added in fp32 */
+
+typedef struct {
+    float possible, sure; /* scores: no token below the first is kept, all from the second on are */
+} nucleus;
+
+static float largest(const float *x, int64_t count) {
+    vf most = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + W <= count; i += W) most = vmax(load_f32(x + i), most);
+    float top = max_lanes(most);
+    for (; i < count; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+/* w = exp(x - top). Returns the sum; NaN if a score is NaN. */
+static double weigh(const float *x, float *w, int64_t count, float top) {
+    double total = 0;
+    for (int64_t start = 0; start < count; start += ADDED_AT_ONCE) {
+        const int64_t end = start + ADDED_AT_ONCE < count ? start + ADDED_AT_ONCE : count;
+        vf sum = {0};
+        int64_t i = start;
+        for (; i + W <= end; i += W) {
+            const vf e = exp_negative(load_f32(x + i) - top);
+            store_f32(w + i, e);
+            sum += e;
+        }
+        total += sum_lanes(sum);
+        for (; i < end; i++) total += w[i] = x[i] - top < -87.0f ? 0 : expf(x[i] - top);
+    }
+    return total;
+}
+
+/* sums[c]: weight of the tokens with scores below cuts[c]. */
+static void weights_below(const float *x, const float *w, int64_t count, const float *cuts, double *sums) {
+    for (int c = 0; c < CUTS; c++) sums[c] = 0;
+    for (int64_t start = 0; start < count; start += ADDED_AT_ONCE) {
+        const int64_t end = start + ADDED_AT_ONCE < count ? start + ADDED_AT_ONCE : count;
+        vf part[CUTS] = {{0}};
+        int64_t i = start;
+        for (; i + W <= end; i += W) {
+            const vf score = load_f32(x + i), weight = load_f32(w + i);
+#pragma GCC unroll 8
+            for (int c = 0; c < CUTS; c++) part[c] += (vf)((vi)weight & (score < cuts[c]));
+        }
+        for (int c = 0; c < CUTS; c++) sums[c] += sum_lanes(part[c]);
+        for (; i < end; i++)
+            for (int c = 0; c < CUTS; c++) sums[c] += x[i] < cuts[c] ? w[i] : 0;
+    }
+}
+
+/* removed: 1 - top_p. Fills w with the weights. Returns 0 if the row has no distribution or nothing is sure. */
+static int find_nucleus(const float *x, float *w, int64_t vocab, float removed, nucleus *found) {
+    const float top = largest(x, vocab);
+    if (!(fabsf(top) < INFINITY)) return 0;
+    const double total = weigh(x, w, vocab, top);
+    if (!(total < INFINITY)) return 0;
+    /* torch adds a row's weights in fp32, in four lanes at least; the rest is for the rounding of all else. */
+    const double slack = 1e-4 + (double)vocab * 0x1p-26;
+    const double least = removed * (1 - slack) * total, most = removed * (1 + slack) * total;
+    float low = top - 100, high = top;
+    double below_low = 0, below_high = INFINITY;
+    for (int pass = 0; pass < MAX_PASSES && below_high - below_low > FEW * total; pass++) {
+        float cuts[CUTS];
+        double sums[CUTS];
+        const float start = low, width = high - low;
+        for (int c = 0; c < CUTS; c++) cuts[c] = c == CUTS - 1 ? high : start + width * ((float)(c + 1) / CUTS);
+        weights_below(x, w, vocab, cuts, sums);
+        for (int c = CUTS - 1; c >= 0; c--) /* the token itself is in the sum that must be larger */
+            if (sums[c] + expf(cuts[c] - top) * (1 - 1e-5) > most) high = cuts[c], below_high = sums[c];
+        for (int c = 0; c < CUTS; c++)
+            if (sums[c] <= least && cuts[c] < high) low = cuts[c], below_low = sums[c];
+        if (high - low >= width || below_high == INFINITY) break;
+    }
+    *found = (nucleus){low, high};
+    return below_high < INFINITY;
+}
+
+/* Like draw_row, among the tokens that may be kept; -1 if another one may win in torch's arithmetic. */
+static int64_t draw_kept(const float *x, const float *w, int64_t vocab, nucleus kept, twister *t) {
+    uint32_t words[2 * DRAWN_AT_ONCE];
+    int64_t token = -1;
+    float best = 0;
+    int is_close = 0;
+    for (int64_t start = 0; start < vocab; start += DRAWN_AT_ONCE) {
+        const int n = vocab - start < DRAWN_AT_ONCE ? (int)(vocab - start) : DRAWN_AT_ONCE;
+        twister_take(t, words, 2 * n);
+        const float needed = best * (0x1p-21f * 0.9999f);
+        int any = 0;
+        for (int i = 0; i < n; i++) {
+            const float u = (float)(int32_t)(words[2 * i] & 0x1fffffu);
+            any |= (x[start + i] >= kept.possible) & (w[start + i] >= needed * u);
+        }
+        for (int i = 0; any && i < n; i++) {
+            const float u = (float)(int32_t)(words[2 * i] & 0x1fffffu), weight = w[start + i];
+            if (!(x[start + i] >= kept.possible && weight >= best * (0x1p-21f * 0.9999f) * u)) continue;
+            const uint64_t bits = ((uint64_t)words[2 * i] << 32 | words[2 * i + 1]) & ((1ull << 53) - 1);
+            const float ahead = weight / (float)-log1p(-((double)bits * 0x1p-53));
+            if (ahead > best) {
+                is_close = best >= ahead * CLOSE;
+                best = ahead, token = start + i;
+            } else if (ahead >= best * CLOSE)
+                is_close = 1;
+        }
+    }
+    return token < 0 || is_close || !(x[token] >= kept.sure) ? -1 : token;
+}
+
+HFP_EXPORT int64_t hfp_generator_bytes(void) { return sizeof(generator_state); }
+
+/* removed: 1 - top_p of each row. weights: [threads, vocab], of fp32. before: the states as each row has found its own,
+ * for the rows whose token is -1: undecided. */
+HFP_EXPORT void hfp_draw_top_p(const float *scores, int64_t stride, int64_t rows, int64_t vocab, const float *removed,
+                               float *weights, generator_state *const *states, generator_state *before,
+                               int are_distinct, int64_t *tokens, int64_t threads) {
+    (void)threads, (void)are_distinct;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1 && are_distinct)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *x = scores + r * stride;
+        float *w = weights + omp_get_thread_num() * vocab;
+        before[r] = *states[r];
+        twister t = twister_of(states[r]);
+        nucleus kept;
+        if (!find_nucleus(x, w, vocab, removed[r], &kept)) kept = (nucleus){NAN, NAN}; /* has no token */
+        tokens[r] = draw_kept(x, w, vocab, kept, &t);
+        move_on(states[r], &t);
     }
 }
 

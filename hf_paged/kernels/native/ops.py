@@ -342,6 +342,39 @@ def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Te
     return tokens
 
 
+def draw_top_p(
+    scores: torch.Tensor, top_ps: Sequence[float], generators: Sequence[torch.Generator]
+) -> tuple[torch.Tensor, dict[int, torch.Generator]]:
+    """scores fp32 [num_rows, vocab], last dimension contiguous, top_p and a generator for each row -> tokens int64
+    [num_rows], drawn from what transformers' TopPLogitsWarper keeps (at least one token).
+
+    Also returns the rows whose token is arbitrary, because it depends on how torch orders equal scores and rounds: each
+    with a generator that is what the row's own was before it. As for the rest, see `draw`.
+    """
+    rows, vocab = scores.shape
+    tokens = torch.empty(rows, dtype=torch.int64)
+    removed = torch.tensor([1 - top_p for top_p in top_ps], dtype=torch.float32)
+    threads = torch.get_num_threads()
+    weights = torch.empty(threads, vocab)
+    with _drawing:
+        states = {generator: generator.get_state() for generator in generators}
+        addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
+        before = torch.empty(rows, _library().hfp_generator_bytes(), dtype=torch.uint8)
+        _library().hfp_draw_top_p(
+            scores.data_ptr(), scores.stride(0), rows, vocab, removed.data_ptr(), weights.data_ptr(), addresses,
+            before.data_ptr(), len(states) == rows, tokens.data_ptr(), threads,
+        )  # fmt: skip
+        for generator, state in states.items():
+            generator.set_state(state)
+    undecided = {}
+    for row in (tokens < 0).nonzero().flatten().tolist():
+        state = states[generators[row]].clone()
+        state[: before.shape[1]] = before[row]
+        undecided[row] = torch.Generator()
+        undecided[row].set_state(state)
+    return tokens, undecided
+
+
 @functools.cache
 def draws_like_torch() -> bool:
     """Whether `draw` samples what `torch.multinomial` samples and leaves the generator in the same state.

@@ -78,6 +78,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_copy_blocks": ([_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER], None),
     "hfp_greedy": ([_POINTER, _INT, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER], _INT),
     "hfp_draw": ([_POINTER, *[_INTEGER] * 3, _POINTER, _INT, _POINTER, _INTEGER], None),
+    "hfp_generator_bytes": ([], _INTEGER),
+    "hfp_draw_top_p": ([_POINTER, *[_INTEGER] * 3, *[_POINTER] * 4, _INT, _POINTER, _INTEGER], None),
     "hfp_has_layers": ([], _INT),
 }
 # Only if `hfp_has_layers`. The structs are in fused/cpu/structs.py.

@@ -1,0 +1,150 @@
+"""What options of generation cost: the throughput of one engine's load under each set of options, as a ratio to greedy
+decoding without any.
+
+The sets run in turns, so that a change of the machine's speed meets all of them. No option ends a request early: all
+runs generate the same number of tokens.
+
+    python benchmarks/options.py --model 135m --requests 64 --scale 0.25 --threads 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import throughput
+import torch
+import transformers
+import workloads
+from tokenizers import Tokenizer, models
+
+import hf_paged
+
+EOS = 2
+Options = dict[str, Any]
+
+
+def tokenizer(vocab_size: int) -> Any:
+    """Of random words, two to nine letters each."""
+    rng = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = {"7": 0, "<": 1, ".": EOS, "abcdef": 3}  # transformers asks for the text of "abcdef"
+    while len(words) < vocab_size:
+        words.setdefault("".join(rng.choices(letters, k=rng.randint(2, 9))), len(words))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="7")))
+
+
+def bad_words(rng: random.Random, vocab_size: int) -> list[list[int]]:
+    return [[rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 2]))] for _ in range(100)]
+
+
+STOP_STRINGS = ["jqxzjqxz 7", "zqzqzqzq 7"]  # words that the vocabulary does not have, before one that it has
+# A function of the number of new tokens, a source of random numbers and the size of the vocabulary.
+SETS: dict[str, Callable[[int, random.Random, int], Options]] = {
+    "bare": lambda count, rng, vocab: {},
+    "min_new_tokens": lambda count, rng, vocab: {"min_new_tokens": count, "eos_token_id": EOS},
+    "sampling": lambda count, rng, vocab: {"do_sample": True, "top_k": 0},
+    "top_k": lambda count, rng, vocab: {"do_sample": True, "top_k": 50},
+    "top_p": lambda count, rng, vocab: {"do_sample": True, "top_k": 0, "top_p": 0.9},
+    "penalty and top_p": lambda count, rng, vocab: {
+        "do_sample": True, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.2,
+    },
+    "top_k and top_p": lambda count, rng, vocab: {"do_sample": True, "top_k": 50, "top_p": 0.9, "temperature": 0.7},
+    "no_repeat_ngram": lambda count, rng, vocab: {"no_repeat_ngram_size": 3},
+    "bad_words": lambda count, rng, vocab: {"bad_words_ids": bad_words(rng, vocab)},
+    "stop_strings": lambda count, rng, vocab: {"stop_strings": STOP_STRINGS},
+}  # fmt: skip
+
+
+def mixed(count: int, rng: random.Random, vocab_size: int) -> Options:
+    """One of the sets with settings of its own."""
+    name = rng.choice([name for name in SETS if name != "bare"])
+    options = SETS[name](count, rng, vocab_size)
+    if options.get("do_sample"):
+        options |= {"temperature": round(rng.uniform(0.5, 1.5), 2)}
+        options |= {"top_p": round(rng.uniform(0.5, 0.99), 2)} if "top_p" in options else {}
+    return options
+
+
+SETS["mixed"] = mixed
+
+
+def run(model: Any, prompts: list[list[int]], configs: list[Any], words: Any) -> float:
+    """Tokens per second of all requests, which arrive together."""
+    torch.manual_seed(0)
+    with hf_paged.Engine(model, tokenizer=words) as engine:
+        begin = time.perf_counter()
+        for prompt, config in zip(prompts, configs):
+            engine.add_request(prompt, config)
+        tokens = 0
+        while engine.has_unfinished_requests():
+            tokens += sum(len(o.outputs[0].token_ids) for o in engine.step() if o.finished)
+        seconds = time.perf_counter() - begin
+    assert tokens == sum(config.max_new_tokens for config in configs), "an option has ended a request early"
+    return tokens / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=throughput.SHAPES, default="135m", help="shape of the random Llama")
+    parser.add_argument("--layers", type=int, help="number of layers, instead of the shape's own")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workload", choices=workloads.WORKLOADS, default="sharegpt")
+    parser.add_argument("--scale", type=float, default=0.25, help="lengths are multiplied by this")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--sets", default=",".join(SETS), help="comma-separated: " + ", ".join(SETS))
+    parser.add_argument("--runs", type=int, default=3, help="the median run of each set is shown")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    if args.layers:
+        throughput.SHAPES[args.model]["num_hidden_layers"] = args.layers
+
+    model = throughput.build_model(args)
+    vocab_size = model.config.vocab_size
+    requests = workloads.synthesise(args.workload, args.requests, scale=args.scale, seed=args.seed)
+    prompts = workloads.prompts_for(requests, vocab_size, args.seed)
+    words = tokenizer(vocab_size)
+    rng = random.Random(args.seed)
+    configs = {
+        name: [
+            transformers.GenerationConfig(
+                max_new_tokens=r.output_length, pad_token_id=0, **SETS[name](r.output_length, rng, vocab_size)
+            )
+            for r in requests
+        ]
+        for name in dict.fromkeys(["bare", *args.sets.split(",")])
+    }
+    for each in configs.values():
+        run(model, prompts[:2], each[:2], words)
+    speeds: dict[str, list[float]] = {name: [] for name in configs}
+    for _ in range(args.runs):
+        for name, each in configs.items():
+            speeds[name].append(run(model, prompts, each, words))
+            print(f"{name}: {speeds[name][-1]:.1f} tokens/s", file=sys.stderr)
+    medians = {name: statistics.median(each) for name, each in speeds.items()}
+    print(f"{len(requests)} requests of {args.workload} x {args.scale}; {throughput.machine(args)}\n")
+    print("| options | tokens/s | of bare |\n|---|---|---|")
+    for name, speed in medians.items():
+        print(f"| {name} | {speed:.1f} | {speed / medians['bare']:.2f} |")
+    if args.json:
+        report = {"date": time.strftime("%Y-%m-%d"), "machine": throughput.machine(args), "tokens_per_s": speeds}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Figures 2, 13, 14, 15, 16 and 19 at small scale: the engine on this CPU, and the simulator under the same loads.
+
+Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks import workloads
+from benchmarks.paper.cost import CostModel
+from benchmarks.paper.fit import SCALE, load_of_workload
+from benchmarks.paper.real import RealLoad, run_engine, simulate
+from benchmarks.paper.requests import SimRequest, translation
+from benchmarks.paper.runs import Outcome, Store, outcome_of
+
+Data = dict[str, Any]
+Row = tuple[str, Callable[[Outcome], float]]
+
+FILLED: Row = ("slots that hold tokens, %", lambda o: 100 * o["window"]["filled"])
+BATCHED: Row = ("batched requests", lambda o: o["batched"])
+LATENCY: Row = ("normalized latency, ms/token", lambda o: 1000 * o["latency"])
+SAVED: Row = ("blocks saved by sharing, %", lambda o: 100 * o["window"]["saved"])
+STEPS: Row = ("steps", lambda o: o["steps"])
+PREEMPTIONS: Row = ("preemptions", lambda o: o["preemptions"])
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    figure: str
+    load: RealLoad
+    values: tuple[Row, ...]
+
+
+def forking(kind: Any, width: int, count: int, rate: float) -> RealLoad:
+    trace = workloads.synthesise("alpaca", count, scale=0.5, rate=rate, seed=21)
+    requests = [
+        SimRequest(f"r{i}", r.arrival, r.input_length, r.output_length, kind, width) for i, r in enumerate(trace)
+    ]
+    return RealLoad(f"Alpaca x 0.5, {width} {kind}", requests, 8192, max_num_seqs=128)
+
+
+def loads(count: int) -> Iterator[Beside]:
+    """`count`: requests of each load."""
+    sharegpt = f"ShareGPT x {SCALE:g}"
+    pressure = load_of_workload("sharegpt", count, 1000.0, 22, slots=1024)
+    yield Beside("2", replace(pressure, name=f"{sharegpt}, overload"), (FILLED,))
+    for rate in (10.0, 30.0):
+        load = load_of_workload("sharegpt", count, rate, 23, slots=1024)
+        yield Beside("13", replace(load, name=f"{sharegpt}, {rate:g}/s"), (BATCHED, LATENCY))
+    for kind, width in (("samples", 2), ("samples", 4), ("samples", 6), ("beams", 2), ("beams", 4), ("beams", 6)):
+        yield Beside("14, 15", forking(kind, width, count, 10.0), (LATENCY, SAVED))
+    for prefix in (80, 341):
+        for shares in (True, False):
+            requests = translation(count, 20.0, 24, prefix)
+            name = f"prefix of {prefix} tokens, {'shared' if shares else 'not shared'}"
+            yield Beside("16", RealLoad(name, requests, 16384, prefix_caching=shares), (LATENCY,))
+    for mode in ("recompute", "swap"):
+        for size in (1, 16, 64):
+            load = load_of_workload("sharegpt", count, 40.0, 25, slots=768, preemption=mode, block_size=size)
+            load = replace(load, name=f"{sharegpt}, {mode}, block size {size}")
+            yield Beside("19", load, (LATENCY, PREEMPTIONS))
+
+
+def compare_all(
+    language_model: Callable[[], Any], cost: CostModel, count: int, store: Store, say: Callable[[str], None]
+) -> Data:
+    """Engine and simulator under each load; runs of the engine that `store` has are not repeated."""
+    rows: list[Data] = []
+    for beside in loads(count):
+        key = f"engine, {count} requests: {beside.figure}, {beside.load.name}"
+        outcome = store.get(key)
+        if outcome is None:
+            say(key)
+            run = run_engine(language_model(), beside.load)
+            outcome = outcome_of(run.result) | {"parents": run.parents}
+            store.put(key, outcome)
+        simulated = outcome_of(simulate(beside.load, cost, outcome["parents"] or None))
+        for value, read in beside.values:
+            row = {"figure": beside.figure, "load": beside.load.name, "value": value}
+            rows.append(row | {"engine": read(outcome), "simulated": read(simulated)})
+    return {"requests": count, "rows": rows}

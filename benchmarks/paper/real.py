@@ -1,0 +1,192 @@
+"""Runs the engine on this CPU under the loads of a simulation, and the simulator under the loads of the engine.
+
+The clock of a run is the CPU time of this process with one thread, and idle time is skipped, so other work on the
+machine changes little. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.paper.cost import CostModel
+from benchmarks.paper.policies.interface import Load, Memory, load_of
+from benchmarks.paper.policies.paged import Paged
+from benchmarks.paper.requests import SimRequest
+from benchmarks.paper.simulator import Completed, Integral, Result, Simulator
+from benchmarks.paper.watch import watched
+from hf_paged.config import CacheConfig, PreemptionMode, SchedulerConfig
+from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
+
+VOCAB = 512
+TOKEN_BUDGET = 256
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RealLoad:
+    """Requests, and the engine that serves them. slots: tokens of the K/V pool."""
+
+    name: str
+    requests: list[SimRequest]
+    slots: int
+    block_size: int = 16
+    preemption: PreemptionMode = "auto"
+    prefix_caching: bool = False
+    max_num_seqs: int = 64
+
+    @property
+    def num_blocks(self) -> int:
+        return self.slots // self.block_size
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=TOKEN_BUDGET,
+            prefix_caching=self.prefix_caching,
+            preemption=self.preemption,
+        )
+
+
+@dataclass(slots=True)
+class RealRun:
+    """result: as of a simulation; steps: the load of each step and its seconds; adding: seconds of each arrival;
+    parents: of the beams, by request."""
+
+    result: Result
+    steps: list[tuple[Load, float]]
+    adding: list[float]
+    parents: dict[str, list[list[int]]] = field(default_factory=dict)
+
+
+def model() -> Any:
+    """A random Llama, the same weights every time, which never ends a text by itself."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = transformers.LlamaConfig(
+        **SHAPE, initializer_range=0.2, eos_token_id=None, bos_token_id=None, pad_token_id=0
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).eval()
+
+
+def options_of(request: SimRequest, index: int) -> Any:
+    import transformers
+
+    config = transformers.GenerationConfig(
+        max_new_tokens=request.output_length,
+        num_beams=request.width if request.kind == "beams" else 1,
+        num_return_sequences=request.width,
+        do_sample=request.kind == "samples",
+        top_k=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    if request.kind == "samples":
+        config.seed = index
+    return config
+
+
+def prompt_of(request: SimRequest, index: int) -> list[int]:
+    own = range(request.input_length - request.prefix_length)
+    return [3 + i % 97 for i in range(request.prefix_length)] + [3 + (i * 31 + index * 7) % (VOCAB - 3) for i in own]
+
+
+def run_engine(language_model: Any, load: RealLoad) -> RealRun:
+    """Serve the load to its end. Times in seconds of CPU time of this process."""
+    import hf_paged
+
+    per_block = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["hidden_size"] * load.block_size
+    cache = CacheConfig(
+        block_size=load.block_size, num_blocks=load.num_blocks, swap_memory=f"{load.num_blocks * per_block} B"
+    )
+    watcher = _Watcher(load)
+    with watched(watcher.on_step, watcher.on_reorder), hf_paged.Engine(language_model, cache, load.config) as engine:
+        return watcher.drive(engine)
+
+
+class _Watcher:
+    """Drives an engine on the CPU clock and records what the simulator records."""
+
+    def __init__(self, load: RealLoad) -> None:
+        self.load = load
+        self.parents: dict[str, list[list[int]]] = {}
+        self._pending: tuple[Load, Memory, int, int] | None = None  # of the step in progress
+
+    def on_reorder(self, group: Any, parents: list[int]) -> None:
+        self.parents.setdefault(group.request_id, []).append(parents)
+
+    def on_step(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        size, manager = self.load.block_size, scheduler.managers[0]
+        work = load_of(
+            output,
+            copied_tokens=len(output.block_copies[0]) * size,
+            swapped_blocks=len(output.swap_out[0]) + len(output.swap_in[0]),
+        )
+        used, tokens = manager.allocator.num_used * size, manager.num_filled_slots
+        saved = manager.num_logical_blocks * size - used
+        memory = Memory(tokens, 0, used - tokens, 0, manager.allocator.num_available * size, saved)
+        self._pending = work, memory, scheduler.num_running, scheduler.num_waiting
+        self.preemptions = scheduler.num_preemptions_recompute + scheduler.num_preemptions_swap
+
+    def drive(self, engine: Any) -> RealRun:
+        requests, now, upcoming = self.load.requests, 0.0, 0
+        records: dict[str, Completed] = {}
+        done: list[Completed] = []
+        steps: list[tuple[Load, float]] = []
+        adding: list[float] = []
+        busy, window = Integral(), Integral()
+        while upcoming < len(requests) or engine.has_unfinished_requests():
+            while upcoming < len(requests) and requests[upcoming].arrival <= now:
+                request = requests[upcoming]
+                begin = time.process_time()
+                engine.add_request(
+                    prompt_of(request, upcoming), options_of(request, upcoming), request_id=request.request_id
+                )
+                adding.append(time.process_time() - begin)
+                now += adding[-1]
+                records[request.request_id] = Completed(request)
+                upcoming += 1
+            if not engine.has_unfinished_requests():
+                now = max(now, requests[upcoming].arrival)
+                continue
+            begin = time.process_time()
+            outputs = engine.step()
+            seconds = time.process_time() - begin
+            now += seconds
+            if self._pending is not None:
+                work, memory, running, waiting = self._pending
+                steps.append((work, seconds))
+                for integral, counts in ((window, True), (busy, waiting > 0)):
+                    if counts:
+                        integral.add(seconds, running, memory)
+                self._pending = None
+            for output in outputs:
+                record = records[output.request_id]
+                record.first_token = record.first_token or now
+                if output.finished:
+                    record.end = now
+                    done.append(record)
+        return RealRun(Result(done, now, len(steps), self.preemptions, busy, window), steps, adding, self.parents)
+
+
+def simulate(load: RealLoad, cost: CostModel, parents: dict[str, list[list[int]]] | None = None) -> Result:
+    """The same load on the virtual clock. With `parents`, the beams fork as they did in the engine."""
+    finals = {r.request_id: r.final_length for r in load.requests}
+    policy = Paged(load.config, load.slots, finals, block_size=load.block_size)
+    history = {name: list(rows) for name, rows in (parents or {}).items()}
+    choose = (lambda group: history[group.request_id].pop(0)) if parents else None
+    return Simulator(policy, cost, load.requests, block_size=load.block_size, choose=choose).run()

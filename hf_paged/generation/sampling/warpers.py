@@ -1,0 +1,105 @@
+"""Warpers: transformers' processors that treat every row of the scores on its own and ignore the tokens, so the rows of
+several requests can share a call. Knows processors and scores; neither requests nor tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation import logits_process
+
+_NO_IDS = torch.zeros(0, 0, dtype=torch.int64)
+
+# Their settings are numbers; rows with equal ones share a call of transformers' own.
+_WARPERS = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.TopHLogitsWarper,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+)
+# Settings in which the rows of one call may differ, on a CPU: there, a row gets the same bits with a tensor of settings
+# as with a number. CUDA divides by a number in another way than by a tensor.
+_OWN_TO_ROWS = {logits_process.TemperatureLogitsWarper: "temperature", logits_process.TopKLogitsWarper: "top_k"}
+# These add up a row. torch may split a sum of one row among threads, and several rows otherwise: so row by row.
+_SUMMING = (logits_process.TypicalLogitsWarper, logits_process.EtaLogitsWarper)
+# These raise if any row has a NaN.
+_CHECKING = (logits_process.EtaLogitsWarper, logits_process.TopHLogitsWarper)
+
+
+def warper_key(processor: Any, *, on_cpu: bool = False) -> object:
+    """Equal for warpers that can share a call of `warp`; None if the processor is not one of the known warpers.
+
+    on_cpu: the scores are on a CPU.
+    """
+    kind = type(processor)
+    if kind not in _WARPERS:
+        return None
+    settings = vars(processor)
+    if kind is logits_process.EtaLogitsWarper:
+        settings = settings | {"epsilon": float(processor.epsilon)}
+    if not all(isinstance(value, (int, float)) for value in settings.values()):
+        return None
+    free = _OWN_TO_ROWS.get(kind) if on_cpu else None
+    return kind, *sorted((name, value) for name, value in settings.items() if name != free)
+
+
+def is_drawn_through(processor: Any) -> bool:
+    """Whether `kernels.sampling.sample_top_p` can draw from what this processor keeps, if it is the last one."""
+    return (
+        type(processor) is logits_process.TopPLogitsWarper
+        and processor.min_tokens_to_keep == 1
+        and processor.filter_value == -torch.inf
+        # 1 - top_p must be larger than the weight of scores whose exponential is left out, and not all.
+        and 1e-6 <= 1 - processor.top_p <= 0.9999
+    )
+
+
+def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
+    """scores fp32 [num_rows, vocab], a warper for each row, all of one key -> the scores with the bits that each gives
+    for its row alone. May change `scores` in place.
+
+    A row with NaN, on which some warpers raise an error, becomes NaN.
+    """
+    warper = warpers[0]
+    kind = type(warper)
+    if kind is logits_process.TemperatureLogitsWarper:
+        values = [each.temperature for each in warpers]
+        return scores.div_(values[0] if len(set(values)) == 1 else torch.tensor(values)[:, None])
+    if kind is logits_process.TopKLogitsWarper:
+        return scores.masked_fill_(scores < _least_kept(warpers, scores), warper.filter_value)
+    if kind not in _CHECKING:
+        return _called(warper, scores)
+    bad = scores.isnan().any(dim=-1, keepdim=True)
+    return _called(warper, scores.masked_fill_(bad, 0.0)).masked_fill_(bad, torch.nan)
+
+
+def _called(warper: Any, scores: torch.Tensor) -> torch.Tensor:
+    if type(warper) in _SUMMING and len(scores) > 1:
+        return torch.cat([warper(_NO_IDS, row) for row in scores.split(1)])
+    warped: torch.Tensor = warper(_NO_IDS, scores)
+    return warped
+
+
+def _least_kept(warpers: Sequence[Any], scores: torch.Tensor, *, run: int = 64) -> torch.Tensor:
+    """The top_k-th largest score of each row, [num_rows, 1]; top_k of each row's own.
+
+    The k largest lie in the k runs with the largest maxima. Finding those first takes a third of the time.
+    """
+    counts = [min(each.top_k, scores.shape[1]) for each in warpers]
+    most = max(counts)
+    if scores.shape[1] % run == 0 and scores.shape[1] >= 4 * most * run:
+        runs = scores.view(len(scores), -1, run)
+        best = torch.topk(runs.amax(dim=-1), most, sorted=False)[1]
+        scores = runs.gather(1, best[:, :, None].expand(-1, -1, run)).flatten(1)
+    largest = torch.topk(scores, most)[0]
+    if min(counts) == most:
+        return largest[:, -1:]
+    return largest.gather(1, torch.tensor(counts, device=scores.device)[:, None] - 1)

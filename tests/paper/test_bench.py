@@ -1,0 +1,135 @@
+"""`hf-paged bench paper`: a tiny version of each figure, the page, what a later call continues, and the fit."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.paper import bench, figures, plots
+from benchmarks.paper.beside import loads
+from benchmarks.paper.cost import CostModel
+from benchmarks.paper.figures import FIGURES, TINY, sustained
+from benchmarks.paper.fit import compare, features, fit, load_of_workload
+from benchmarks.paper.kernels import measure
+from benchmarks.paper.page import render
+from benchmarks.paper.real import RealRun, model, run_engine, simulate
+from benchmarks.paper.runs import Run, Store, execute
+from hf_paged.cli.main import main
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_a_tiny_version_of_each_figure(figure: figures.Figure, tmp_path: Path) -> None:
+    job = bench.Job((figure.name,), TINY, tmp_path, tmp_path / "page.md", plots=False)
+    data = bench.run(job, lambda _: None)[figure.name]
+    assert data["checks"] and json.loads((tmp_path / f"figure-{figure.name}.json").read_text())
+    text = (tmp_path / "page.md").read_text()
+    assert f"## Figure {figure.name}:" in text and "sigma" in text
+    assert all(row["what"] in text for row in data["checks"])
+
+
+def test_figure_18_is_measured() -> None:
+    data = measure((32,), rows=2, calls=1)
+    assert [series["system"] for series in data["panels"][0]["series"]] == ["ours", "contiguous (torch SDPA)"]
+    assert "Figure 18" in render({"18": data}, TINY, "plots")
+
+
+def test_a_second_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("OPT-13B", "alpaca", "ours", 1.0, 0, 0.1)
+    store = Store(tmp_path / "runs.jsonl")
+    first = store.all([run], lambda _: None)
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('["half a li')
+    monkeypatch.setattr("benchmarks.paper.runs.execute", lambda _: pytest.fail("it is simulated again"))
+    assert Store(tmp_path / "runs.jsonl").all([run], lambda _: None) == first
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    run = Run("OPT-13B", "alpaca", "ours", 2.0, 3, 0.2, "beams", 2)
+    assert execute(run) == execute(run) != execute(replace(run, seed=4))
+
+
+def test_sustained_rate() -> None:
+    assert sustained([1.0, 2.0, 3.0], [0.1, 0.1, 1.0], 0.3162) == pytest.approx(2.5, abs=1e-3)
+    assert sustained([1.0, 2.0], [1.0, 2.0], 0.5) == 0.0
+    assert sustained([1.0, 2.0], [0.1, 0.2], 0.5) == 2.0
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real_import = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(plots.PlotsMissing, match=r"hf-paged\[paper\]"):
+        bench.run(bench.Job(("2",), TINY, tmp_path, tmp_path / "page.md"), lambda _: None)
+    assert not list(tmp_path.iterdir()), "the message comes before the work"
+
+
+@pytest.mark.parametrize("name", ["2", "13", "19"])
+def test_plots(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bench.run(bench.Job((name,), TINY, tmp_path, tmp_path / "page.md"), lambda _: None)
+    assert (tmp_path / f"figure-{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert b"<svg" in (tmp_path / f"figure-{name}.svg").read_bytes()
+    assert (tmp_path / "page" / f"figure-{name}.png").exists()
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "QUICK", TINY)
+    arguments = ["bench", "paper", "--quick", "--no-plots", "--out", str(tmp_path), "--figures"]
+    assert main([*arguments, "2"]) == 0
+    assert "figure 2   ours: K/V memory that holds tokens: paper 96.3" in capsys.readouterr().out
+    assert main([*arguments, "2,20"]) == 2
+    assert "figure '20' is unknown; there are 2, 12" in capsys.readouterr().err
+
+
+# -- the engine and the cost model ----------------------------------------------------------------------------------
+
+
+def test_fit_recovers_coefficients() -> None:
+    """Steps that cost exactly what a model says, but for one in which the machine did something else."""
+    load = replace(load_of_workload("sharegpt", 30, 1000.0, 0), slots=640, preemption="swap")
+    truth = CostModel(0.002, 0.0, 1e-4, 1e-6, 1e-8, 3e-4, 0.0, 2e-3, request=0.01)
+    steps: list[Any] = []
+    run = simulate_steps(load, steps)
+    priced = [(step, truth.seconds(step, load.block_size)) for step in steps]
+    priced.append((steps[0], 60.0))
+    found = fit([(RealRun(run, priced, [0.01, 0.01]), load.block_size)])
+    assert found.request == 0.01
+    for step, seconds in priced[:-1]:
+        assert found.seconds(step, load.block_size) == pytest.approx(seconds, rel=0.05), features(step, 16)
+
+
+def simulate_steps(load: Any, steps: list[Any]) -> Any:
+    from benchmarks.paper.policies.paged import Paged
+    from benchmarks.paper.simulator import Simulator
+
+    policy = Paged(load.config, load.slots, {}, block_size=load.block_size)
+    price = CostModel(1.0, 0.0, 0.0, 0.0)
+    simulator = Simulator(policy, price, load.requests, observe=lambda o: steps.append(policy.load(o)), jumps=False)
+    result = simulator.run()
+    assert result.num_preemptions > 0
+    return result
+
+
+def test_the_engine_beside_the_simulation() -> None:
+    """Steps and preemptions of an overload, in which the clock decides nothing, are those of the simulation."""
+    load = replace(load_of_workload("sharegpt", 6, 1e9, 0), slots=320)
+    run = run_engine(model(), load)
+    row = compare(load, run, CostModel(0.01, 0.0, 1e-4, 1e-6, request=0.01))
+    assert row["steps"][0] == row["steps"][1] and row["preemptions"][0] == row["preemptions"][1]
+    assert len(run.steps) == run.result.num_steps and len(run.adding) == 6
+
+
+def test_every_load_of_the_engine_can_be_simulated() -> None:
+    for beside in loads(3):
+        result = simulate(beside.load, CostModel(0.01, 0.0, 1e-4, 1e-6))
+        assert len(result.completed) == 3, beside.load.name
