@@ -206,6 +206,16 @@ def test_an_engine_that_dies() -> None:
             assert answer.status_code == 503
 
 
+def test_a_deadline() -> None:
+    with serving(limits=Limits(request_seconds=0.05)) as running:
+        gate = Gate(running.engine, 0)
+        stream = running.client.completions.create(model=NAME, prompt=PROMPT, stream=True)
+        threading.Timer(0.2, gate.open).start()  # not before the deadline has passed
+        with pytest.raises(openai.APIError, match="longer than the server allows"):
+            list(stream)
+        running.assert_idle()
+
+
 # -- the process ---------------------------------------------------------------------------------------------------
 
 
