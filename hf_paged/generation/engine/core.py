@@ -76,17 +76,25 @@ class Delivery:
             update(request)
             self._put(request, delivered)
             del self.changed[request]
+        self._deliver_ended(delivered)
+        return delivered
+
+    def _deliver_ended(self, delivered: dict[Request, None]) -> None:
         while self.ended:
             self._put(self.ended[0], delivered)
             del self.ended[0]
-        return delivered
 
     def _put(self, request: Request, delivered: dict[Request, None]) -> None:
         self._inboxes.get(request, self._unclaimed)[request] = None
         delivered[request] = None
 
     def take_unclaimed(self, delivered: dict[Request, None]) -> list[RequestOutput]:
-        """Outputs of all requests that no stream follows, and of those just delivered, as they stand now."""
+        """Outputs of all requests that no stream follows, and of those just delivered, as they stand now.
+
+        Nothing may end a request meanwhile. What has ended since the delivery is delivered too: its output says that it
+        is finished, and no second one may.
+        """
+        self._deliver_ended(delivered)
         requests = {**self._unclaimed, **delivered}
         outputs = [request.output(self._told) for request in requests]
         self._unclaimed.clear()
@@ -200,8 +208,8 @@ class EngineCore:
     def abort(self, request_id: str) -> bool:
         """End a request in any state, without waiting for a step in progress. False if it is unknown or finished.
 
-        The next step returns its last RequestOutput, with finish_reason "abort" and the tokens generated so far. The
-        id may be used again after that step.
+        The step in progress, or else the next one, returns its last RequestOutput, with finish_reason "abort" and the
+        tokens generated so far. The id may be used again after that step.
         """
         with self._door:
             request = self._requests.get(request_id)
@@ -292,7 +300,9 @@ class EngineCore:
         that a stream follows.
         """
         with self._lock:
-            outputs = self._delivery.take_unclaimed(self._step())
+            delivered = self._step()
+            with self._door:
+                outputs = self._delivery.take_unclaimed(delivered)
         return outputs
 
     def _step(self) -> dict[Request, None]:
