@@ -85,15 +85,24 @@ class Delivery:
         self._inboxes.get(request, self._unclaimed)[request] = None
         delivered[request] = None
 
-    def take_unclaimed(self, delivered: dict[Request, None]) -> list[RequestOutput]:
-        """Outputs of all requests that no stream follows, and of those just delivered, as they stand now."""
-        requests = {**self._unclaimed, **delivered}
-        outputs = [request.output(self._told) for request in requests]
+    def take_unclaimed(
+        self, delivered: dict[Request, None], door: AbstractContextManager[object]
+    ) -> list[RequestOutput]:
+        """Outputs of all requests that no stream follows, and of those just delivered, as they stand now.
+
+        A request may be ended meanwhile, under `door`. If its output says so already, no step delivers it again.
+        """
+        outputs = {request: request.output(self._told) for request in {**self._unclaimed, **delivered}}
         self._unclaimed.clear()
-        for request in requests:
-            if request.metrics.finish_time is not None:
-                self._told.pop(request, None)
-        return outputs
+        final = {request for request, output in outputs.items() if output.finished}
+        with door:
+            for request in [request for request in self.ended if request in final]:
+                if request in self._inboxes:
+                    self._inboxes[request][request] = None
+                self.ended.remove(request)
+        for request in final:
+            self._told.pop(request, None)
+        return list(outputs.values())
 
     def clear(self) -> None:
         self.changed.clear()
@@ -292,7 +301,7 @@ class EngineCore:
         that a stream follows.
         """
         with self._lock:
-            outputs = self._delivery.take_unclaimed(self._step())
+            outputs = self._delivery.take_unclaimed(self._step(), self._door)
         return outputs
 
     def _step(self) -> dict[Request, None]:

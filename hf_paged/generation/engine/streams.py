@@ -52,11 +52,14 @@ class RequestStream(Iterator[RequestOutput]):
                 raise
         # Outputs are made here, so that a request that changed several times appears once, in its latest state.
         for request in self._inbox:
-            is_finished = request.metrics.finish_time is not None
-            if is_finished:
+            if request not in self._unfinished:
+                continue  # its last output was made as it ended, before a step delivered it
+            if self._finals_only and request.metrics.finish_time is None:
+                continue
+            output = request.output(self._told)
+            if output.finished:
                 self._unfinished.discard(request)
-            if is_finished or not self._finals_only:
-                self._outputs.append(request.output(self._told))
+            self._outputs.append(output)
         self._inbox.clear()
 
     def abandon(self) -> None:
