@@ -492,3 +492,50 @@ def test_an_asyncio_reader_aborts_before_the_first_output() -> None:
         output = asyncio.run(main(engine))
         assert output.finished and output.outputs[0].finish_reason == "abort"
         assert engine.generate([first], config())[0].outputs[0].token_ids == plain(first)
+
+
+# -- requests that end while a step runs ---------------------------------------------------------------------------
+
+
+class Aborting:
+    """A processor that aborts another request at its second token, in the middle of a step."""
+
+    def __init__(self, engine: Engine, other: str) -> None:
+        self.engine, self.other, self.calls = engine, other, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            assert self.engine.abort(self.other)
+        return scores
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["step", "stream"])
+def test_a_request_that_ends_during_a_step_is_returned_as_finished_once(streamed: bool) -> None:
+    prompts = models.prompts(5, 6, 7)
+    with opened() as engine:
+        processors = [None, [Aborting(engine, "0")], None]
+        options = {"request_id": ["0", "1", "2"], "logits_processor": processors}
+        outputs: list[RequestOutput] = []
+        if streamed:
+            outputs += engine.stream(prompts, config(), **options)
+        else:
+            for prompt, request_id, own in zip(prompts, options["request_id"], processors):
+                engine.add_request(prompt, config(), request_id=request_id, logits_processor=own)
+            while engine.has_unfinished_requests():
+                outputs += engine.step()
+        last = [output for output in outputs if output.finished]
+        assert sorted(output.request_id for output in last) == ["0", "1", "2"]
+        reasons = {output.request_id: output.outputs[0].finish_reason for output in last}
+        assert reasons["0"] == "abort" and "abort" not in (reasons["1"], reasons["2"])
+
+
+def test_a_request_that_ends_after_its_delivery_is_streamed_as_finished_once() -> None:
+    """Another reader's step delivers it unfinished, and it is aborted before the stream's reader looks."""
+    prompts = models.prompts(5, 6)
+    with opened() as engine:
+        stream = engine.stream(prompts, config(), request_id=["a", "b"])
+        engine.step()
+        assert engine.abort("a")
+        last = [output.request_id for output in stream if output.finished]
+    assert sorted(last) == ["a", "b"]

@@ -76,33 +76,32 @@ class Delivery:
             update(request)
             self._put(request, delivered)
             del self.changed[request]
+        self._deliver_ended(delivered)
+        return delivered
+
+    def _deliver_ended(self, delivered: dict[Request, None]) -> None:
         while self.ended:
             self._put(self.ended[0], delivered)
             del self.ended[0]
-        return delivered
 
     def _put(self, request: Request, delivered: dict[Request, None]) -> None:
         self._inboxes.get(request, self._unclaimed)[request] = None
         delivered[request] = None
 
-    def take_unclaimed(
-        self, delivered: dict[Request, None], door: AbstractContextManager[object]
-    ) -> list[RequestOutput]:
+    def take_unclaimed(self, delivered: dict[Request, None]) -> list[RequestOutput]:
         """Outputs of all requests that no stream follows, and of those just delivered, as they stand now.
 
-        A request may be ended meanwhile, under `door`. If its output says so already, no step delivers it again.
+        Nothing may end a request meanwhile. What has ended since the delivery is delivered too: its output says that it
+        is finished, and no second one may.
         """
-        outputs = {request: request.output(self._told) for request in {**self._unclaimed, **delivered}}
+        self._deliver_ended(delivered)
+        requests = {**self._unclaimed, **delivered}
+        outputs = [request.output(self._told) for request in requests]
         self._unclaimed.clear()
-        final = {request for request, output in outputs.items() if output.finished}
-        with door:
-            for request in [request for request in self.ended if request in final]:
-                if request in self._inboxes:
-                    self._inboxes[request][request] = None
-                self.ended.remove(request)
-        for request in final:
-            self._told.pop(request, None)
-        return list(outputs.values())
+        for request in requests:
+            if request.metrics.finish_time is not None:
+                self._told.pop(request, None)
+        return outputs
 
     def clear(self) -> None:
         self.changed.clear()
@@ -209,8 +208,8 @@ class EngineCore:
     def abort(self, request_id: str) -> bool:
         """End a request in any state, without waiting for a step in progress. False if it is unknown or finished.
 
-        The next step returns its last RequestOutput, with finish_reason "abort" and the tokens generated so far. The
-        id may be used again after that step.
+        The step in progress, or else the next one, returns its last RequestOutput, with finish_reason "abort" and the
+        tokens generated so far. The id may be used again after that step.
         """
         with self._door:
             request = self._requests.get(request_id)
@@ -301,7 +300,9 @@ class EngineCore:
         that a stream follows.
         """
         with self._lock:
-            outputs = self._delivery.take_unclaimed(self._step(), self._door)
+            delivered = self._step()
+            with self._door:
+                outputs = self._delivery.take_unclaimed(delivered)
         return outputs
 
     def _step(self) -> dict[Request, None]:

@@ -150,7 +150,6 @@ class Request:
 
     def output(self, told: dict[Request, Told] | None = None) -> RequestOutput:
         """The request as it stands now. told: what the reader has got of each request, which is brought up to date."""
-        is_finished = self.metrics.finish_time is not None  # first: it may be ended while this is made
         completions = self.completions(() if told is None else told.get(self, ()))
         if told is not None:
             told[self] = tuple([completion.num_tokens for completion in completions])
@@ -159,7 +158,7 @@ class Request:
             self.request_id,
             self.prompt_token_ids,
             completions,
-            is_finished,
+            self.metrics.finish_time is not None,
             self.metrics,
             self.error,
             self.exception,
