@@ -144,6 +144,32 @@ def test_arrivals_from_many_threads() -> None:
         assert engine.stats().blocks_used == 0
 
 
+@pytest.mark.parametrize("door", ["step", "stream"])
+def test_an_abort_during_a_step_is_told_once(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that it came in also has a new token of the request."""
+    first, second = models.prompts(5, 9)
+    with opened() as engine:
+        for prompt, name in ((first, "a"), (second, "b")):
+            if door == "step":
+                engine.add_request(prompt, config(), request_id=name)
+        stream = engine.stream([first, second], config(), request_id=["a", "b"]) if door == "stream" else None
+        run, calls = engine._runner.run, []
+
+        def aborting(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                in_time(lambda: engine.abort("a"))
+            return run(*args)
+
+        monkeypatch.setattr(engine._runner, "run", aborting)
+        ends: list[str] = []
+        if stream is not None:
+            ends = [output.request_id for output in stream if output.finished]
+        while engine.has_unfinished_requests():
+            ends += [output.request_id for output in engine.step() if output.finished]
+        assert sorted(ends) == ["a", "b"]
+
+
 def test_all_prompts_of_a_call_are_added_or_none() -> None:
     prompts = models.prompts(5, 6, 7)
     with opened(max_waiting=3) as engine:
