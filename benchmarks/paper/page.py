@@ -38,7 +38,10 @@ NOTES = {
     "least* are lower bounds: ours is not at its limit at the highest rate that was simulated.",
     "13": "Mean number of running requests from a tenth of the trace to its last arrival.",
     "14": "Orca computes a prompt once and copies its K/V to the other sequences of the request; beams that continue "
-    "another beam copy its K/V. This favours Orca over a system that computes the prompt for each sample.",
+    "another beam copy its K/V. This favours Orca over a system that computes the prompt for each sample. "
+    "Ours gains less here than in the paper. One reason is that memory is not the only limit: each sequence costs the "
+    "same host time in every system. Another is that short traces let an overloaded queue grow little, which favours "
+    "the baselines. *Not sustained*: the system is beyond the limit at the lowest rate.",
     "15": "Blocks saved / blocks that the same sequences hold without sharing, as in the paper. Sharing by samples "
     "depends on the ratio of prompt to output lengths and on the block size, of which the paper publishes the means "
     "only. Sharing by beams depends on how often beams change their parent; a simulation has no model, so "
