@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_paged"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+INNER = 36  # column of the files in a folder of a room
 PICTURE = re.search(r"^```\n(.*?)^```$", PAGE, re.M | re.S)
 NAMES = sorted(set(re.findall(r"`((?:[\w.]+/)*(?:\w+\.py|\w+/))`", PAGE)))
 
@@ -25,12 +26,13 @@ def rooms_of_picture() -> list[tuple[str, str]]:
             line = line[top.end() :]
         elif not line.startswith("   "):
             room, folder = "", ""
+        elif not line.startswith(" " * INNER):
+            folder = ""
         if inner := re.match(r" +(engine|sampling|cpu)/", line):
             folder = f"{inner[1]}/"
             found.append((room, folder))
         found += [(room, folder + name) for name in re.findall(r"\b\w+\.py\b", line)]
         found += [(room, name) for name in re.findall(r"\b(?:native|triton)/", line)]
-        folder = ""
     return found
 
 

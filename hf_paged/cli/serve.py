@@ -79,6 +79,9 @@ def serve(
     ] = DefaultsFrom.auto,
     default_max_tokens: Annotated[int, _option("tokens of a chat answer where a request has no limit", min=1)] = 1024,
     max_logprobs: Annotated[int, _option("alternatives for each token", min=0)] = 20,
+    max_request_seconds: Annotated[
+        float | None, _option("from a request's arrival to its end (default: no limit)", min=0.001)
+    ] = None,
     chat_template: Annotated[str | None, _option("file with a Jinja template in place of the tokenizer's")] = None,
     admin_routes: Annotated[
         bool, _option("serve /pause, /resume, /reset_prefix_cache and loading of adapters", "--admin-routes")
@@ -136,7 +139,10 @@ def _settings(given: dict[str, Any]) -> Any:
         chat_template=template,
         admin=given["admin_routes"],
         limits=Limits(
-            logprobs=given["max_logprobs"], in_flight=given["max_in_flight"], new_tokens=given["default_max_tokens"]
+            logprobs=given["max_logprobs"],
+            in_flight=given["max_in_flight"],
+            new_tokens=given["default_max_tokens"],
+            request_seconds=given["max_request_seconds"],
         ),
     )
 

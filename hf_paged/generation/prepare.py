@@ -318,7 +318,7 @@ def _key(model: Any, config: Any, tokenizer: Any, length: int) -> Hashable | Non
     kind = type(model)
     methods = tuple(getattr(kind, name, None) for name in _METHODS)
     reads_text = None if not strings or tokenizer is None else (id(tokenizer), len(tokenizer))
-    return options, None if moves else length, methods, reads_text, device_of(model)
+    return options, None if moves else length, methods, reads_text
 
 
 def _is_shareable(prepared: PreparedRequest) -> bool:

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+REPEATABLE = "repeatable"
+"""The key in a step's `scratch` of its attention call, prepared for layers with tensors of the same layout."""
+
 SHORT_QUERY = 16
 """Sequences with up to this many new tokens are decode (one token, or speculative tokens to verify), others prefill."""
 
@@ -105,11 +108,19 @@ def step_arrays(
 
     block_tables: for each layer group the block ids of each sequence.
     """
-    lengths, ends = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
-    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(int(starts[-1])) + np.repeat(ends - lengths - starts[:-1], lengths)
+    ends = np.asarray(seq_lens, dtype=np.int64)
+    if set(query_lens) == {1}:  # a decode step, derived in a third of the time
+        longest = longest_short = 1
+        starts = np.arange(len(ends) + 1, dtype=np.int32)
+        rows, positions = starts[:-1], ends - 1
+    else:
+        lengths = np.asarray(query_lens, dtype=np.int64)
+        longest = int(lengths.max(initial=0))
+        longest_short = int(lengths.max(initial=0, where=lengths <= SHORT_QUERY))
+        starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(int(starts[-1])) + np.repeat(ends - lengths - starts[:-1], lengths)
     tables, slot_arrays = [], []
     for group in block_tables:
         table = np.zeros((len(group), max(map(len, group), default=0) or 1), dtype=np.int32)
@@ -125,13 +136,15 @@ def step_arrays(
         query_start_loc=starts,
         block_tables=tables,
         slots=slot_arrays,
-        max_query_len=int(lengths.max(initial=0)),
-        max_short_query_len=int(lengths.max(initial=0, where=lengths <= SHORT_QUERY)),
-        max_seq_len=int(ends.max(initial=0)),
+        max_query_len=longest,
+        max_short_query_len=longest_short,
+        max_seq_len=max(seq_lens, default=0),
     )
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a tensor on `device`, copied through pinned memory: CUDA copies from other memory synchronously."""
     tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

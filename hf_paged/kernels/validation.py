@@ -2,8 +2,8 @@
 ValueError that names the argument.
 
 Shapes, dtypes, devices and strides are checked in every call. The values of a step (block ids, lengths, slots) are
-checked once per `AttentionMetadata`, unless hf_paged has made them from its own block tables (`in_bounds`): on a GPU
-checking waits for the device. The native implementation checks the values of every step where it makes its plan.
+checked once per `AttentionMetadata`, unless hf_paged has derived them from its own block tables (`in_bounds`), because
+on a GPU checking makes the host wait. The native implementation always checks the values when it makes its plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_attention(
     metadata: AttentionMetadata,
     options: dict[str, int | float | None],
 ) -> None:
-    """query, caches and metadata fit each other; each of `options` (sliding_window, ...) is None or positive."""
+    """Check that query, caches and metadata fit each other, and that each of `options` is None or positive."""
     check_caches(key_cache, value_cache)
     if not value_cache.shape[3]:
         raise ValueError(f"value_cache {tuple(value_cache.shape)} holds no values to attend to")
@@ -53,9 +53,9 @@ def check_attention(
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Two K/V caches [num_blocks, block_size, num_kv_heads, (v_)head_dim] of one device.
+    """Check the shapes, strides and devices of caches [num_blocks, block_size, num_kv_heads, (v_)head_dim].
 
-    v_head_dim may be 0: some models keep all they have of a token in the keys.
+    v_head_dim may be 0, because some models store everything in the keys.
     """
     shape, v_shape = key_cache.shape, value_cache.shape
     if len(shape) != 4 or len(v_shape) != 4 or shape[:3] != v_shape[:3] or 0 in shape[1:]:
@@ -73,7 +73,7 @@ def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
 
 
 def check_heads(name: str, values: torch.Tensor | None, query: torch.Tensor) -> None:
-    """One floating-point number a query head (sinks, alibi_slopes), or None."""
+    """Check that `values` (sinks, alibi_slopes) has one floating-point number per query head, or is None."""
     if values is None:
         return
     if values.shape != query.shape[1:2] or not values.is_floating_point() or values.device != query.device:
@@ -84,7 +84,7 @@ def check_heads(name: str, values: torch.Tensor | None, query: torch.Tensor) -> 
 
 
 def check_out(out: torch.Tensor | None, query: torch.Tensor, v_head_dim: int) -> None:
-    """`out`, if given, is what paged_attention returns for `query`."""
+    """Check that `out`, if given, has the shape, dtype and device of the result for `query`."""
     if out is None:
         return
     shape = *query.shape[:2], v_head_dim
@@ -102,7 +102,7 @@ def check_new_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """A step's K/V fits the caches, and there is a slot for each token."""
+    """Check that a step's K/V fits the caches, and that there is a slot for each token."""
     shape, v_shape = key.shape, value.shape
     fits = len(shape) == len(v_shape) == 3 and shape[:2] == v_shape[:2]
     if not fits or shape[1:] != key_cache.shape[2:] or v_shape[2] != value_cache.shape[3]:
@@ -125,7 +125,7 @@ def check_slot_mapping(slot_mapping: torch.Tensor, device: torch.device) -> None
 
 
 def check_slots(slot_mapping: torch.Tensor, key_cache: torch.Tensor) -> None:
-    """Every slot lies in the cache, or is -1."""
+    """Check that every slot is in the cache, or -1."""
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     slots = _host(slot_mapping)
     low, high = (int(slots.min()), int(slots.max())) if slots.size else (-1, -1)
@@ -137,7 +137,7 @@ def check_slots(slot_mapping: torch.Tensor, key_cache: torch.Tensor) -> None:
 
 
 def check_step_slots(metadata: AttentionMetadata, key_cache: torch.Tensor) -> None:
-    """The same of a step, once for each size of cache."""
+    """Check the slots of a step, once for each size of cache."""
     key = ("slots", key_cache.shape[:2])
     if _must_check(metadata, key):
         check_slots(metadata.slot_mapping, key_cache)
@@ -151,8 +151,8 @@ def check_step(
     sliding_window: int | None,
     chunk_size: int | None,
 ) -> None:
-    """The lengths of a step fit its tables and the `num_rows` rows of the query; every block that some query sees is
-    one of the cache's. Once for each kind of call."""
+    """Check that the lengths of a step fit its block tables and the `num_rows` rows of the query, and that every block
+    that a query sees is in the cache. Done once for each combination of these arguments."""
     num_blocks, block_size = key_cache.shape[:2]
     key = ("step", num_rows, num_blocks, block_size, sliding_window, chunk_size)
     if _must_check(metadata, key):
@@ -162,7 +162,7 @@ def check_step(
 
 
 def _check_lengths(metadata: AttentionMetadata, num_rows: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths against each other, the tables and the query; returns K/V lengths and query lengths."""
+    """Check the lengths against each other, the tables and the query. Returns the K/V lengths and query lengths."""
     lens, starts = (_host(x).astype(np.int64) for x in (metadata.seq_lens, metadata.query_start_loc))
     width = metadata.block_tables.shape[1]
     query_lens = np.diff(starts)
@@ -198,7 +198,7 @@ def _check_tables(
     sliding_window: int | None,
     chunk_size: int | None,
 ) -> None:
-    """Every block that some query sees is one of the cache's."""
+    """Check that every block that a query sees is in the cache."""
     num_blocks, block_size = key_cache.shape[:2]
     tables, computed = _host(metadata.block_tables), query_lens > 0
     low = lens - query_lens if sliding_window or chunk_size else np.zeros_like(lens)  # of the first query's keys
@@ -218,7 +218,7 @@ def _check_tables(
 
 
 def _must_check(metadata: AttentionMetadata, key: tuple[object, ...]) -> bool:
-    """False for values that hf_paged made, for those checked before, and while a GPU records a graph."""
+    """False for values that hf_paged derived itself, for those checked before, and while a CUDA graph is captured."""
     if metadata.in_bounds or key in metadata.checked:
         return False
     return metadata.seq_lens.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
@@ -233,7 +233,7 @@ def _host(x: torch.Tensor) -> np.ndarray:
 
 
 def _check_layout(metadata: AttentionMetadata, device: torch.device) -> None:
-    """Shapes, dtypes, strides and devices of a step's tensors."""
+    """Check the shapes, dtypes, strides and devices of a step's tensors."""
     tables, lens, starts = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
     num_seqs = lens.shape[0] if lens.ndim else 0
     expected = {
@@ -257,7 +257,7 @@ def _check_layout(metadata: AttentionMetadata, device: torch.device) -> None:
 def check_copies(
     caches: Sequence[torch.Tensor], copies: torch.Tensor, into: Sequence[torch.Tensor] | None, *, in_bounds: bool
 ) -> None:
-    """Blocks of equal shape and dtype, pairs (src, dst); unless `in_bounds`, that both exist."""
+    """Check that blocks have one shape and dtype in source and target, and, unless `in_bounds`, that all ids exist."""
     if copies.ndim != 2 or copies.shape[1] != 2 or copies.dtype != torch.int64:
         raise ValueError(f"copies {tuple(copies.shape)} of {copies.dtype}: int64 [n, 2] pairs of (src, dst) are needed")
     targets = caches if into is None else into

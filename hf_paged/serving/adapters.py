@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 
 def check_adapter(folder: str) -> None:
     """Raises ValueError unless it is a local folder with a PEFT adapter in safetensors."""
@@ -18,6 +20,6 @@ def check_adapter(folder: str) -> None:
 def load_adapter(model: Any, name: str, folder: str) -> None:
     """Load a PEFT adapter under this name. Raises ValueError if that is impossible."""
     try:
-        model.load_adapter(folder, adapter_name=name, local_files_only=True)
-    except (ImportError, OSError, KeyError, RuntimeError, TypeError) as error:
+        model.load_adapter(folder, adapter_name=name)  # a folder that exists: nothing is fetched
+    except (ImportError, OSError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
         raise ValueError(f"the adapter {folder} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -84,7 +84,10 @@ class JobAnswer(Response):
     async def _deltas(self) -> AsyncIterator[list[Delta]]:
         """What is new, each time that something is. Raises Problem if the request fails."""
         if self._job is None:
-            yield [Delta(index, "", [], [], "length") for index in range(len(self._plan.prompts) * self._plan.n)]
+            yield [
+                Delta(index, "", [], [], finish_reason="length")
+                for index in range(len(self._plan.prompts) * self._plan.n)
+            ]
             self._outcome.finish_reasons = ["length"] * len(self._plan.prompts)
             return
         try:

@@ -6,10 +6,10 @@ Turns the engine's outputs, which are whole, into what is new since the last tim
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput
+from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput, TopLogprobs
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.text import Detokenizer, StopSearch
@@ -18,18 +18,31 @@ _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens, None for the first one."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    top_logprobs: list[TopLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What a choice has got: text, tokens with their log-probabilities, and, if it has ended, why.
 
-    stop_reason: the stop string, or the id of the stop token, that ended it.
+    top_logprobs: the likeliest tokens in each place; empty if the plan asks for none. stop_reason: the stop string, or
+    the id of the stop token, that ended it. prompt: of the choice's prompt, with its first delta and only if the plan
+    scores prompts.
     """
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    prompt: PromptScores | None = None
 
 
 class Choice:
@@ -59,8 +72,15 @@ class Choice:
         if start == self._known and reason is None:
             return None
         new = slice(start, self._known)
-        stop_reason = self._stop_reason(output) if reason is not None else None
-        return Delta(self.index, text, tokens[new], output.logprobs[new], reason, stop_reason)
+        return Delta(
+            self.index,
+            text,
+            tokens[new],
+            output.logprobs[new],
+            top_logprobs=(output.top_logprobs or [])[new],
+            finish_reason=reason,
+            stop_reason=self._stop_reason(output) if reason is not None else None,
+        )
 
     def _read(self, tokens: list[int], end: int, *, is_last: bool) -> str:
         """The text of further tokens; `_known` is moved behind them, or behind the token that ended a stop string."""
@@ -90,6 +110,7 @@ class Choices:
     def __init__(self, plan: Plan, tokenizer: Any) -> None:
         self._plan = plan
         self._choices = [Choice(index, plan, tokenizer) for index in range(len(plan.prompts) * plan.n)]
+        self._unscored = set(range(len(self._choices))) if plan.scores_prompts else set()
         self.completion_tokens = 0
         self.cached_tokens = 0
 
@@ -107,10 +128,23 @@ class Choices:
             for number, completion in enumerate(self._chosen(output)):
                 if completion.finish_reason == "abort":
                     raise Problem(503, "the request was aborted by the operator of the server", code="aborted")
+                if completion.finish_reason == "deadline":
+                    raise Problem(504, "the request has taken longer than the server allows", code="deadline")
                 if (delta := self._choices[place * self._plan.n + number].update(completion)) is not None:
+                    delta = self._scored(delta, output)
                     self.completion_tokens += len(delta.token_ids)
                     deltas.append(delta)
         return deltas
+
+    def _scored(self, delta: Delta, output: RequestOutput) -> Delta:
+        """The delta with what is due of its prompt, and without what was generated if that is to be dropped."""
+        if self._plan.is_dry:
+            delta = Delta(delta.index, "", [], [], finish_reason="length" if delta.finish_reason else None)
+        if delta.index not in self._unscored:
+            return delta
+        self._unscored.discard(delta.index)
+        scores = PromptScores(output.prompt_token_ids, output.prompt_logprobs or [], output.prompt_top_logprobs or [])
+        return replace(delta, prompt=scores)
 
     def _chosen(self, output: RequestOutput) -> list[CompletionOutput]:
         """The outputs that are returned, the best ones first."""
@@ -142,7 +176,9 @@ def joined(deltas: list[Delta], count: int) -> list[Delta]:
             before.text + delta.text,
             before.token_ids + delta.token_ids,
             before.logprobs + delta.logprobs,
+            before.top_logprobs + delta.top_logprobs,
             delta.finish_reason,
             delta.stop_reason,
+            before.prompt or delta.prompt,
         )
     return whole

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, Protocol
 
+from hf_paged.generation.engine.outputs import TopLogprobs
 from hf_paged.serving.choices import Delta
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.text import token_bytes, token_text
@@ -61,7 +62,8 @@ class CompletionForm:
         self._plan = plan
         self._tokens = _Tokens(plan, tokenizer)
         self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": plan.model}
-        self._offsets = [len(plan.texts[index // plan.n]) if plan.echo else 0 for index in self._indices()]
+        shows_prompt = plan.echo and not plan.scores_prompts
+        self._offsets = [len(plan.texts[index // plan.n]) if shows_prompt else 0 for index in self._indices()]
         self._is_begun = [False for _ in self._indices()]
 
     def _indices(self) -> range:
@@ -95,16 +97,38 @@ class CompletionForm:
         return choice
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        names, offsets = [self._tokens.name(token) for token in delta.token_ids], []
+        tokens = list(delta.token_ids)
+        logprobs: list[float | None] = [*map(_finite, delta.logprobs)]
+        tops: list[TopLogprobs | None] = list(delta.top_logprobs)
+        if delta.prompt is not None:
+            tokens = delta.prompt.token_ids + tokens
+            logprobs = [None if each is None else _finite(each) for each in delta.prompt.logprobs] + logprobs
+            tops = delta.prompt.top_logprobs + tops
+        names, offsets = [self._tokens.name(token) for token in tokens], []
         for name in names:
             offsets.append(self._offsets[delta.index])
             self._offsets[delta.index] += len(name)
         return {
             "tokens": names,
-            "token_logprobs": [_finite(logprob) for logprob in delta.logprobs],
-            "top_logprobs": None,
+            "token_logprobs": logprobs,
+            "top_logprobs": self._tops(tokens, logprobs, tops) if self._plan.logprobs else None,
             "text_offset": offsets,
         }
+
+    def _tops(
+        self, tokens: list[int], logprobs: list[float | None], tops: list[TopLogprobs | None]
+    ) -> list[dict[str, float] | None]:
+        """For each token the likeliest ones by name, and itself. Of several with one name the likeliest counts."""
+        made: list[dict[str, float] | None] = []
+        for token, logprob, top in zip(tokens, logprobs, tops):
+            if top is None or logprob is None:
+                made.append(None)
+                continue
+            likeliest: dict[str, float] = {}
+            for other, value in [*top, (token, logprob)]:
+                likeliest.setdefault(self._tokens.name(other), _finite(value))
+            made.append(likeliest)
+        return made
 
 
 class ChatForm:
@@ -158,16 +182,11 @@ class ChatForm:
         return choice
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        tokens = zip(delta.token_ids, delta.logprobs)
-        return {
-            "content": [
-                {
-                    "token": self._tokens.name(token),
-                    "logprob": _finite(logprob),
-                    "bytes": self._tokens.bytes(token),
-                    "top_logprobs": [],
-                }
-                for token, logprob in tokens
-            ],
-            "refusal": None,
-        }
+        content = []
+        for place, (token, logprob) in enumerate(zip(delta.token_ids, delta.logprobs)):
+            top = delta.top_logprobs[place] if delta.top_logprobs else []
+            content.append({**self._entry(token, logprob), "top_logprobs": [self._entry(*each) for each in top]})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._tokens.name(token), "logprob": _finite(logprob), "bytes": self._tokens.bytes(token)}

@@ -54,7 +54,7 @@ class Metrics:
         if output.metrics.latency is not None:
             self._whole.observe(output.metrics.latency)
         self._prompt.observe(len(output.prompt_token_ids))
-        self._generated.observe(sum(len(each.token_ids) for each in output.outputs))
+        self._generated.observe(sum(each.num_tokens for each in output.outputs))
         for each in output.outputs:
             self._success.labels(self._name, each.finish_reason or "error").inc()
 

@@ -33,6 +33,9 @@ class Submission:
     adapter: str
     cache_salt: str | None
     priority: int
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,8 @@ class Plan:
 
     n: choices for each prompt. copies: the prompt's one output stands for all of them, because it is sure. ranked: more
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
-    texts: the prompts, for `echo`.
+    texts: the prompts, for `echo`. scores_prompts: with `echo`, the log-probabilities of the prompts too. is_dry: what
+    is generated is dropped; it is computed for the prompt's log-probabilities.
     """
 
     model: str
@@ -62,6 +66,8 @@ class Plan:
     include_usage: bool
     continuous_usage: bool
     echo: bool = False
+    scores_prompts: bool = False
+    is_dry: bool = False
     texts: list[str] = field(default_factory=list)
 
 
@@ -69,9 +75,7 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
     """Tokenizes; not for the event loop. Raises Problem."""
     check_served(body)
     if body.prompt_logprobs is not None:
-        raise not_served("prompt_logprobs: log-probabilities of the prompt are not served", param="prompt_logprobs")
-    if body.echo and body.logprobs is not None:
-        raise not_served("echo with logprobs: log-probabilities of the prompt are not served", param="logprobs")
+        raise not_served("prompt_logprobs: use echo=true with logprobs", param="prompt_logprobs")
     given = body.prompt
     many: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     _check_fan_out(len(many), body, served)
@@ -116,19 +120,25 @@ def _plan(
     name, adapter = served.adapter_of(body.model)
     salt = _salt(key_digest, body.cache_salt)
     options = _Options(body, served)
+    logprobs = _num_logprobs(body, served)
+    echo = isinstance(body, CompletionRequest) and body.echo
+    scores_prompts = echo and logprobs is not None
     submissions = []
     for prompt in prompts:
         length = _new_tokens(len(prompt), limit, default, served)
-        if length:
+        if length or scores_prompts:
             submissions.append(
                 Submission(
                     prompt_ids=prompt,
-                    config=options.config(length),
+                    config=options.config(length or 1),
                     processors=options.processors(len(prompt)),
                     criteria=options.criteria(len(prompt)),
                     adapter=adapter,
                     cache_salt=salt,
                     priority=body.priority,
+                    logprobs=logprobs or None,
+                    prompt_logprobs=logprobs if scores_prompts else None,
+                    deadline=served.settings.limits.request_seconds,
                 )
             )
     stream = body.stream_options
@@ -144,13 +154,15 @@ def _plan(
         include_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
         skip_special_tokens=body.skip_special_tokens,
-        logprobs=_num_logprobs(body, served),
+        logprobs=logprobs,
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         stream=bool(body.stream),
         include_usage=bool(stream and stream.include_usage),
         continuous_usage=bool(stream and stream.include_usage and stream.continuous_usage_stats),
-        echo=isinstance(body, CompletionRequest) and body.echo,
+        echo=echo,
+        scores_prompts=scores_prompts,
+        is_dry=limit == 0,
         texts=texts,
     )
 
@@ -176,8 +188,6 @@ def _num_logprobs(body: CompletionRequest | ChatRequest, served: ServedModel) ->
         raise Problem(
             400, f"{name}={asked}: at most {served.settings.limits.logprobs} alternatives are returned", param=name
         )
-    if asked:
-        raise not_served(f"{name}={asked}: alternatives are not served; 0 returns the chosen tokens'", param=name)
     return asked
 
 

@@ -17,6 +17,7 @@ _TYPES = {
     500: "server_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -48,5 +49,5 @@ class Problem(Exception):
 
 
 def not_served(message: str, param: str | None = None) -> Problem:
-    """What other servers do and this one does not."""
-    return Problem(501, message, param=param, code="not_served")
+    """What other servers do and this one does not: a field (400, which clients do not send again), or a route (501)."""
+    return Problem(501 if param is None else 400, message, param=param, code="not_served")

@@ -58,7 +58,7 @@ _MESSAGE = ("tool_calls", "tool_call_id", "function_call", "refusal", "audio")
 
 
 def check_served(body: ChatRequest | CompletionRequest) -> None:
-    """Raises Problem (501) for a field that would have to be ignored."""
+    """Raises Problem (400) for a field that would have to be ignored."""
     for name, (is_asked, remedy) in (_CHAT if isinstance(body, ChatRequest) else _COMPLETION).items():
         if is_asked(getattr(body, name)):
             raise not_served(f"{name}: {remedy}", param=name)
@@ -67,7 +67,7 @@ def check_served(body: ChatRequest | CompletionRequest) -> None:
 
 
 def check_messages(messages: list[Message]) -> None:
-    """Raises Problem (501) for messages with anything but text."""
+    """Raises Problem (400) for messages with anything but text."""
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if message.role in ("tool", "function"):

@@ -201,7 +201,7 @@ class _Watch:
         """Called with the latest state of the requests that have changed; of each request until it has finished."""
         now = time.monotonic()
         for request_id, output in outputs.items():
-            count = max((len(each.token_ids) for each in output.outputs), default=0)
+            count = max((each.num_tokens for each in output.outputs), default=0)
             then, before = self._seen.get(request_id, (now, 0))
             if before == 0 and count:
                 self._metrics.observe_first(output)

@@ -16,7 +16,7 @@ class Limits:
     body: bytes of a request's body. body_seconds: until the body has arrived. send_seconds: until a client has taken
     what was sent to it. sequences: samples and beams of one HTTP request, over all its prompts. logprobs: alternatives
     for each token. in_flight: prompts that run or wait, over all clients; further requests get 429. new_tokens: of a
-    chat request that gives no limit itself.
+    chat request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     """
 
     body: int = 4 * 2**20
@@ -26,6 +26,7 @@ class Limits:
     logprobs: int = 20
     in_flight: int = 1024
     new_tokens: int = 1024
+    request_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("body", "sequences", "in_flight", "new_tokens"):
@@ -34,8 +35,8 @@ class Limits:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
         if isinstance(self.logprobs, bool) or not isinstance(self.logprobs, int) or self.logprobs < 0:
             raise ValueError(f"logprobs={self.logprobs!r}: an integer of at least 0 is needed")
-        for name in ("body_seconds", "send_seconds"):
-            if not 0 < getattr(self, name) < float("inf"):
+        for name in ("body_seconds", "send_seconds", "request_seconds"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r}: a number of seconds above 0 is needed")
 
 

@@ -268,6 +268,9 @@ class EngineWorker:
                     stopping_criteria=each.criteria or None,
                     adapter=each.adapter,
                     cache_salt=each.cache_salt,
+                    logprobs=each.logprobs,
+                    prompt_logprobs=each.prompt_logprobs,
+                    deadline=each.deadline,
                 )
                 added.append(request_id)
         except BaseException:

@@ -104,7 +104,7 @@ def test_nothing_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.add_request(second, config(), request_id="b")
         in_time(stream.close)
         held.release()
-        outputs = finished(engine)
+        outputs = {output.request_id: output for output in held.outputs} | finished(engine)
         assert outputs["a"].outputs[0].finish_reason == outputs["c"].outputs[0].finish_reason == "abort"
         assert outputs["b"].outputs[0].token_ids == plain(second)
         assert engine.stats().blocks_used == 0
@@ -142,6 +142,32 @@ def test_arrivals_from_many_threads() -> None:
             assert tokens == expected[: len(tokens)]
         engine.check_integrity()
         assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("door", ["step", "stream"])
+def test_an_abort_during_a_step_is_told_once(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that it came in also has a new token of the request."""
+    first, second = models.prompts(5, 9)
+    with opened() as engine:
+        for prompt, name in ((first, "a"), (second, "b")):
+            if door == "step":
+                engine.add_request(prompt, config(), request_id=name)
+        stream = engine.stream([first, second], config(), request_id=["a", "b"]) if door == "stream" else None
+        run, calls = engine._runner.run, []
+
+        def aborting(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                in_time(lambda: engine.abort("a"))
+            return run(*args)
+
+        monkeypatch.setattr(engine._runner, "run", aborting)
+        ends: list[str] = []
+        if stream is not None:
+            ends = [output.request_id for output in stream if output.finished]
+        while engine.has_unfinished_requests():
+            ends += [output.request_id for output in engine.step() if output.finished]
+        assert sorted(ends) == ["a", "b"]
 
 
 def test_all_prompts_of_a_call_are_added_or_none() -> None:
@@ -367,7 +393,11 @@ def test_deadlines(scheduling: bool, clock: list[float]) -> None:
         assert waiting.token_ids == []
         assert running.token_ids and running.token_ids == plain(first, max_new_tokens=50)[: len(running.token_ids)]
         assert finished(engine)["later"].outputs[0].token_ids == plain(third)
-        assert engine.stats().blocks_used == 0 and not engine._timed
+        assert engine.stats().blocks_used == 0
+        for _ in range(100):
+            engine.abort(engine.add_request(first, config(), deadline=1000))
+        engine.step()
+        assert not engine._timed
 
 
 def test_max_time_counts_while_a_request_waits(clock: list[float]) -> None:
@@ -462,3 +492,50 @@ def test_an_asyncio_reader_aborts_before_the_first_output() -> None:
         output = asyncio.run(main(engine))
         assert output.finished and output.outputs[0].finish_reason == "abort"
         assert engine.generate([first], config())[0].outputs[0].token_ids == plain(first)
+
+
+# -- requests that end while a step runs ---------------------------------------------------------------------------
+
+
+class Aborting:
+    """A processor that aborts another request at its second token, in the middle of a step."""
+
+    def __init__(self, engine: Engine, other: str) -> None:
+        self.engine, self.other, self.calls = engine, other, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            assert self.engine.abort(self.other)
+        return scores
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["step", "stream"])
+def test_a_request_that_ends_during_a_step_is_returned_as_finished_once(streamed: bool) -> None:
+    prompts = models.prompts(5, 6, 7)
+    with opened() as engine:
+        processors = [None, [Aborting(engine, "0")], None]
+        options = {"request_id": ["0", "1", "2"], "logits_processor": processors}
+        outputs: list[RequestOutput] = []
+        if streamed:
+            outputs += engine.stream(prompts, config(), **options)
+        else:
+            for prompt, request_id, own in zip(prompts, options["request_id"], processors):
+                engine.add_request(prompt, config(), request_id=request_id, logits_processor=own)
+            while engine.has_unfinished_requests():
+                outputs += engine.step()
+        last = [output for output in outputs if output.finished]
+        assert sorted(output.request_id for output in last) == ["0", "1", "2"]
+        reasons = {output.request_id: output.outputs[0].finish_reason for output in last}
+        assert reasons["0"] == "abort" and "abort" not in (reasons["1"], reasons["2"])
+
+
+def test_a_request_that_ends_after_its_delivery_is_streamed_as_finished_once() -> None:
+    """Another reader's step delivers it unfinished, and it is aborted before the stream's reader looks."""
+    prompts = models.prompts(5, 6)
+    with opened() as engine:
+        stream = engine.stream(prompts, config(), request_id=["a", "b"])
+        engine.step()
+        assert engine.abort("a")
+        last = [output.request_id for output in stream if output.finished]
+    assert sorted(last) == ["a", "b"]

@@ -1,4 +1,4 @@
-"""One server for all tests that need none of their own. Without the packages of the extra, nothing is collected."""
+"""One server for the tests of each module. Without the packages of the extra, nothing is collected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_cl
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_server() -> Iterator[Any]:
     from tests.serving.harness import serving
 

@@ -38,7 +38,7 @@ def new_model() -> Any:
 
 
 @cache
-def model() -> Any:
+def shared_model() -> Any:
     return new_model()
 
 
@@ -48,7 +48,7 @@ def plain(prompt_ids: list[int], **options: Any) -> list[list[int]]:
     if seed is not None:
         torch.manual_seed(seed)
     ids = torch.tensor([prompt_ids])
-    rows = model().generate(ids, attention_mask=torch.ones_like(ids), **options)[:, len(prompt_ids) :].tolist()
+    rows = shared_model().generate(ids, attention_mask=torch.ones_like(ids), **options)[:, len(prompt_ids) :].tolist()
     eos = options.get("eos_token_id", 2)
     ends = {eos} if isinstance(eos, int) else set(eos)
     return [row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))] for row in rows]
@@ -88,14 +88,15 @@ def serving(
     *,
     cache_config: Any = None,
     scheduler_config: Any = None,
-    model_of_its_own: bool = False,
+    model: Any = None,
     adapters: dict[str, str] | None = None,
     drain_seconds: int = 30,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Start a server, and stop it as a signal would."""
-    used = new_model() if model_of_its_own else model()
-    engine = hf_paged.Engine(used, cache_config or hf_paged.CacheConfig(num_blocks=1024), scheduler_config)
+    """Start a server, and stop it as a signal would. model: None = the one that all tests share."""
+    engine = hf_paged.Engine(
+        model or shared_model(), cache_config or hf_paged.CacheConfig(num_blocks=1024), scheduler_config
+    )
     service = Service(engine, tokenizer(), Settings(names=(NAME,), **settings), adapters)
     config = uvicorn.Config(
         create_app(service),

@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_paged.serving.processors import OccurrencePenalty
-from tests.serving.harness import NAME, Running, model, plain, text_of, tokenizer
+from tests.serving.harness import NAME, Running, plain, shared_model, text_of, tokenizer
 
 PROMPT = "A list is"
 QUESTION = [{"role": "user", "content": "What does str.capitalize() do?"}]
@@ -274,7 +274,7 @@ def test_logprobs(server: Running) -> None:
     choice = server.post("/v1/completions", **fields, logprobs=0).json()["choices"][0]
     ids = ids_of(PROMPT)
     with torch.no_grad():
-        logits = model()(torch.tensor([ids + choice["token_ids"]])).logits[0].float().log_softmax(-1)
+        logits = shared_model()(torch.tensor([ids + choice["token_ids"]])).logits[0].float().log_softmax(-1)
     wanted = [float(logits[len(ids) - 1 + place, token]) for place, token in enumerate(choice["token_ids"])]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
     assert choice["logprobs"]["tokens"] == [tokenizer().decode([token]) for token in choice["token_ids"]]
@@ -282,6 +282,72 @@ def test_logprobs(server: Running) -> None:
     message = server.post("/v1/chat/completions", messages=QUESTION, max_tokens=5, logprobs=True).json()["choices"][0]
     content = message["logprobs"]["content"]
     assert b"".join(bytes(each["bytes"]) for each in content).decode() == message["message"]["content"]
+
+
+def likely(ids: list[int], place: int, k: int) -> list[tuple[int, float]]:
+    """The k likeliest tokens after `place` tokens, and their log-probabilities."""
+    with torch.no_grad():
+        row = shared_model()(torch.tensor([ids[:place]])).logits[0, -1].float().log_softmax(-1)
+    top = row.topk(k)
+    return list(zip(top.indices.tolist(), top.values.tolist()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_alternatives(server: Running, stream: bool) -> None:
+    ids = chat_ids(QUESTION)
+    fields = {"messages": QUESTION, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "model": NAME}
+    if stream:
+        chunks = list(server.client.chat.completions.create(**fields, stream=True))
+        content = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
+    else:
+        content = server.client.chat.completions.create(**fields).choices[0].logprobs.content
+    answer = plain(ids, max_new_tokens=6)[0]
+    assert len(content) == len(answer)
+    for place, entry in enumerate(content):
+        wanted = likely(ids + answer, len(ids) + place, 3)
+        assert [each.token for each in entry.top_logprobs] == [tokenizer().decode([token]) for token, _ in wanted]
+        assert [each.logprob for each in entry.top_logprobs] == pytest.approx([value for _, value in wanted], abs=1e-4)
+        assert entry.logprob == pytest.approx(wanted[0][1], abs=1e-4)
+    refused = server.post("/v1/completions", prompt=PROMPT, use_beam_search=True, n=2, logprobs=2)
+    assert refused.status_code == 400 and "beams" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", ["A list is made", [[40, 41, 42, 43, 44], [50, 51, 52]]], ids=["text", "ids"])
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+@pytest.mark.parametrize("logprobs", [0, 1, 4])
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_of_prompts(server: Running, prompt: Any, max_tokens: int, logprobs: int, stream: bool) -> None:
+    """As lm-eval's local-completions asks for them; twice, so that the prefix is cached the second time."""
+    many = [ids_of(prompt)] if isinstance(prompt, str) else prompt
+    fields = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": logprobs}
+    for _ in range(2):
+        found: list[dict[str, list[Any]]] = [{} for _ in many]
+        if stream:
+            for chunk in server.client.completions.create(**fields, temperature=0, stream=True):
+                for choice in chunk.choices:
+                    for name, values in choice.logprobs.model_dump().items():
+                        found[choice.index].setdefault(name, []).extend(values or [])
+        else:
+            answer = server.client.completions.create(**fields, temperature=0)
+            found = [choice.logprobs.model_dump() for choice in answer.choices]
+            assert answer.usage.completion_tokens == max_tokens * len(many)
+        for ids, scores in zip(many, found):
+            whole = ids + (plain(ids, max_new_tokens=max_tokens, eos_token_id=2)[0] if max_tokens else [])
+            assert scores["tokens"] == [tokenizer().decode([token]) for token in whole]
+            assert scores["token_logprobs"][0] is None
+            with torch.no_grad():
+                rows = shared_model()(torch.tensor([whole])).logits[0].float().log_softmax(-1)
+            wanted = [float(rows[place - 1, whole[place]]) for place in range(1, len(whole))]
+            assert scores["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-4)
+            if not logprobs:
+                assert not scores["top_logprobs"]
+                continue
+            assert scores["top_logprobs"][0] is None
+            for place, top in enumerate(scores["top_logprobs"][1:], 1):
+                best = likely(whole, place, logprobs)
+                assert set(top) == {tokenizer().decode([token]) for token in (*dict(best), whole[place])}
+                assert max(top.values()) == pytest.approx(best[0][1], abs=1e-4)
+    server.assert_idle()
 
 
 def test_tokens_as_ids(server: Running) -> None:

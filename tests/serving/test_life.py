@@ -93,7 +93,7 @@ def test_a_reader_that_does_not_read_is_cut_off() -> None:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect((host, int(port)))
-        fields = {**LONG, "n": 64, "temperature": 1.0, "logprobs": 0, "return_token_ids": True, "stream": True}
+        fields = {**LONG, "n": 64, "temperature": 1.0, "logprobs": 5, "return_token_ids": True, "stream": True}
         body = httpx.Request("POST", running.url, json=fields).content
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
         connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
@@ -206,6 +206,16 @@ def test_an_engine_that_dies() -> None:
             assert answer.status_code == 503
 
 
+def test_a_deadline() -> None:
+    with serving(limits=Limits(request_seconds=0.05)) as running:
+        gate = Gate(running.engine, 0)
+        stream = running.client.completions.create(model=NAME, prompt=PROMPT, stream=True)
+        threading.Timer(0.2, gate.open).start()  # not before the deadline has passed
+        with pytest.raises(openai.APIError, match="longer than the server allows"):
+            list(stream)
+        running.assert_idle()
+
+
 # -- the process ---------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +239,7 @@ def start(*argv: str, code: str = "") -> tuple[subprocess.Popen[str], str]:
 
 
 def test_a_signal_drains() -> None:
-    process, url = start("--served-model-name", NAME)
+    process, url = start("--served-model-name", NAME, "--drain-seconds", "200")
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     stream = client.completions.create(
         model=NAME, prompt=PROMPT, max_tokens=300, stream=True, extra_body={"ignore_eos": True}

@@ -76,21 +76,31 @@ class Delivery:
             update(request)
             self._put(request, delivered)
             del self.changed[request]
+        self._deliver_ended(delivered)
+        return delivered
+
+    def _deliver_ended(self, delivered: dict[Request, None]) -> None:
         while self.ended:
             self._put(self.ended[0], delivered)
             del self.ended[0]
-        return delivered
 
     def _put(self, request: Request, delivered: dict[Request, None]) -> None:
         self._inboxes.get(request, self._unclaimed)[request] = None
         delivered[request] = None
 
     def take_unclaimed(self, delivered: dict[Request, None]) -> list[RequestOutput]:
-        """Outputs of all requests that no stream follows, and of those just delivered, as they stand now."""
-        outputs = [request.output(self._told) for request in {**self._unclaimed, **delivered}]
+        """Outputs of all requests that no stream follows, and of those just delivered, as they stand now.
+
+        Nothing may end a request meanwhile. What has ended since the delivery is delivered too: its output says that it
+        is finished, and no second one may.
+        """
+        self._deliver_ended(delivered)
+        requests = {**self._unclaimed, **delivered}
+        outputs = [request.output(self._told) for request in requests]
         self._unclaimed.clear()
-        for request in [request for request in self._told if request.metrics.finish_time is not None]:
-            del self._told[request]
+        for request in requests:
+            if request.metrics.finish_time is not None:
+                self._told.pop(request, None)
         return outputs
 
     def clear(self) -> None:
@@ -198,8 +208,8 @@ class EngineCore:
     def abort(self, request_id: str) -> bool:
         """End a request in any state, without waiting for a step in progress. False if it is unknown or finished.
 
-        The next step returns its last RequestOutput, with finish_reason "abort" and the tokens generated so far. The
-        id may be used again after that step.
+        The step in progress, or else the next one, returns its last RequestOutput, with finish_reason "abort" and the
+        tokens generated so far. The id may be used again after that step.
         """
         with self._door:
             request = self._requests.get(request_id)
@@ -267,7 +277,6 @@ class EngineCore:
             del self._requests[request.request_id]
         if not self._requests:
             self._stepper.close()
-            self._timed.clear()
         if request.streamer is not None:
             self._mute.append(request)
         request.metrics = replace(
@@ -291,7 +300,9 @@ class EngineCore:
         that a stream follows.
         """
         with self._lock:
-            outputs = self._delivery.take_unclaimed(self._step())
+            delivered = self._step()
+            with self._door:
+                outputs = self._delivery.take_unclaimed(delivered)
         return outputs
 
     def _step(self) -> dict[Request, None]:
@@ -339,10 +350,11 @@ class EngineCore:
             self._timed = [entry for entry in self._timed if not entry[2].group.is_finished]
             heapify(self._timed)
         while self._timed and self._timed[0][0] <= time.monotonic():
-            _, _, request, reason = heappop(self._timed)
+            _, _, request, reason = self._timed[0]
             is_due = reason is FinishReason.DEADLINE or request.group.status is not SeqStatus.RUNNING
             if is_due and self._requests.get(request.request_id) is request:
                 self._end(request, reason, None)
+            heappop(self._timed)  # last: Ctrl-C before it loses no deadline
 
     def _follow_up(self, request: Request) -> None:
         """Stream the new tokens of a request, and close it if it has ended. Repeated if Ctrl-C interrupts it."""
@@ -356,6 +368,17 @@ class EngineCore:
             self._close_request(request)
         elif request.error is not None:
             self._fail(request, request.error, request.exception)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
+        self._settle_now()
+        with self._lock, self._door:
+            self._scheduler.check_integrity()
+            # After an interrupt, a request may have ended in the scheduler alone.
+            ended = {request.request_id for request in self._delivery.changed if request.group.is_finished}
+            arriving = {request.request_id for request in (*self._arriving, *self._reserved)}
+            scheduled = {group.request_id for group in self._scheduler.groups}
+            assert set(self._requests) - ended - arriving == scheduled
 
     def _check_open(self) -> None:
         if self._closed:

@@ -23,13 +23,14 @@ from hf_paged.errors import EngineError
 from hf_paged.generation.engine.admission import Admission, RequestOptions, one_each, options_of_each
 from hf_paged.generation.engine.core import EngineCore
 from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.engine.prompts import as_prompt, as_prompts
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.streams import RequestStream
 from hf_paged.generation.sampling.request import Request
-from hf_paged.generation.validation import as_prompt, as_prompts, check_engine
+from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
@@ -403,21 +404,9 @@ class Engine(EngineCore):
         """
         with self._lock:
             group, manager = self._scheduler.get(request_id), self._memory.managers[0]
-            if group is None:
-                return []
-            seqs = [seq for seq in group.live if seq.seq_id in manager]
-            return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
-        self._settle_now()
-        with self._lock, self._door:
-            self._scheduler.check_integrity()
-            # After an interrupt, a request may have ended in the scheduler alone.
-            ended = {request.request_id for request in self._delivery.changed if request.group.is_finished}
-            arriving = {request.request_id for request in (*self._arriving, *self._reserved)}
-            scheduled = {group.request_id for group in self._scheduler.groups}
-            assert set(self._requests) - ended - arriving == scheduled
+            seqs = [] if group is None else [seq for seq in group.live if seq.seq_id in manager]
+            known = [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
+        return known
 
     def close(self) -> None:
         """Abort all unfinished requests and free the memory. Idempotent.

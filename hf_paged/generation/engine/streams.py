@@ -51,13 +51,16 @@ class RequestStream(Iterator[RequestOutput]):
                 self.close()
                 raise
         # Outputs are made here, so that a request that changed several times appears once, in its latest state.
-        for request in self._inbox:
-            is_finished = request.metrics.finish_time is not None
-            if is_finished:
-                self._unfinished.discard(request)
-            if is_finished or not self._finals_only:
-                self._outputs.append(request.output(self._told))
-        self._inbox.clear()
+        with self._core._door:  # no request ends meanwhile
+            for request in self._inbox:
+                if request not in self._unfinished:
+                    continue  # it had ended before this delivery, and the reader has its last output
+                is_finished = request.metrics.finish_time is not None
+                if is_finished:
+                    self._unfinished.discard(request)
+                if is_finished or not self._finals_only:
+                    self._outputs.append(request.output(self._told))
+            self._inbox.clear()
 
     def abandon(self) -> None:
         """Close it with the engine's next step. Takes no lock, as a finalizer must not."""

@@ -91,7 +91,7 @@ def _called(warper: Any, scores: torch.Tensor) -> torch.Tensor:
 def _least_kept(warpers: Sequence[Any], scores: torch.Tensor, *, run: int = 64) -> torch.Tensor:
     """The top_k-th largest score of each row, [num_rows, 1]; top_k of each row's own.
 
-    The k largest lie in the k runs with the largest maxima. Finding those first takes a third of the time.
+    The k largest lie in the k runs with the largest maxima. Finding those first takes half the time.
     """
     counts = [min(each.top_k, scores.shape[1]) for each in warpers]
     most = max(counts)

@@ -1,7 +1,8 @@
 /* Samples one token per row of probabilities with the algorithm of torch.multinomial on a CPU: for each token with
  * probability p draw an exponential variate e = -log1p(-u), and take the token with the largest p / e. The uniform
  * variates u are those of torch's generator, a Mersenne Twister: 53 bits of two words, for every token of the row.
- * Because e >= u, the logarithm is computed only if p / u exceeds the largest p / e so far. */
+ * Because e >= u, the logarithm is computed only if p / u exceeds the largest p / e so far.
+ * Also draws from the tokens that top-p keeps, without sorting them. */
 
 #include "vectors.h"
 
@@ -216,11 +217,11 @@ static int64_t draw_kept(const float *x, const float *w, int64_t vocab, nucleus 
             const float u = (float)(int32_t)(words[2 * i] & 0x1fffffu), weight = w[start + i];
             if (!(x[start + i] >= kept.possible && weight >= best * (0x1p-21f * 0.9999f) * u)) continue;
             const uint64_t bits = ((uint64_t)words[2 * i] << 32 | words[2 * i + 1]) & ((1ull << 53) - 1);
-            const float ahead = weight / (float)-log1p(-((double)bits * 0x1p-53));
-            if (ahead > best) {
-                is_close = best >= ahead * CLOSE;
-                best = ahead, token = start + i;
-            } else if (ahead >= best * CLOSE)
+            const float ratio = weight / (float)-log1p(-((double)bits * 0x1p-53));
+            if (ratio > best) {
+                is_close = best >= ratio * CLOSE;
+                best = ratio, token = start + i;
+            } else if (ratio >= best * CLOSE)
                 is_close = 1;
         }
     }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import Call, Prompts, Span, Step, WriteStrides
 from hf_paged.locks import usable_after_fork
@@ -83,11 +83,9 @@ class _Plan:
         """Raises ValueError if an index of the step is out of bounds."""
         library = _library()
         group = sizes.group
-        query_lens = np.diff(metadata.query_start_loc.numpy())
-        long = query_lens * group >= _PROMPT_ROWS
-        # One new token is a decode step, for any number of heads.
-        long &= (query_lens > 1) & (group <= _PROMPT_MAX_GROUP and sizes.head_dim <= _PROMPT_MAX_DIM)
-        self._few, self._long = (np.ascontiguousarray(x.nonzero()[0], dtype=np.int32) for x in (~long, long))
+        long = _long_sequences(metadata, sizes)
+        every = np.arange(metadata.num_seqs, dtype=np.int32)
+        self._few, self._long = (every, every[:0]) if long is None else (every[~long], every[long])
         tables, lens, starts = metadata.block_tables, metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr()
         self.prompts = Prompts(lens, starts, self._long.ctypes.data, len(self._long)) if len(self._long) else None
         step = Step(
@@ -104,7 +102,7 @@ class _Plan:
             share,
         )
         fault = library.hfp_check(
-            ctypes.byref(step), len(query_lens), tables.shape[1], sizes.num_blocks, sizes.num_rows
+            ctypes.byref(step), metadata.num_seqs, tables.shape[1], sizes.num_blocks, sizes.num_rows
         )
         if fault:
             what = ("the query rows", "the length", "a block id")[fault % 4 - 1]
@@ -130,6 +128,17 @@ class _Plan:
         counts = (ctypes.c_int64 * 4)()
         _library().hfp_plan_counts(self.handle, counts)
         return tuple(counts)
+
+
+def _long_sequences(metadata: AttentionMetadata, sizes: _Sizes) -> np.ndarray | None:
+    """bool [num_seqs]: which sequences the kernel for many new tokens computes; None: none of them.
+
+    One new token is a decode step, for any number of heads.
+    """
+    if metadata.max_query_len == 1 or sizes.group > _PROMPT_MAX_GROUP or sizes.head_dim > _PROMPT_MAX_DIM:
+        return None
+    query_lens = np.diff(metadata.query_start_loc.numpy())
+    return (query_lens * sizes.group >= _PROMPT_ROWS) & (query_lens > 1)
 
 
 def workspace(num_bytes: int) -> int:
@@ -190,7 +199,53 @@ def paged_attention(
         out.copy_(target)
     if lse is not None:
         return out, lse
+    if key is not None and value is not None and plan.prompts is None and sinks is None and alibi_slopes is None:
+        written = call.held[:2]
+        if share and target is out and written[0] is key and written[1] is value:  # they were used as they are
+            options = scale, sliding_window, chunk_size, softcap
+            layout = layout_of((query, key_cache, value_cache, key, value), options)
+            metadata.scratch[REPEATABLE] = Repeatable(call, layout, query, num_bytes)
     return out
+
+
+class Repeatable:
+    """The attention of a decode step, prepared by its first layer. The other layers have tensors of the same layout at
+    other addresses, so that nothing has to be checked or derived again: that takes several times as long as the kernel.
+    """
+
+    __slots__ = ("_call", "_dtype", "_layout", "_num_bytes", "_shape")
+
+    def __init__(self, call: Call, layout: tuple[Any, ...], query: torch.Tensor, num_bytes: int) -> None:
+        self._call, self._layout, self._num_bytes = call, layout, num_bytes
+        self._dtype = query.dtype
+        self._shape = (*query.shape[:2], call.v_head_dim)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: tuple[Any, ...],
+    ) -> torch.Tensor | None:
+        """The attention over these tensors; None if their layout or the options are others. See `layout_of`."""
+        if layout_of((query, key_cache, value_cache, key, value), options) != self._layout:
+            return None
+        out = torch.empty(self._shape, dtype=self._dtype)
+        call = self._call
+        call.query, call.out = query.data_ptr(), out.data_ptr()
+        call.key, call.value = key_cache.data_ptr(), value_cache.data_ptr()
+        call.new_key, call.new_value = key.data_ptr(), value.data_ptr()
+        call.workspace = workspace(self._num_bytes)
+        _library().hfp_attention(ctypes.byref(call), _DTYPES[self._dtype])
+        return out
+
+
+def layout_of(tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that `ops.paged_attention` checks about these tensors and options, and that a native call depends on, except
+    for addresses: query, key_cache, value_cache, key, value; scale, sliding_window, chunk_size, softcap."""
+    return options, *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
 
 
 def attention_call(

@@ -1,0 +1,136 @@
+"""The attention of a decode step is prepared by its first layer and repeated by layers with tensors of that layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native import ops as native_ops
+
+LENS = (1, 16, 17, 40)
+BLOCK_SIZE, BLOCKS = 16, 9
+
+pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One entry for each call that was prepared from scratch. The default implementation is the native one."""
+    native_build.build()
+    monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
+    calls: list[int] = []
+    prepare = native_ops.attention_call
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(native_ops, "attention_call", counted)
+    yield calls
+
+
+def step() -> AttentionMetadata:
+    tables = torch.tensor([[0, 0, 0], [1, 0, 0], [2, 3, 0], [4, 5, 6]], dtype=torch.int32)
+    last = torch.tensor(LENS) - 1
+    slots = tables.long()[torch.arange(4), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+    lens, starts = torch.tensor(LENS, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    return AttentionMetadata(tables, lens, starts, slots, max_query_len=1, max_seq_len=max(LENS))
+
+
+def layer(seed: int, *, heads: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return {
+        "query": randn(4, heads, 32),
+        "key_cache": randn(BLOCKS, BLOCK_SIZE, 2, 32),
+        "value_cache": randn(BLOCKS, BLOCK_SIZE, 2, 32),
+        "key": randn(4, 2, 32),
+        "value": randn(4, 2, 32),
+    }
+
+
+def attend(tensors: dict[str, torch.Tensor], metadata: AttentionMetadata, **options: Any) -> Any:
+    return ops.paged_attention(**{**tensors, "metadata": metadata, "scale": 0.2, **options})
+
+
+def check(tensors: dict[str, torch.Tensor], metadata: AttentionMetadata, **options: Any) -> None:
+    """The result and the caches are those of a call on its own, and the reference's."""
+    alone, reference = ({name: x.clone() for name, x in tensors.items()} for _ in range(2))
+    expected = attend(alone, replace(metadata, scratch={}), **options)
+    close = attend(reference, replace(metadata, scratch={}), impl="reference", **options)
+    actual = attend(tensors, metadata, **options)
+    assert torch.equal(actual, expected)
+    torch.testing.assert_close(actual, close, atol=2e-2, rtol=2e-2)
+    for name in ("key_cache", "value_cache"):
+        assert torch.equal(tensors[name], alone[name])
+
+
+def test_layers_of_one_layout_are_prepared_once(prepared: list[int]) -> None:
+    metadata = step()
+    layers = [layer(seed) for seed in range(4)]
+    results = [attend(tensors, metadata) for tensors in layers]
+    assert len(prepared) == 1
+    for tensors, result in zip(layers, results):
+        assert torch.equal(result, attend(tensors, replace(metadata, scratch={}), key=None, value=None))
+    assert not torch.equal(results[0], results[1])
+    for seed in range(4, 6):
+        check(layer(seed), metadata)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"scale": 0.3},
+        {"sliding_window": 8},
+        {"chunk_size": 16},
+        {"softcap": 5.0},
+        {"sinks": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+        {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_layers_with_other_options(changed: dict[str, Any], prepared: list[int]) -> None:
+    metadata = step()
+    for seed, options in enumerate(({}, changed, {}, changed)):
+        check(layer(seed), metadata, **options)
+
+
+def test_tensors_of_other_layouts(prepared: list[int]) -> None:
+    """Other numbers of heads, dtypes and strides; K/V that has to be converted first."""
+    metadata = step()
+    usual, wide, half = layer(0), layer(1, heads=8), layer(2, dtype=torch.bfloat16)
+    strided = layer(3)
+    strided["query"] = strided["query"].transpose(0, 1).contiguous().transpose(0, 1)
+    strided["key"] = torch.stack([strided["key"], strided["key"]], dim=-1)[..., 0]
+    mixed = layer(4)
+    mixed["value"] = mixed["value"].bfloat16()
+    for tensors in (usual, wide, half, strided, mixed, layer(5), strided, mixed, layer(6)):
+        check(tensors, metadata)
+
+
+def test_a_given_out_and_lse(prepared: list[int]) -> None:
+    metadata = step()
+    attend(layer(0), metadata)
+    tensors, out = layer(1), torch.empty(4, 4, 32)
+    assert attend(tensors, metadata, out=out) is out
+    again, lse = attend(tensors, metadata, return_lse=True)
+    assert torch.equal(again, out) and lse.shape == (4, 4)
+
+
+def test_a_wrong_shape_is_still_refused(prepared: list[int]) -> None:
+    metadata = step()
+    attend(layer(0), metadata)
+    tensors = layer(1)
+    tensors["key"] = tensors["key"][:3]
+    with pytest.raises(ValueError, match=r"key .* do not fit caches|slot_mapping has|key"):
+        attend(tensors, metadata)

@@ -1,0 +1,150 @@
+"""Adapters as models: loaded at the start or later, each request with its own, the base model unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import peft
+import pytest
+import torch
+
+from hf_paged.serving.adapters import check_adapter, load_adapter
+from tests.serving.harness import NAME, Running, new_model, plain, serving
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning")
+
+PROMPT = list(range(40, 80))
+
+
+def saved(folder: Path, seed: int) -> str:
+    """An adapter that changes the answers."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(new_model(), config).save_pretrained(folder)
+    return str(folder)
+
+
+def alone(folder: str) -> list[int]:
+    """What the model with the adapter generates."""
+    adapted = peft.PeftModel.from_pretrained(new_model(), folder)
+    ids = torch.tensor([PROMPT])
+    options = {"max_new_tokens": 12, "eos_token_id": 2048, "attention_mask": torch.ones_like(ids)}
+    return list(adapted.generate(input_ids=ids, **options)[0, len(PROMPT) :].tolist())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: saved(tmp_path_factory.mktemp(name), seed) for seed, name in enumerate(("sql", "poems", "late"), 1)}
+
+
+@pytest.fixture(scope="module")
+def adapted(folders: dict[str, str]) -> Iterator[Running]:
+    model = new_model()
+    ready = {name: folders[name] for name in ("sql", "poems")}
+    for name, folder in ready.items():
+        load_adapter(model, name, folder)
+    with serving(model=model, adapters=ready, admin=True) as running:
+        yield running
+
+
+def answer(running: Running, name: str) -> Any:
+    fields = {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    return running.post("/v1/completions", model=name, prompt=PROMPT, **fields)
+
+
+def tokens(running: Running, name: str) -> list[int]:
+    return list(answer(running, name).json()["choices"][0]["token_ids"])
+
+
+def test_each_request_has_its_own_adapter_in_the_same_steps(adapted: Running, folders: dict[str, str]) -> None:
+    wanted = {name: alone(folders[name]) for name in ("sql", "poems")}
+    wanted[NAME] = plain(PROMPT, max_new_tokens=12, eos_token_id=2048)[0]
+    assert len({tuple(each) for each in wanted.values()}) == 3
+
+    async def ask_all() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
+            extra = {"ignore_eos": True, "return_token_ids": True}
+            calls = (
+                client.completions.create(model=name, prompt=PROMPT, max_tokens=12, extra_body=extra)
+                for name in list(wanted) * 4
+            )
+            return await asyncio.gather(*calls)
+
+    for each in asyncio.run(ask_all()):
+        assert each.choices[0].token_ids == wanted[each.model]
+    adapted.assert_idle()
+
+
+def test_prefixes_are_found_by_the_same_adapter_only(adapted: Running) -> None:
+    adapted.http.post("/reset_prefix_cache")
+
+    def cached(name: str) -> int:
+        return int(answer(adapted, name).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("sql"), cached("sql"), cached("poems"), cached(NAME), cached(NAME)] == [0, 32, 0, 0, 32]
+
+
+def test_load_and_unload(adapted: Running, folders: dict[str, str]) -> None:
+    assert answer(adapted, "late").status_code == 404
+    load = {"lora_name": "late", "lora_path": folders["late"]}
+    assert adapted.post("/v1/load_lora_adapter", **load).status_code == 200
+    assert tokens(adapted, "late") == alone(folders["late"])
+    assert tokens(adapted, "sql") == alone(folders["sql"])
+    cards = {card.id: card for card in adapted.client.models.list().data}
+    assert set(cards) == {NAME, "sql", "poems", "late"} and cards["late"].parent == NAME
+    taken = adapted.post("/v1/load_lora_adapter", **load)
+    assert taken.status_code == 400 and "taken" in taken.json()["error"]["message"]
+    assert adapted.post("/v1/unload_lora_adapter", lora_name="late").status_code == 200
+    assert answer(adapted, "late").status_code == 404
+    assert adapted.post("/v1/unload_lora_adapter", lora_name="late").status_code == 404
+    assert tokens(adapted, NAME) == plain(PROMPT, max_new_tokens=12, eos_token_id=2048)[0]
+
+
+def test_the_first_adapter_may_come_later(folders: dict[str, str]) -> None:
+    with serving(model=new_model(), admin=True) as running:
+        base = tokens(running, NAME)
+        running.post("/v1/load_lora_adapter", lora_name="sql", lora_path=folders["sql"])
+        assert tokens(running, "sql") == alone(folders["sql"]) != base
+        assert tokens(running, NAME) == base
+
+
+def test_what_is_no_adapter_is_refused(adapted: Running, folders: dict[str, str], tmp_path: Path) -> None:
+    for path, words in {"/no/such/folder": "adapter_config.json", str(tmp_path): "adapter_config.json"}.items():
+        refused = adapted.post("/v1/load_lora_adapter", lora_name="x", lora_path=path)
+        assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "adapter_config.json").write_text("{}")
+    (pickled / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="safetensors"):
+        check_adapter(str(pickled))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text((Path(folders["sql"]) / "adapter_config.json").read_text())
+    (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
+    refused = adapted.post("/v1/load_lora_adapter", lora_name="x", lora_path=str(broken))
+    assert refused.status_code == 400 and "cannot be loaded" in refused.json()["error"]["message"]
+    assert tokens(adapted, "sql") == alone(folders["sql"])
+    assert answer(adapted, "x").status_code == 404
+    assert adapted.post("/v1/load_lora_adapter", lora_name=NAME, lora_path=folders["sql"]).status_code == 400
+
+
+def test_a_request_whose_adapter_is_unloaded_fails_alone(adapted: Running, folders: dict[str, str]) -> None:
+    adapted.post("/v1/load_lora_adapter", lora_name="late", lora_path=folders["late"])
+    streams = [
+        adapted.client.completions.create(
+            model=name, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        for name in ("late", "sql")
+    ]
+    for stream in streams:
+        next(stream)
+    adapted.post("/v1/unload_lora_adapter", lora_name="late")
+    with pytest.raises(openai.APIError, match="late"):
+        list(streams[0])
+    assert list(streams[1])[-1].choices[0].finish_reason == "length"
+    adapted.assert_idle()
