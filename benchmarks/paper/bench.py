@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.paper import page, plots
 from benchmarks.paper.cost import CostModel
-from benchmarks.paper.figures import FIGURES, Effort
+from benchmarks.paper.figures import FIGURES, Effort, grouped
 from benchmarks.paper.runs import Run, Store
 
 Data = dict[str, Any]
@@ -76,7 +76,8 @@ def _made(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]) ->
         what = f"{run.setup}, {run.workload}, {run.policy}, {run.rate:g}/s, seed {run.seed}"
         say(f"figure {name}: {position[run] + 1} of {len(runs)}: {what}")
 
-    return figure.read(store.all(runs, progress))
+    outcomes = store.all(runs, progress)
+    return figure.read(outcomes) | {"seeds": min(map(len, grouped(outcomes).values()))}
 
 
 def _measured(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]) -> Data:

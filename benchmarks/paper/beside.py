@@ -19,7 +19,7 @@ from benchmarks.paper.runs import Outcome, Store, outcome_of
 Data = dict[str, Any]
 Row = tuple[str, Callable[[Outcome], float]]
 
-FILLED: Row = ("slots that hold tokens, %", lambda o: 100 * o["window"]["filled"])
+FILLED: Row = ("slots that hold tokens while requests wait, %", lambda o: 100 * o["busy"]["filled"])
 BATCHED: Row = ("batched requests", lambda o: o["batched"])
 LATENCY: Row = ("normalized latency, ms/token", lambda o: 1000 * o["latency"])
 SAVED: Row = ("blocks saved by sharing, %", lambda o: 100 * o["window"]["saved"])
@@ -70,7 +70,7 @@ def compare_all(
     """Engine and simulator under each load; runs of the engine that `store` has are not repeated."""
     rows: list[Data] = []
     for beside in loads(count):
-        key = f"engine, {count} requests: {beside.figure}, {beside.load.name}"
+        key = f"engine, {count} requests, figure {beside.figure}: {beside.load.name}"
         outcome = store.get(key)
         if outcome is None:
             say(key)

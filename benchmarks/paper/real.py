@@ -170,7 +170,8 @@ class _Watcher:
             if self._pending is not None:
                 work, memory, running, waiting = self._pending
                 steps.append((work, seconds))
-                for integral, counts in ((window, True), (busy, waiting > 0)):
+                until_last_arrival = now - seconds <= requests[-1].arrival
+                for integral, counts in ((window, until_last_arrival), (busy, waiting > 0)):
                     if counts:
                         integral.add(seconds, running, memory)
                 self._pending = None

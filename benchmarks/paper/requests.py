@@ -37,14 +37,15 @@ def poisson(name: str, count: int, rate: float, seed: int, *, kind: Kind = "gree
 
 
 CHAT_PROMPT, CHAT_OUTPUT = 1024, 1024
-CHAT_ROUNDS = 5
+CHAT_ROUNDS = 20
 
 
 def chat(count: int, rate: float, seed: int) -> list[SimRequest]:
     """The paper's chatbot (section 6.5): a prompt is the end of the conversation so far, at most 1,024 tokens, and the
     model generates at most 1,024.
 
-    Turns have the lengths of ShareGPT, which are means over single turns; a conversation has 1 to CHAT_ROUNDS turns.
+    Turns have the lengths of ShareGPT, which are means over single turns. A conversation has 1 to CHAT_ROUNDS turns, so
+    that most prompts have 1,024 tokens, as in the paper.
     """
     rng = random.Random(seed)
     turns = workloads.synthesise("sharegpt", count * CHAT_ROUNDS, seed=seed)

@@ -9,13 +9,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.beams import TOP_PROBABILITY
 from benchmarks.paper.cost import ASSUMED, SETUPS, cost_of
 from benchmarks.paper.policies.interface import Policy
 from benchmarks.paper.policies.orca import Orca
 from benchmarks.paper.policies.paged import Paged
 from benchmarks.paper.policies.static import Static
-from benchmarks.paper.requests import Kind, SimRequest, apart, chat, poisson, translation
+from benchmarks.paper.requests import (
+    CHAT_ROUNDS,
+    TRANSLATION_INPUT,
+    TRANSLATION_OUTPUT,
+    TRANSLATION_SIGMA,
+    Kind,
+    SimRequest,
+    apart,
+    chat,
+    poisson,
+    translation,
+)
 from benchmarks.paper.simulator import Integral, Result, Simulator
+from benchmarks.workloads import WORKLOADS
 from hf_paged.config import SchedulerConfig
 
 Outcome = dict[str, Any]
@@ -42,7 +55,17 @@ class Run:
 
     @property
     def key(self) -> str:
-        return json.dumps([asdict(self), asdict(ASSUMED)])
+        """Everything that the outcome depends on but the code."""
+        assumed: list[object] = [asdict(SETUPS[self.setup]), asdict(ASSUMED)]
+        if self.workload == "chat":
+            assumed.append(CHAT_ROUNDS)
+        elif self.workload == "translation":
+            assumed.append([TRANSLATION_INPUT, TRANSLATION_OUTPUT, TRANSLATION_SIGMA])
+        else:
+            assumed.append([asdict(lengths) for lengths in WORKLOADS[self.workload]])
+        if self.kind == "beams":
+            assumed.append(TOP_PROBABILITY)
+        return json.dumps([asdict(self), *assumed])
 
     def requests(self) -> list[SimRequest]:
         count = max(2, round(self.rate * 60 * self.minutes))
@@ -57,13 +80,12 @@ class Run:
 def policy_for(run: Run, requests: list[SimRequest]) -> Policy:
     capacity, outputs = SETUPS[run.setup].slots, {r.request_id: r.output_length for r in requests}
     shares = run.prefix > 0 and run.policy != "ours-unshared"
-    config = SchedulerConfig(max_num_batched_tokens=8192, prefix_caching=shares, preemption="auto")
+    preemption: Any = PREEMPTION.get(run.policy, "auto")
+    config = SchedulerConfig(max_num_batched_tokens=8192, prefix_caching=shares, preemption=preemption)
     if run.policy == "faster-transformer":
         return Static(config, capacity, outputs)
     if run.policy.startswith("orca-"):
         return Orca(config, capacity, outputs, reserve=run.policy.removeprefix("orca-"))
-    preemption: Any = PREEMPTION[run.policy]
-    config = SchedulerConfig(max_num_batched_tokens=8192, prefix_caching=shares, preemption=preemption)
     finals = {r.request_id: r.final_length for r in requests}
     return Paged(config, capacity, finals, block_size=run.block_size, name=run.policy)
 

@@ -158,7 +158,8 @@ class Simulator:
         if self.observe is not None:
             self.observe(output)
         self.num_steps += count
-        self._measure(seconds)
+        # In the mean over several steps, half of the tokens of all but the first are not there yet.
+        self._measure(seconds, len(output.scheduled) * (count - 1) / 2)
         self.now += seconds
         policy.update(output)
         self._sample(output)
@@ -251,7 +252,7 @@ class Simulator:
 
     # -- measuring ----------------------------------------------------------------------------------------------
 
-    def _measure(self, seconds: float) -> None:
+    def _measure(self, seconds: float, ahead: float) -> None:
         self._calls += 1
         self._unmeasured += seconds
         if self._calls % self.measure_every:
@@ -261,7 +262,7 @@ class Simulator:
         in_window = self.warm_up <= self.now <= self._last_arrival
         if not in_window and not policy.num_waiting:
             return
-        memory = policy.memory()
+        memory = policy.memory(ahead)
         if policy.num_waiting:
             self._busy.add(seconds, policy.num_running, memory)
         if in_window:

@@ -132,7 +132,7 @@ def test_orca_memory_by_kind() -> None:
     policy = Orca(CONFIG, 3000, {"a": 2}, reserve="max")
     seen: list[Memory] = []
     simulate(policy, [SimRequest("a", 0.0, 4, 2)], observe=lambda _: seen.append(policy.memory()), jumps=False)
-    assert seen == [Memory(0, 6, 2042, 952, 0), Memory(4, 2, 2042, 952, 0)]
+    assert seen == [Memory(4, 2, 2042, 952, 0), Memory(5, 1, 2042, 952, 0)]
 
 
 # -- FasterTransformer ----------------------------------------------------------------------------------------------

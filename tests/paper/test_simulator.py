@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.paper.beams import BeamChoice
 from benchmarks.paper.cost import ASSUMED, OPT_13B, OPT_66B, OPT_175B, CostModel, cost_of
-from benchmarks.paper.policies.interface import Load
+from benchmarks.paper.policies.interface import Load, Memory
 from benchmarks.paper.policies.orca import Orca
 from benchmarks.paper.policies.paged import Paged
 from benchmarks.paper.policies.static import Static
@@ -141,3 +141,31 @@ def test_set_ups_of_the_paper() -> None:
     assert one.weights == pytest.approx(2 * 12.85e9 / (1.555e12 * ASSUMED.reading))
     assert four.step > one.step, "all-reduces"
     assert ASSUMED.kv_factor(None) == 1 and ASSUMED.kv_factor(16) == 1.23 and ASSUMED.kv_factor(1) > 8
+
+
+def test_memory_of_ours_by_hand() -> None:
+    """5 + 3 tokens in blocks of 4: 3 slots of the second block are still to come, then 2, then 1."""
+    requests = [SimRequest("a", 0.0, 5, 3)]
+    policy, seen = policy_of("ours", requests, 40), []
+    Simulator(policy, SECOND, requests, observe=lambda _: seen.append(policy.memory()), jumps=False).run()
+    assert seen == [Memory(5, 3, 0, 0, 32), Memory(6, 2, 0, 0, 32), Memory(7, 1, 0, 0, 32)]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_both_ways_to_count_filled_slots_agree(preemption: str) -> None:
+    """With and without sharing, the tokens of the pool are counted in different ways."""
+    requests = random_requests(1, ("greedy",))
+    policy, seen = policy_of(preemption, requests), []
+    counted = lambda: (policy.memory().tokens, policy.manager.num_filled_slots)  # noqa: E731
+    Simulator(policy, COST, requests, block_size=4, observe=lambda _: seen.append(counted())).run()
+    assert seen and all(tokens == filled for tokens, filled in seen)
+
+
+@pytest.mark.parametrize("name", ["recompute", "oracle", "static"])
+def test_jumps_measure_the_same_memory(name: str) -> None:
+    requests = random_requests(2, ("greedy",))
+    single, jumping = (Simulator(policy_of(name, requests), COST, requests, jumps=j).run().busy for j in (False, True))
+    assert jumping.seconds == pytest.approx(single.seconds, rel=0.01) and single.seconds > 0.3
+    assert jumping.tokens == pytest.approx(single.tokens, rel=0.01)
+    wasted = [i.reserved + i.internal + i.external for i in (single, jumping)]
+    assert wasted[1] == pytest.approx(wasted[0], rel=0.05)

@@ -30,29 +30,30 @@ class Load:
 class Memory:
     """Slots of the K/V pool by use (the paper's Figure 2).
 
-    tokens: hold K/V, shared ones counted once; reserved: kept for tokens that the requests will still generate;
-    internal: allocated, but never to be used; external: unusable between or beyond the allocations; free: the rest.
-    saved: slots that the same sequences would hold in addition without sharing.
+    tokens: hold K/V, that of the step in progress included, shared ones counted once; reserved: kept for tokens that
+    the requests will still generate; internal: allocated, but never to be used; external: unusable between or beyond
+    the allocations; free: the rest. saved: slots that the same sequences would hold in addition without sharing.
     """
 
-    tokens: int
-    reserved: int
+    tokens: float
+    reserved: float
     internal: int
     external: int
-    free: int
+    free: float
     saved: int = 0
 
     @property
-    def pool(self) -> int:
+    def pool(self) -> float:
         return self.tokens + self.reserved + self.internal + self.external + self.free
 
 
 class Policy(Protocol):
-    """The calls of `hf_paged.generation.engine.scheduler.Scheduler` with the same meaning, and four more.
+    """The calls of `hf_paged.generation.engine.scheduler.Scheduler` with the same meaning, and some more.
 
     `decode_load` is the load of the next step if every running sequence computes one token and nothing is started or
-    preempted; `decode_growth` is by how much its `kv_tokens` grow from one such step to the next. `decode_steps` is how
-    many such steps, at most `limit`, are certain to find their memory; 0 if the next step may have to preempt.
+    preempted. `decode_steps` is how many such steps, at most `limit`, are certain to find their memory; 0 if the next
+    step may have to preempt. `memory` counts the tokens of the step in progress; `ahead` of them belong to later steps
+    that were scheduled with it.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Policy(Protocol):
     def decode_steps(self, limit: int) -> int: ...
     def decode_load(self) -> Load: ...
     def load(self, output: SchedulerOutput) -> Load: ...
-    def memory(self) -> Memory: ...
+    def memory(self, ahead: float = 0.0) -> Memory: ...
 
 
 def load_of(output: SchedulerOutput, *, copied_tokens: int = 0, swapped_blocks: int = 0) -> Load:

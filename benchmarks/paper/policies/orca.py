@@ -114,11 +114,12 @@ class Orca(Queue):
     def load(self, output: SchedulerOutput) -> Load:
         return load_of(output, copied_tokens=self._take_copied())
 
-    def memory(self) -> Memory:
+    def memory(self, ahead: float = 0.0) -> Memory:
         """Rounding to a power of two counts as external: it is the allocator's, not the request's (Figure 2)."""
-        tokens = asked = final = 0
+        tokens, asked, final = 0.0, 0, 0
         for group in self.running:
-            tokens += sum(seq.num_computed_tokens for seq in group.live)
+            tokens += sum(seq.num_tokens for seq in group.live)
             asked += self._reserved[group] * group.width
             final += (group.num_prompt_tokens + self._output_lengths[group.request_id]) * group.width
+        tokens -= ahead
         return Memory(tokens, final - tokens, asked - final, self.buddy.capacity - asked, 0)

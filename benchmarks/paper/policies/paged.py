@@ -101,19 +101,20 @@ class Paged:
         swapped = len(output.swap_out[0]) + len(output.swap_in[0])
         return load_of(output, copied_tokens=copies, swapped_blocks=swapped)
 
-    def memory(self) -> Memory:
+    def memory(self, ahead: float = 0.0) -> Memory:
         manager, allocator, size = self.manager, self.manager.allocator, self.block_size
         used = allocator.num_used * size
         if self._shares:
             tokens, saved = manager.num_filled_slots, manager.num_logical_blocks * size - used
         else:
-            tokens = sum(seq.num_computed_tokens for group in self.running for seq in group.live)
+            tokens = sum(manager.num_tokens(seq.seq_id) for group in self.running for seq in group.live)
             saved = 0
         later = 0
         for group in self.running:
             final = self._final_lengths.get(group.request_id, 0)
             for seq in group.live:
-                later += min(-seq.num_computed_tokens % size, max(final - seq.num_computed_tokens, 0))
+                length = manager.num_tokens(seq.seq_id) if seq.parent is None else 0
+                later += min(-length % size, max(final - length, 0))
         later = min(later, used - tokens)  # a shared block counts once
         free = allocator.num_available * size
-        return Memory(tokens, later, used - tokens - later, 0, free, saved)
+        return Memory(tokens - ahead, later, used - tokens - later, 0, free + ahead, saved)

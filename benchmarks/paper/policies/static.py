@@ -77,12 +77,13 @@ class Static(Queue):
             return Load(rows, rows, rows * (prompt + self._num_steps), 0, copied)
         return Load(rows, rows * prompt, rows * prompt, rows * prompt * (prompt + 1) // 2, copied)
 
-    def memory(self) -> Memory:
-        tokens = final = 0
+    def memory(self, ahead: float = 0.0) -> Memory:
+        tokens, final = 0.0, 0
         for group in self.running:
             output = self._output_lengths[group.request_id]
             final += (group.num_prompt_tokens + output) * group.width
-            done = [seq.num_computed_tokens for seq in group.live] or [group.num_prompt_tokens + output] * group.width
+            done = [seq.num_tokens for seq in group.live] or [group.num_prompt_tokens + output] * group.width
             tokens += sum(done)
         reserved = self.batch_size * MAX_MODEL_LENGTH
+        tokens -= ahead
         return Memory(tokens, final - tokens, reserved - final, self.capacity - reserved, 0)
