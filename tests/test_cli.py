@@ -295,8 +295,15 @@ def test_a_reader_that_goes_away() -> None:
 
 def test_interrupt() -> None:
     argv = [*COMMAND, "generate", QA, "x", "--stream", "--max-new-tokens", "1000", "--min-new-tokens", "1000"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+    with process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "[1/1] x\n"
         process.send_signal(signal.SIGINT)

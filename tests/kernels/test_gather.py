@@ -282,7 +282,7 @@ def test_new_kv_of_another_dtype(impl: str) -> None:
 
 def test_new_kv_that_does_not_fit(impl: str) -> None:
     before, new_kv = unwritten(make_batch(Case(MIXED)))
-    with pytest.raises(ValueError, match="come together"):
+    with pytest.raises(ValueError, match="give both, or neither"):
         before.run(impl, key=new_kv["key"])
     with pytest.raises(ValueError, match="do not fit"):
         before.run(impl, key=new_kv["key"][:, :1], value=new_kv["value"])
