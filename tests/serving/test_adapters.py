@@ -133,6 +133,7 @@ def test_what_is_no_adapter_is_refused(adapted: Running, folders: dict[str, str]
     assert adapted.post("/v1/load_lora_adapter", lora_name=NAME, lora_path=folders["sql"]).status_code == 400
 
 
+@pytest.mark.slow
 def test_a_request_whose_adapter_is_unloaded_fails_alone(adapted: Running, folders: dict[str, str]) -> None:
     adapted.post("/v1/load_lora_adapter", lora_name="late", lora_path=folders["late"])
     streams = [

@@ -407,6 +407,7 @@ def test_parts_of_a_message(server: Running) -> None:
     assert again["choices"] == whole["choices"]
 
 
+@pytest.mark.slow
 def test_sixty_four_at_once(server: Running) -> None:
     """Every answer is the one that its request gets alone."""
     cases = [(f"{PROMPT} {number}", list(CASES)[number % len(CASES)]) for number in range(64)]

@@ -238,6 +238,7 @@ def start(*argv: str, code: str = "") -> tuple[subprocess.Popen[str], str]:
     raise AssertionError(f"the server has not started: exit status {process.wait(60)}")
 
 
+@pytest.mark.slow
 def test_a_signal_drains() -> None:
     process, url = start("--served-model-name", NAME, "--drain-seconds", "200")
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -252,6 +253,7 @@ def test_a_signal_drains() -> None:
         client.models.list()
 
 
+@pytest.mark.slow
 def test_the_exit_status_tells_of_a_dead_engine() -> None:
     code = (
         "from hf_paged.generation.engine.engine import Engine\n"
