@@ -59,6 +59,11 @@ class BlockAllocator:
         return len(self._cached)
 
     @property
+    def cached_blocks(self) -> list[int]:
+        """The cached blocks, the next one to be evicted first."""
+        return list(self._cached)
+
+    @property
     def num_used(self) -> int:
         return self._num_touched - len(self._free) - len(self._cached)
 

@@ -16,7 +16,7 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import OutOfBlocks
-from hf_paged.kernels.metadata import AttentionMetadata, step_arrays, to_device
+from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, step_arrays, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,17 @@ class PagedMemory:
         seq_lens = [self.groups[0].manager.num_tokens(seq_id) for seq_id in seq_ids]
         step = step_arrays(tables, seq_lens, query_lens, self.block_size)
         return step.metadata(device), to_device(step.positions, device)
+
+    def decode_step(self, seq_ids: Sequence[SeqId], last: DecodeStep | None = None) -> DecodeStep:
+        """The step of the last token of each sequence, on a CPU. last: an earlier step, which may become this one."""
+        tables = [[manager.block_table(seq_id) for seq_id in seq_ids] for manager in self.managers]
+        contents = [[table.tobytes() for table in group] for group in tables]
+        seq_lens = [self.groups[0].manager.num_tokens(seq_id) for seq_id in seq_ids]
+        if last is not None and last.follow(contents, seq_lens):
+            return last
+        arrays = step_arrays(tables, seq_lens, [1] * len(seq_ids), self.block_size)
+        device = torch.device("cpu")
+        return DecodeStep(contents, seq_lens, arrays, arrays.metadata(device), to_device(arrays.positions, device))
 
     @property
     def layout(self) -> tuple[object, ...]:

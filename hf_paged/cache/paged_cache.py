@@ -75,11 +75,6 @@ class PagedKVCache(Cache):
         """Left padding of each row in tokens; it takes no memory."""
         return list(self._rows.padding)
 
-    def start_rows(self, padding: Sequence[int], length: int = 0) -> list[int]:
-        """Make `len(padding)` empty rows of logical length `length`; returns their sequence ids."""
-        self._rows.start(padding, length)
-        return list(self._rows.seq_ids)
-
     def take_rows(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
         """Take ownership of sequences that `memory` holds already, whose K/V is complete in every layer."""
         self._rows.take(seq_ids, padding)
@@ -228,12 +223,13 @@ class PagedKVCache(Cache):
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         if keep < 0:
             raise ValueError(f"cannot crop {-tokens_to_remove} tokens from a cache of length {length}")
+        for layer in self.layers:  # first: a recurrent layer that does not record its past raises
+            if type(layer) is not PagedLayer:
+                layer.crop(keep - length)
         self._rows.crop(keep)
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.length = min(layer.length, keep)
-            if type(layer) is not PagedLayer:
-                layer.crop(min(tokens_to_remove, 0))
 
     def reset(self) -> None:
         """Remove every row and free its blocks; the pool keeps its memory."""

@@ -40,6 +40,9 @@ class PrefixCache:
         self.block_size = manager.block_size
         self.query_tokens = 0
         self.hit_tokens = 0
+        self.num_evictions = 0
+        # Those evicted since a reader emptied the list; None: no reader asks for them.
+        self.evicted: list[int] | None = None
         self._manager = manager
         self._digests: dict[int, bytes] = {}  # by block_id
         self._blocks: dict[bytes, int] = {}  # by digest
@@ -138,6 +141,9 @@ class PrefixCache:
 
     def _forget(self, block_id: int) -> None:
         del self._blocks[self._digests.pop(block_id)]
+        self.num_evictions += 1
+        if self.evicted is not None:
+            self.evicted.append(block_id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the invariant of the class does not hold."""

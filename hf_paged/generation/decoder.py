@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.prefill import compute_prompts, is_one_step
-from hf_paged.generation.prompts import Prompt, share_prompts
+from hf_paged.generation.shared_prompts import Prompt, share_prompts
+from hf_paged.kernels.metadata import DecodeStep
 from hf_paged.model.packed import PackedModel
 
 
@@ -57,6 +57,13 @@ class RowsCache:
         return self._decoder.length
 
 
+class DecoderOutput(NamedTuple):
+    """What the loop reads of a ModelOutput, which takes longer to make. logits [num_rows, 1, vocab]."""
+
+    logits: torch.Tensor
+    past_key_values: RowsCache
+
+
 class PackedDecoder:
     """`expand` consecutive rows of the batch share a prompt (beams, parallel samples).
 
@@ -87,6 +94,7 @@ class PackedDecoder:
         self._first_id = max(known, default=-1) + 1  # of the sequences that are made here
         self._ids = itertools.count(self._first_id)
         self._lent: list[int] = []
+        self._step: DecodeStep | None = None  # the last one
         self._num_new = 0  # columns of input_ids that continue the lent rows
         self.criteria: RecordingCriteria | None = None
         self.cache = RowsCache(self)
@@ -123,14 +131,14 @@ class PackedDecoder:
 
     def _prefill(
         self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: Any
-    ) -> CausalLMOutputWithPast:
+    ) -> DecoderOutput:
         return self._output(self.prefill(input_ids, model_kwargs.get("attention_mask")))
 
-    def __call__(self, input_ids: torch.Tensor, **_: Any) -> CausalLMOutputWithPast:
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> DecoderOutput:
         return self._output(self.decode(input_ids))
 
-    def _output(self, logits: torch.Tensor) -> CausalLMOutputWithPast:
-        return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=self.cache)
+    def _output(self, logits: torch.Tensor) -> DecoderOutput:
+        return DecoderOutput(logits.unsqueeze(1), self.cache)
 
     # -- the forwards -------------------------------------------------------------------------------------------
 
@@ -198,7 +206,11 @@ class PackedDecoder:
         seq_ids = [self.rows[r] for r in active]
         counts = [1] * len(active)
         self.memory.append(list(zip(seq_ids, counts)))
-        metadata, positions = self.memory.step_metadata(seq_ids, counts, device)
+        if device.type == "cpu":
+            self._step = self.memory.decode_step(seq_ids, self._step)
+            metadata, positions = self._step.metadata, self._step.positions
+        else:
+            metadata, positions = self.memory.step_metadata(seq_ids, counts, device)
         tokens = input_ids[:, -1].to(device)
         if len(active) == len(self.rows):
             logits = self._packed.forward(tokens, positions, metadata)

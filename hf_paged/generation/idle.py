@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.config import CacheConfig
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 
 Kind = tuple[Any, ...]  # what the model's K/V is made of
-MemoryKey = tuple[Kind, int, int | None, tuple[tuple[frozenset[int] | None, int | None], ...]]
-"""Kind, block_size, num_blocks, windows: memories of one key may serve one another's calls."""
+Windows = tuple[tuple[frozenset[int] | None, int | None], ...]  # layers and sliding window of each group
+MemoryKey = tuple[Kind, CacheConfig, Windows]
+"""Kind, config, windows: memories of one key may serve one another's calls."""
 
 MAX_POOLS = 4
 MAX_BYTES = 1 << 30
@@ -29,7 +31,7 @@ def kind_of(model: Any) -> Kind:
 
 
 class IdlePools:
-    """At most MAX_POOLS pools, and MAX_BYTES beside the one used last; least recently used ones go first.
+    """At most MAX_POOLS pools, and MAX_BYTES besides the one used last; least recently used ones go first.
 
     Any thread may call.
     """
@@ -43,15 +45,22 @@ class IdlePools:
         return iter(list(self._pools.values()))
 
     def take(self, key: MemoryKey) -> PagedMemory:
-        """An idle pool of that key, now the caller's, or a new one. Pools of another kind are forgotten."""
+        """An idle pool of that key, now the caller's, or a new one without a limit. Pools of another kind are
+        forgotten."""
         with self._lock:
             memory = self._pools.pop(key, None)
             for other in [other for other in self._pools if other[0] != key[0]]:
                 del self._pools[other]  # of what the model was
         if memory is not None:
             return memory
-        _, block_size, max_blocks, windows = key
-        return PagedMemory(block_size, windows=windows, growable=True, max_blocks=max_blocks)
+        _, config, windows = key
+        return PagedMemory(config.block_size, windows=windows, growable=True)
+
+    def num_bytes(self, key: MemoryKey) -> int:
+        """Size of the idle pool of that key, which `take` would return; 0 if there is none."""
+        with self._lock:
+            memory = self._pools.get(key)
+        return 0 if memory is None else memory.nbytes
 
     def give_back(self, key: MemoryKey, memory: PagedMemory) -> None:
         """Keep a pool that no sequence uses any more."""

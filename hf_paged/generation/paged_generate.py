@@ -1,13 +1,15 @@
 """The entry point of `model.generate(..., cache_implementation="paged")`.
 
 Four functions wrap transformers' methods of the same names (see `integration.hook`). A call that does not request a
-paged cache passes through unchanged. A paged call is checked, then decoded by transformers' own loop: over a
-PackedDecoder if every option of the call allows it (route "packed"), else over a PagedKVCache (route "hf_loop").
+paged cache passes through unchanged, unless calls are paged by default. A paged call is checked, then decoded by
+transformers' own loop: over a PackedDecoder if every option of the call allows it (route "packed"), else over a
+PagedKVCache (route "hf_loop").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,12 +20,14 @@ from torch import nn
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import blocks_in_memory, window_groups
-from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
+from hf_paged.generation.idle import IdlePools, MemoryKey, Windows, kind_of
 from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.routes import argument_obstacle, cache_obstacle, config_obstacle, new_columns
+from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
     check_cache,
     check_counts,
@@ -31,6 +35,7 @@ from hf_paged.generation.validation import (
     check_pool,
     refuse_no_cache,
 )
+from hf_paged.integration import hook
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
@@ -101,6 +106,7 @@ class _Call:
     record: CallRecord
     obstacle: str | None  # to packed rows, in the call's arguments
     prompt_length: int  # padding included
+    by_default: bool = False  # it did not ask for a paged cache
     decoding: _Decoding | None = None
 
 
@@ -114,13 +120,16 @@ def _active(model: Any) -> _Call | None:
 
 def generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin.generate."""
-    if not _is_paged(model, args, kwargs):
+    if _is_paged(model, args, kwargs):
+        call = _open_call(model, args, kwargs)
+    elif (opened := _opened_by_default(model, args, kwargs)) is not None:
+        call = opened
+    else:
         token = _current.set(None)
         try:
             return function(model, *args, **kwargs)
         finally:
             _current.reset(token)
-    call = _open_call(model, args, kwargs)
     kwargs.pop("cache_implementation", None)
     # A checkpoint's default, which the request for a paged cache overrides; a caller's own use_cache=False was refused.
     if model.generation_config.use_cache is False:
@@ -131,7 +140,8 @@ def generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kw
         result = function(model, *args, **kwargs)
         if call.decoding is not None and is_recording():
             _observe_end(call.record, call.decoding, result)
-        add_record(call.record)
+        if call.decoding is not None or not call.by_default:
+            add_record(call.record)
         failed = False
         return result
     finally:
@@ -154,6 +164,39 @@ def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     if wanted is None:  # a cache of ours says it too
         return isinstance(paged_part(kwargs.get("past_key_values")), PagedKVCache)
     return bool(wanted == PAGED)
+
+
+def _opened_by_default(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    """The call, if calls that name no cache are paged and this one can be; None, after a warning, if it cannot."""
+    if not hook.is_default() or _current.get() is not None or _has_cache_of_its_own(model, args, kwargs):
+        return None
+    copied = dict(kwargs)
+    try:
+        call = _open_call(model, args, copied)
+    except (UnsupportedModelError, ValueError) as error:
+        _warn_of_plain(model, error)
+        return None
+    call.by_default = True
+    kwargs.update(copied)
+    return call
+
+
+def _has_cache_of_its_own(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call says which cache it wants, or that it wants none, or leaves that to custom code."""
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    configs = (given, model.generation_config)
+    names = [kwargs.get("cache_implementation"), *(getattr(each, "cache_implementation", None) for each in configs)]
+    uses_cache = kwargs.get("use_cache", getattr(given, "use_cache", None))
+    is_other = kwargs.get("past_key_values") is not None or kwargs.get("custom_generate") is not None
+    return is_other or uses_cache is False or any(name is not None for name in names)
+
+
+def _warn_of_plain(model: Any, error: Exception) -> None:
+    warnings.warn(
+        f"a call of generate of {type(model).__name__} runs without a paged cache: {error}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
@@ -194,9 +237,15 @@ def prepare_cache_for_generation(
     cache_config = as_config(CacheConfig, config.cache_config, "cache_config")
     refuse_no_cache(config.use_cache)
     check_counts(vars(config))
-    obstacle = call.obstacle or config_obstacle(
-        model, call.report, config, model_kwargs, str(values["generation_mode"].value)
-    )
+    try:
+        obstacle = call.obstacle or config_obstacle(
+            model, call.report, config, model_kwargs, str(values["generation_mode"].value)
+        )
+    except UnsupportedModelError as error:
+        if not call.by_default:
+            raise
+        _warn_of_plain(model, error)
+        return function(model, *args, **kwargs)
     given = model_kwargs.get("past_key_values")
     if given is not None and obstacle is None:
         shape = values["batch_size"] * max(config.num_beams, config.num_return_sequences), call.prompt_length
@@ -208,13 +257,12 @@ def prepare_cache_for_generation(
             _continue_rows(call, config, model_kwargs)
         else:
             call.decoding = _Decoding(paged_part(given).memory, None, True, cache=paged_part(given))
+    elif obstacle is None:
+        call.decoding = _open_packed_rows(call, config, cache_config)
+        model_kwargs["past_key_values"] = call.decoding.decoder.cache
     else:
-        open_decoding = _open_packed_rows if obstacle is None else _open_dense_view
-        call.decoding = open_decoding(call, config, cache_config, values["batch_size"])
-        if call.decoding.decoder is not None:
-            model_kwargs["past_key_values"] = call.decoding.decoder.cache
-        else:
-            model_kwargs["past_key_values"] = cache_of_call(model, call.decoding.cache, model_kwargs)
+        call.decoding = _open_dense_view(call, config, cache_config, values["batch_size"])
+        model_kwargs["past_key_values"] = cache_of_call(model, call.decoding.cache, model_kwargs)
     call.record.start(call.decoding.memory)
     return None
 
@@ -223,19 +271,17 @@ def _keeps_cache(config: Any) -> bool:
     return bool(config.return_dict_in_generate) or config.is_assistant
 
 
-def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig, batch_size: int) -> _Decoding:
+def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
     windows = ((None, None),) if keeps_cache else window_groups(call.report, config.max_length)
-    num_blocks = _max_blocks(model, call.report, cache_config)
-    key = (kind_of(model), cache_config.block_size, num_blocks, windows)
-    memory = _idle_pools(model).take(key)
+    memory, key = _take_memory(call, cache_config, windows)
     decoder = PackedDecoder(
         PackedModel(model, memory, overrides_for_calls(model)),
         expand=max(config.num_beams, config.num_return_sequences),
         keep_finished=keeps_cache,
         prefill_chunk_size=config.prefill_chunk_size,
-        check_pool=lambda lengths: check_pool(lengths, cache_config, num_blocks),
+        check_pool=lambda lengths: check_pool(lengths, cache_config, memory.max_blocks),
         on_step=call.record.observe if is_recording() else None,
     )
     return _Decoding(memory, key, keeps_cache, decoder=decoder)
@@ -262,24 +308,35 @@ def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> No
 def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_size: int) -> _Decoding:
     model = call.model
     num_rows = batch_size * max(config.num_beams, config.num_return_sequences)
-    num_blocks = _max_blocks(model, call.report, cache_config)
-    check_pool([call.prompt_length] * num_rows, cache_config, num_blocks)
-    key = (kind_of(model), cache_config.block_size, num_blocks, ((None, None),))
-    memory = _idle_pools(model).take(key)
+    memory, key = _take_memory(call, cache_config, ((None, None),), [call.prompt_length] * num_rows)
     cache = PagedKVCache(model.config, memory=memory)
     if config.is_assistant:
         cache.activate_past_recording()
     return _Decoding(memory, key, _keeps_cache(config), cache=cache)
 
 
-def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig) -> int | None:
-    """Blocks of a group that a call may use; None: as many as its tokens need."""
+def _take_memory(
+    call: _Call, cache_config: CacheConfig, windows: Windows, prompt_lengths: Sequence[int] = ()
+) -> tuple[PagedMemory, MemoryKey]:
+    """An idle or new pool for the call, limited as the config says. Raises ValueError if the prompts do not fit."""
+    pools = _idle_pools(call.model)
+    key = (kind_of(call.model), cache_config, windows)
+    max_blocks = _max_blocks(call.model, call.report, cache_config, pools.num_bytes(key))
+    check_pool(prompt_lengths, cache_config, max_blocks)
+    memory = pools.take(key)
+    memory.max_blocks = max_blocks
+    return memory, key
+
+
+def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig, idle_bytes: int) -> int | None:
+    """Blocks of a group that a call may use; None: as many as its tokens need. idle_bytes: of the pool that it will
+    reuse."""
     if cache_config.memory is None and cache_config.memory_fraction is None:
         return cache_config.num_blocks
     _, _, autocast = kind_of(model)
     itemsize = (autocast or model.dtype).itemsize
     bytes_per_block = report.kv_values_per_token * itemsize * cache_config.block_size
-    return blocks_in_memory(cache_config, bytes_per_block, device_of(model))
+    return blocks_in_memory(cache_config, bytes_per_block, device_of(model), idle_bytes=idle_bytes)
 
 
 def _packed(model: Any) -> tuple[PackedDecoder, PagedKVCache | None] | None:
@@ -315,9 +372,9 @@ def beam_search(function: Callable[..., Any], model: Any, args: tuple[Any, ...],
 
 
 def _sees_every_row(kwargs: dict[str, Any]) -> bool:
-    """A processor or criterion that transformers did not build may mix rows: it must see finished ones computed."""
+    """A processor or criterion that is not transformers' or ours may mix rows: it must see finished ones computed."""
     objects = [*kwargs["logits_processor"], *kwargs["stopping_criteria"]]
-    return any(not type(item).__module__.startswith("transformers.") for item in objects)
+    return not all(is_known(item) for item in objects)
 
 
 def _with_cache(model: Any, decoder: PackedDecoder, given: PagedKVCache | None, result: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.generation.prompts import Prompt
+from hf_paged.generation.shared_prompts import Prompt
 from hf_paged.model.packed import PackedModel
 
 MAX_PREFILL_TOKENS = 8192

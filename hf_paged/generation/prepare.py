@@ -8,6 +8,7 @@ configs share the result, as far as it depends neither on the prompt nor on the 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from copy import copy
@@ -27,6 +28,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_paged.integration import hook
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 
 
@@ -51,40 +53,40 @@ class PreparedRequest:
 
 
 class StopStrings:
-    """The criteria for stop strings of one tokenizer, kept because each takes hundreds of milliseconds to make.
+    """The criteria for stop strings, kept because each takes hundreds of milliseconds to make.
 
-    A criterion has no state, so requests may share it. A tokenizer that has got more tokens gets new ones.
+    A criterion has no state, so all requests of a process may share it. If the tokenizer has grown, a new one is made.
     """
 
     MAX_KEPT = 16  # a table has some numbers for each token of the vocabulary
 
     def __init__(self) -> None:
-        self._made: OrderedDict[tuple[int, tuple[str, ...]], StopStringCriteria] = OrderedDict()  # by last use
-        self._tokenizer: Any = None
-        self._lock = threading.Lock()
+        # By last use. The key has the id of a tokenizer; the reference tells whether it is still the same one.
+        self._made: OrderedDict[Hashable, tuple[weakref.ref[Any], StopStringCriteria]] = OrderedDict()
+        self._lock = usable_after_fork(threading.Lock())
 
     def criterion(self, tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
+        key = (id(tokenizer), len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings))
         with self._lock:
-            if tokenizer is not self._tokenizer:
-                self._made.clear()
-                self._tokenizer = tokenizer
-            key = (len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings))
-            if key not in self._made:
-                self._made[key] = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+            reference, made = self._made.get(key, (None, None))
+            if made is None or reference is None or reference() is not tokenizer:
+                made = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+                self._made[key] = weakref.ref(tokenizer), made
                 if len(self._made) > self.MAX_KEPT:
                     self._made.popitem(last=False)
             self._made.move_to_end(key)
-            made = self._made[key]
         return made
 
 
-class _NoteTaker:
+STOP_STRINGS = StopStrings()
+
+
+class _ArgumentRecorder:
     """Takes the place of the model in `generate`. Its decoding methods record their arguments and decode nothing."""
 
-    def __init__(self, model: Any, stop_strings: StopStrings) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._stop_strings = stop_strings
-        self.notes: dict[str, Any] = {}
+        self.recorded: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -101,22 +103,22 @@ class _NoteTaker:
         is_own = any(type(each) is StopStringCriteria for each in stopping_criteria or ())
         if strings is None or tokenizer is None or is_own:
             return self._model._get_stopping_criteria(generation_config, stopping_criteria, tokenizer, **kwargs)
-        criterion = self._stop_strings.criterion(tokenizer, strings)
+        criterion = STOP_STRINGS.criterion(tokenizer, strings)
         others = copy(generation_config)
         others.stop_strings = None
         criteria = self._model._get_stopping_criteria(others, stopping_criteria, tokenizer, **kwargs)
         criteria.append(criterion)
         return criteria
 
-    def _note(self, uses_beams: bool, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        self.notes = {"uses_beams": uses_beams, "input_ids": input_ids, **kwargs}
+    def _record(self, uses_beams: bool, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        self.recorded = {"uses_beams": uses_beams, "input_ids": input_ids, **kwargs}
         return input_ids
 
     def _sample(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self._note(False, input_ids, kwargs)
+        return self._record(False, input_ids, kwargs)
 
     def _beam_search(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self._note(True, input_ids, kwargs)
+        return self._record(True, input_ids, kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise ValueError(
@@ -138,7 +140,6 @@ class Preparer:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.stop_strings = StopStrings()
         self._kept: OrderedDict[Hashable, PreparedRequest] = OrderedDict()  # by last use
         self._tokenizer: Any = None  # of the kept results
         self._lock = threading.Lock()
@@ -171,7 +172,7 @@ class Preparer:
         prepared = self._prepare(prompt, generation_config, logits_processor, stopping_criteria, tokenizer)
         if key is not None and _is_shareable(prepared):
             with self._lock:
-                self._kept[key] = prepared
+                self._kept[key] = replace(prepared, prompt_token_ids=prompt[:])  # the caller may change that list
                 if len(self._kept) > self.MAX_KEPT:
                     self._kept.popitem(last=False)
         return prepared
@@ -180,11 +181,11 @@ class Preparer:
         self, prompt: list[int], generation_config: Any, logits_processor: Any, stopping_criteria: Any, tokenizer: Any
     ) -> PreparedRequest:
         input_ids = torch.tensor([prompt], device=device_of(self._model))
-        taker = _NoteTaker(self._model, self.stop_strings)
+        recorder = _ArgumentRecorder(self._model)
         generate = hook.original("generate") if hook.is_installed() else GenerationMixin.generate
         try:
             generate(
-                taker,
+                recorder,
                 input_ids,
                 generation_config=generation_config,
                 attention_mask=torch.ones_like(input_ids),
@@ -197,18 +198,18 @@ class Preparer:
             raise ValueError(
                 f"an option of the generation config cannot be used: {type(error).__name__}: {error}"
             ) from error
-        if not taker.notes:
+        if not recorder.recorded:
             raise ValueError("this generation mode has no decoding loop of transformers' own; use model.generate")
-        return _digested(prompt, taker.notes, tuple(logits_processor or ()))
+        return _digested(prompt, recorder.recorded, tuple(logits_processor or ()))
 
 
-def _digested(prompt: list[int], notes: Mapping[str, Any], own_processors: tuple[Any, ...]) -> PreparedRequest:
+def _digested(prompt: list[int], recorded: Mapping[str, Any], own_processors: tuple[Any, ...]) -> PreparedRequest:
     """What the decoding loop was called with, with its criteria for the length and EOS as numbers of the host."""
-    config, input_ids = notes["generation_config"], notes["input_ids"]
+    config, input_ids = recorded["generation_config"], recorded["input_ids"]
     max_length: int = config.max_length
     eos: frozenset[int] = frozenset()
     others = []
-    for criterion in notes["stopping_criteria"]:
+    for criterion in recorded["stopping_criteria"]:
         if type(criterion) is MaxLengthCriteria:
             max_length = min(max_length, criterion.max_length)
         elif type(criterion) is EosTokenCriteria:
@@ -220,11 +221,11 @@ def _digested(prompt: list[int], notes: Mapping[str, Any], own_processors: tuple
         num_rows=input_ids.shape[0],
         device=input_ids.device,
         generation_config=config,
-        logits_processor=notes["logits_processor"],
+        logits_processor=recorded["logits_processor"],
         stopping_criteria=StoppingCriteriaList(others),
         max_length=max_length,
         eos=eos,
-        uses_beams=notes["uses_beams"],
+        uses_beams=recorded["uses_beams"],
         own_processors=own_processors,
     )
 

@@ -154,7 +154,7 @@ def check_cache(report: SupportReport, cache: PagedKVCache) -> None:
 
 
 def check_pool(lengths: Sequence[int], cache_config: CacheConfig, num_blocks: int | None) -> None:
-    """Raises ValueError if prompts of these lengths, in tokens, do not fit a pool of `num_blocks` (None: unbounded)."""
+    """Raises ValueError if prompts of these lengths, in tokens, do not fit in `num_blocks` blocks (None: unbounded)."""
     needed = sum(-(-length // cache_config.block_size) for length in lengths)
     if num_blocks is not None and needed > num_blocks:
         given = {
@@ -254,18 +254,21 @@ def check_request(generation_config: Any, options: Any) -> None:
     """The arguments of `Engine.add_request` but the prompt, each by itself. options: `RequestOptions`."""
     check_generation_config(generation_config)
     priority, deadline = options.priority, options.deadline
-    if not _is_number(priority):
+    if not _is_finite_number(priority):
         raise ValueError(f"priority={shown(priority)}: a finite number is needed; lower numbers run first")
-    if deadline is not None and not (_is_number(deadline) and deadline > 0):
+    if deadline is not None and not (_is_finite_number(deadline) and deadline > 0):
         raise ValueError(f"deadline={shown(deadline)}: a positive number of seconds is needed, or None")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(options, name)
         if value is not None and not (is_integer(value) and 0 <= value <= MAX_LOGPROBS):
             raise ValueError(f"{name}={shown(value)}: an integer from 0 to {MAX_LOGPROBS} is needed, or None")
+    start = options.prompt_logprobs_start
+    if not is_integer(start) or start < 0 or (start and options.prompt_logprobs is None):
+        raise ValueError(f"prompt_logprobs_start={shown(start)}: a place in the prompt, beside prompt_logprobs=k")
     check_optional({name: getattr(options, name) for name in _OPTIONAL})
 
 
-def _is_number(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
     if type(value) is int:
         return True
     is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -305,6 +308,16 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
             f"logprobs={options.logprobs}: beams have no lists of likely tokens (their own log-probabilities are in "
             "the output); leave it out, or ask for num_beams=1"
         )
+    if given.get("output_scores") and (given.get("num_beams") or 1) > 1:
+        raise ValueError(
+            "output_scores=True: the engine keeps no processed log-probabilities of beams (their raw ones are in the "
+            "output); leave it out, or use generate"
+        )
+    if options.adapter is not None and given.get("guidance_scale") not in (None, 1):
+        raise ValueError(
+            f"guidance_scale={shown(given['guidance_scale'])} with adapter={shown(options.adapter)}: its processor "
+            "calls the model outside the request's step, with whatever adapters are active then; use generate"
+        )
     seed = getattr(config or defaults, "seed", None)
     if seed is not None and not (is_integer(seed) and -(2**63) <= seed < 2**64):
         raise ValueError(f"seed={shown(seed)}: an integer from -2**63 to 2**64 - 1 is needed")
@@ -318,7 +331,8 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
 def check_length(model: Any, prompt_length: int, max_length: int, native_length: int | None) -> None:
     """Raises ValueError for a request that may grow beyond the model, or beyond what requests can share."""
     limit = position_limit(model)
-    if limit is not None and max_length > limit:
+    # The last token is not computed, so it needs no position.
+    if limit is not None and max(prompt_length, max_length - 1) > limit:
         raise ValueError(
             f"{prompt_length} prompt tokens and max_length={max_length} go beyond the model's "
             f"max_position_embeddings={limit}; shorten the prompt or lower max_new_tokens"

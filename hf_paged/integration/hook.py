@@ -1,152 +1,140 @@
-"""The patches on transformers' GenerationMixin: four methods, replaced together and restored together.
+"""What hf_paged patches in other packages, and when.
 
-They are applied when `transformers.generation.utils` is imported, or at once if it has been imported, so that importing
-hf_paged imports nothing heavy. What a paged call does is decided in `hf_paged.generation.paged_generate`.
+`install`, which the import of hf_paged calls: four methods of transformers' GenerationMixin, and lm-eval's model
+`hf-paged`. `install_serving`, on request only: transformers' continuous batching and `transformers serve`. Patches are
+applied when the module concerned is imported, or at once if it has been, so that importing hf_paged imports nothing
+heavy.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
-_ENTRY_POINTS = "hf_paged.generation.paged_generate"  # by name, because integration must not import generation
-_TARGET = "transformers.generation.utils"
+from hf_paged.integration.patches import Patches, Point
+
+_GENERATE = "transformers.generation.utils"
 _MODELING = "transformers.modeling_utils"
+_BATCHING = "transformers.generation.continuous_batching.continuous_api"
+_SERVE = "transformers.cli.serving.utils"
+_LM_EVAL = "lm_eval.models"
 
-_METHODS = ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
+_LM_EVAL_MODEL = "hf-paged"
+_LM_EVAL_CLASS = "hf_paged.bridges.lm_eval:PagedLM"
 
-_wrappers: dict[str, _Wrapper] = {}  # the newest one for each method
-_finder: _PostImport | None = None
-
-
-class _PostImport(importlib.abc.MetaPathFinder):
-    """Runs a callback after one of the named modules has been executed. Leaves finding modules to other finders."""
-
-    def __init__(self, callbacks: dict[str, Callable[[], None]]) -> None:
-        self.callbacks = callbacks
-        self._busy: set[str] = set()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self.callbacks or fullname in self._busy:
-            return None
-        self._busy.add(fullname)
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._busy.discard(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        callback, execute = self.callbacks[fullname], spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            callback()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+_is_default = False
 
 
-def install() -> None:
-    """Register the backend: at once if transformers has been imported, else when it is imported. Idempotent."""
-    global _finder
-    if _finder is not None:
-        return
-    callbacks = {_TARGET: _patch, _MODELING: _register}
-    _finder = _PostImport(callbacks)
-    sys.meta_path.insert(0, _finder)
-    for name, callback in callbacks.items():
-        # A module that is still executing has no such class yet: the finder's callback patches it later.
-        if name in sys.modules and not getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False):
-            callback()
-
-
-def uninstall() -> None:
-    """Restore everything that install changed. Idempotent."""
-    global _finder
-    if _finder is None:
-        return
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-    _finder = None
-    for wrapper in _wrappers.values():
-        wrapper.take_out()
-    if _MODELING in sys.modules:
-        from hf_paged.integration import attention
-
-        attention.unregister()
-
-
-def is_installed() -> bool:
-    return _finder is not None
-
-
-def original(name: str) -> Callable[..., Any]:
-    """The method that our wrapper replaced: transformers' own, unless other code had replaced it before."""
-    return _wrappers[name].function
-
-
-def _register() -> None:
+def _register_attention() -> None:
     from hf_paged.integration import attention
 
     attention.register()
 
 
-def _patch() -> None:
-    mixin = sys.modules[_TARGET].GenerationMixin  # type: ignore[attr-defined]
-    for name in _METHODS:
-        known = _wrappers.get(name)
-        if known is None or known.mixin is not mixin or not known.put_in():
-            _wrappers[name] = _Wrapper(mixin, name)
+def _register_lm_eval() -> None:
+    registry = sys.modules["lm_eval.api.registry"].model_registry
+    if _LM_EVAL_MODEL not in registry:
+        registry.register(_LM_EVAL_MODEL, target=_LM_EVAL_CLASS)
 
 
-class _Wrapper:
-    """A method of GenerationMixin that calls our entry point of the same name with the original method.
+def _unregister_lm_eval() -> None:
+    registry = getattr(sys.modules.get("lm_eval.api.registry"), "model_registry", None)
+    if registry is not None and _LM_EVAL_MODEL in registry:
+        del registry._objs[_LM_EVAL_MODEL]  # lm-eval has no method for it
 
-    Other code may wrap this method in turn. Uninstalling hf_paged then leaves that code and this wrapper in place; the
-    wrapper passes calls on unchanged until hf_paged is installed again.
+
+_core = Patches(
+    [
+        Point(_GENERATE, "GenerationMixin", method, "hf_paged.generation.paged_generate")
+        for method in ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
+    ],
+    {_MODELING: _register_attention, _LM_EVAL: _register_lm_eval},
+)
+_serving = Patches(
+    [
+        Point(
+            _BATCHING,
+            "ContinuousMixin",
+            "init_continuous_batching",
+            "hf_paged.bridges.continuous_batching",
+            ("self", "generation_config", "continuous_batching_config", "workload_hints"),
+        ),
+        Point(
+            _SERVE,
+            "GenerationState",
+            "get_manager",
+            "hf_paged.bridges.transformers_serve",
+            ("self", "model_id", "use_cb"),
+        ),
+        Point(
+            _SERVE,
+            "BaseHandler",
+            "_build_generation_config",
+            "hf_paged.bridges.transformers_serve",
+            ("self", "body", "model_generation_config", "use_cb"),
+        ),
+    ]
+)
+
+
+def install(*, default: bool | None = None) -> None:
+    """Register the backend: at once if transformers has been imported, else when it is imported. Idempotent.
+
+    default: whether calls of `generate` that name no cache are paged too (None: as before; at first they are not). Such
+    a call runs without a paged cache, after a warning that says why, if it cannot be paged.
     """
+    global _is_default
+    if default is not None:
+        if not isinstance(default, bool):
+            raise ValueError(f"default={default!r}: use True, False or None")
+        _is_default = default
+    _core.install()
 
-    def __init__(self, mixin: type, name: str) -> None:
-        self.mixin = mixin
-        self._name = name
-        self._above: Any = None  # the method of other code that wrapped ours when this was last taken out
-        self.function: Callable[..., Any] = getattr(mixin, name)
-        function = self.function
 
-        @functools.wraps(function)
-        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_in_use():
-                return function(model, *args, **kwargs)
-            entry_points = importlib.import_module(_ENTRY_POINTS)
-            return getattr(entry_points, name.lstrip("_"))(function, model, args, kwargs)
+def uninstall() -> None:
+    """Restore everything that `install` and `install_serving` changed. Idempotent."""
+    global _is_default
+    _is_default = False
+    uninstall_serving()
+    if _core.uninstall():
+        _unregister_lm_eval()
+        if _MODELING in sys.modules:
+            from hf_paged.integration import attention
 
-        self._method = method
-        setattr(mixin, name, method)
+            attention.unregister()
 
-    def _is_in_use(self) -> bool:
-        """One wrapper per method is in use: the newest one, or an earlier one that other code has restored."""
-        return is_installed() and (_wrappers[self._name] is self or getattr(self.mixin, self._name) is self._method)
 
-    def take_out(self) -> None:
-        current = getattr(self.mixin, self._name)
-        if current is self._method:
-            setattr(self.mixin, self._name, self.function)
-            current = None
-        self._above = current
+def install_serving() -> None:
+    """Run transformers' continuous batching on `hf_paged.Engine`, until `uninstall_serving`. Idempotent.
 
-    def put_in(self) -> bool:
-        """Put this wrapper back where it was taken out. False if that is impossible and a new wrapper is needed."""
-        current = getattr(self.mixin, self._name)
-        if current is self.function:
-            setattr(self.mixin, self._name, self._method)
-            return True
-        return current is self._method or (self._above is not None and current is self._above)
+    That is `model.generate_batch`, `init_continuous_batching`, `continuous_batching_context_manager` and what calls
+    them, such as TRL with `use_transformers_continuous_batching=True`, and `transformers serve --continuous-batching`.
+    Each request then has its own generation config. Managers and servers that run already stay as they are.
+
+    Raises RuntimeError, here or when transformers' module is imported, if the version of transformers is not known.
+    """
+    _serving.install()
+
+
+def uninstall_serving() -> None:
+    """Restore what `install_serving` changed. Managers that exist go on. Idempotent."""
+    _serving.uninstall()
+
+
+def is_installed() -> bool:
+    return _core.is_installed
+
+
+def is_serving_installed() -> bool:
+    return _serving.is_installed
+
+
+def is_default() -> bool:
+    """Whether calls of `generate` that name no cache are paged."""
+    return _is_default
+
+
+def original(method: str) -> Callable[..., Any]:
+    """The method of GenerationMixin that our wrapper replaced: transformers' own, unless other code had replaced it."""
+    return _core.original(method)

@@ -6,7 +6,7 @@ Knows tensors and lengths, never sequences or requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,39 @@ class StepArrays:
             )
             for table, slots in zip(self.block_tables, self.slots)
         ]
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """A step of one token for each of some sequences on a CPU, which can become their next step.
+
+    Most decode steps differ from the one before only in that every sequence is one token longer. Making everything anew
+    takes longer than the attention of a small batch.
+
+    tables: for each layer group the block ids of each sequence, as bytes.
+    """
+
+    tables: list[list[bytes]]
+    seq_lens: list[int]
+    arrays: StepArrays
+    metadata: list[AttentionMetadata]
+    positions: torch.Tensor
+
+    def follow(self, tables: list[list[bytes]], seq_lens: list[int]) -> bool:
+        """Become the step with these tables and lengths, if it is the next one in the same blocks; else return False
+        and change nothing. The tensors of `metadata` and `positions` are changed in place."""
+        if tables != self.tables or seq_lens != [length + 1 for length in self.seq_lens]:
+            return False
+        self.seq_lens = seq_lens
+        for array in (self.arrays.positions, self.arrays.seq_lens, *self.arrays.slots):
+            array += 1
+        self.metadata = [replace(each, max_seq_len=max(seq_lens)) for each in self.metadata]
+        for scratch in (each.scratch for each in self.metadata):
+            repeatable = scratch.get(REPEATABLE)
+            scratch.clear()
+            if repeatable is not None and repeatable.follow():
+                scratch[REPEATABLE] = repeatable
+        return True
 
 
 def step_arrays(

@@ -66,8 +66,8 @@ class Adapters:
 
         Raises ValueError if the adapter is not loaded or cannot be chosen.
         """
-        if adapter is None and not self.seen:
-            return self._base
+        if adapter in (None, BASE) and not self.seen:
+            return self._base  # without waiting for a forward, which holds the lock
         with self._lock:
             self._look()
             choice = self._choice(self._active() if adapter is None else self._named(adapter))

@@ -23,7 +23,7 @@ from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
 from hf_paged.model.state import Slot
-from hf_paged.model.support import told
+from hf_paged.model.support import first_line
 
 # -- the device's part ---------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class _Inputs:
 
 @dataclass(slots=True)
 class _Captured:
-    """Graphs by batch size, and all that they read and write beside the model's weights and the K/V at `key`.
+    """Graphs by batch size, and all that they read and write besides the model's weights and the K/V at `key`.
 
     logits [max_seqs, vocab]: one buffer for all, or each graph would keep its own.
     """
@@ -321,7 +321,7 @@ class GraphedSteps:
         try:
             replay = captured.device.capture(without_the_host)
         except RuntimeError as error:
-            reason = f"{name} cannot be captured ({told(error)})"
+            reason = f"{name} cannot be captured ({first_line(error)})"
         else:
             if not captured.watch.changed():
                 captured.replays[size] = replay

@@ -18,7 +18,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
 from hf_paged.model.packed import uncompiled
-from hf_paged.model.support import PROBE_ERRORS, logits_tolerance, told
+from hf_paged.model.support import PROBE_ERRORS, first_line, logits_tolerance
 
 _ERRORS = (*PROBE_ERRORS, AssertionError)  # some models assert that a prompt is not split
 
@@ -58,6 +58,8 @@ class RowModel:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=3,
             do_sample=False,
+            num_beams=1,
+            num_return_sequences=1,
             eos_token_id=None,
             pad_token_id=0,
             output_logits=True,
@@ -70,7 +72,7 @@ class RowModel:
         except UnsupportedModelError:
             raise
         except _ERRORS as error:
-            raise self._unsupported(told(error)) from None
+            raise self._unsupported(first_line(error)) from None
         if not same:
             raise self._unsupported("its logits are not those of generate")
         try:
@@ -111,6 +113,10 @@ class RowModel:
 
     def free(self, seq_id: int) -> None:
         self._caches.pop(seq_id, None)
+
+    def clear(self) -> None:
+        """Drop the states of all sequences."""
+        self._caches.clear()
 
     def forward(self, seq_id: int, input_ids: torch.Tensor, num_computed: int, *, keep: int = 1) -> torch.Tensor:
         """input_ids int64 [num_new], after `num_computed` tokens in the cache -> logits [keep, vocab_size] after the

@@ -62,7 +62,7 @@ def release(model: nn.Module | None = None) -> None:
         for slot in list(state.values):
             if slot.is_released:
                 state.values.pop(slot, None)
-        state.weights.rest()
+        state.weights.release_views()
 
 
 def weights_changed(model: Any) -> None:

@@ -159,7 +159,7 @@ def _examine(model: Any) -> SupportReport:
         return _examine_dense(model, str(error))
     except PROBE_ERRORS as error:
         # A model that cannot run packed is not an error: the dense view may serve it.
-        return _examine_dense(model, f"it does not run on a packed row ({told(error)})")
+        return _examine_dense(model, f"it does not run on a packed row ({first_line(error)})")
     return SupportReport(
         name,
         True,
@@ -219,7 +219,7 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     except UnsupportedModelError as error:
         return SupportReport(name, False, False, str(error), ())
     except PROBE_ERRORS as error:
-        reason = f"it does not run over a paged cache ({told(error)}); call generate without cache_implementation"
+        reason = f"it does not run over a paged cache ({first_line(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
     layers, pool = [], cache.memory.groups[0].pool
     for index, layer in enumerate(cache.layers):
@@ -265,7 +265,7 @@ def _kernels(device: torch.device) -> str:
     return f"{impl} ({native_ops.status()})" if device.type == "cpu" else impl
 
 
-def told(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
@@ -360,7 +360,7 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
             expected = _two_steps(model, batch, DynamicCache(config=model.config))
         except PROBE_ERRORS as error:
             raise UnsupportedModelError(
-                f"it cannot be tried on a few tokens of text alone ({told(error)}); call generate without "
+                f"it cannot be tried on a few tokens of text alone ({first_line(error)}); call generate without "
                 "cache_implementation"
             ) from None
         actual = _two_steps(model, batch, cache)

@@ -97,7 +97,7 @@ class Weights:
         """The epoch in which this tensor of the model last changed, as of the last look."""
         return max(self._all_moved, self._moved.get(id(tensor), 0))
 
-    def rest(self) -> None:
+    def release_views(self) -> None:
         """Release tensors that the model no longer has, until the next look with `contents`."""
         with self._lock:
             if self._sample is not None:
@@ -121,7 +121,7 @@ class Weights:
         self._move(self._sample.look())
 
     def _replace(self, new: _Picture) -> None:
-        """Tensors were replaced, or what there is of them: find out which, and whether it matters."""
+        """Tensors, or the memory of some, were replaced: find out which, and whether that can change results."""
         old = self._picture
         assert old is not None
         known = {id(tensor): address for tensor, address in zip(old.tensors, old.addresses)}

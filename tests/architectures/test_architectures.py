@@ -25,7 +25,8 @@ from tests.architectures.tiny import WINDOW, tiny_model
 
 SWEEP = Path(__file__).with_name("sweep.py")
 
-# Type -> how it runs. Together they cover every class and mechanism of docs/models.md.
+# Type -> how it runs. Together they cover every class and mechanism of docs/models.md. Those that are no GENERAL_TYPES
+# are slow tests.
 CI_TYPES = {
     "llama": "native",
     "gpt2": "native",  # learned positions
@@ -67,6 +68,12 @@ CI_TYPES = {
 }
 
 
+GENERAL_TYPES = {
+    "llama", "gpt2", "gemma2", "gemma4_text", "gpt_oss", "llama4_text", "mimo_v2_flash", "qwen2_moe", "phi3", "bloom",
+    "deepseek_v3", "bamba", "lfm2", "mamba", "openai-gpt", "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration", "T5ForConditionalGeneration",
+}  # fmt: skip
+
 # The oldest supported transformers lacks some types: skip them there.
 CI_TYPES = {
     name: how
@@ -85,11 +92,15 @@ def sweep(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return sweep(tmp_path_factory.mktemp("sweep") / "results.json", *CI_TYPES)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of the types whose tests run."""
+    wanted = {i.callspec.params["model_type"] for i in request.session.items if i.name.startswith("test_type[")}
+    return sweep(tmp_path_factory.mktemp("sweep") / "results.json", *(t for t in CI_TYPES if t in wanted))
 
 
-@pytest.mark.parametrize("model_type", CI_TYPES)
+@pytest.mark.parametrize(
+    "model_type", [t if t in GENERAL_TYPES else pytest.param(t, marks=pytest.mark.slow) for t in CI_TYPES]
+)
 def test_type(model_type: str, results: dict[str, dict[str, Any]]) -> None:
     result = results[model_type]
     assert result["result"] == ("refused" if CI_TYPES[model_type] == "refused" else "identical"), result

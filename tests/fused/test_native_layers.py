@@ -147,7 +147,7 @@ def test_what_is_recognised() -> None:
     assert len(norms) == 5 and all(fused_norms.norm_of(norm) is not None for norm in norms)
     assert not any(fused_norms.norm_of(module) is not None for module in gemma.modules())
     assert fused_norms.norm_of(torch.nn.LayerNorm(64).bfloat16()) is None
-    assert fused_norms.native_layers(models.build("llama")) is None  # fp32
+    assert fused_norms.native_layers(models.build("llama").half()) is None
 
     # A norm that computes like Llama's for weights of one, and only for these.
     class Wide(type(norms[0])):  # type: ignore[misc]

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from hf_paged.fused import overrides
 from hf_paged.kernels import ops
 from hf_paged.model import graphs, state
 
@@ -87,6 +88,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graphs, "CudaGraphs", TapedGraphs)
     patch.setattr(ops, "paged_attention", _taped_attention)
     patch.setattr(TapedGraphs, "captures", 0)
+    patch.setattr(overrides, "native_layers", lambda *_: None)  # of a CPU: no operations of torch
     # transformers asks, and leaves out what no graph can do.
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(_tapes))
     state.release()

@@ -91,9 +91,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"generation_config": changed(eos_token_id="end")}, "eos|option|token"),
     ({"generation_config": changed(stop_strings=["a"])}, r"stop_strings=\['a'\].*Engine\(model, tokenizer=tokenizer\)"),
     ({"generation_config": changed(use_cache=False)}, "use_cache=False"),
+    ({"generation_config": changed(output_scores=True, num_beams=2)}, "output_scores=True.*beams"),
+    ({"generation_config": changed(guidance_scale=1.8), "adapter": "x"}, r"guidance_scale=1\.8 with adapter='x'"),
     ({"prompt_ids": 5}, "prompt_ids=5: a list of token ids"),
     ({"prompt_ids": {"input_ids": [5]}}, "prompt_ids is a dict.*input_ids"),
-    ({"prompt_ids": [2**70]}, "no token id"),
+    ({"prompt_ids": [2**70]}, "not a token id"),
     ({"prompt_ids": [models.PAD, 5, 6]}, "begins with the padding token 0.*attention_mask"),
     ({"prompt_ids": torch.tensor([5, 6, models.PAD])}, "ends with the padding token 0.*attention_mask"),
     ({"attention_mask": [1, 1]}, "attention_mask=.*5 tokens"),
@@ -129,7 +131,7 @@ def test_a_million_sequences_are_refused_before_they_are_built(engine: Engine, m
     def built(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("generate was asked to prepare it")
 
-    monkeypatch.setattr(prepare._NoteTaker, "__init__", built)
+    monkeypatch.setattr(prepare._ArgumentRecorder, "__init__", built)
     with pytest.raises(ValueError, match="num_return_sequences=1000000"):
         engine.add_request([5], GenerationConfig(do_sample=True, num_return_sequences=1_000_000))
 

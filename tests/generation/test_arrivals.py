@@ -170,6 +170,36 @@ def test_an_abort_during_a_step_is_told_once(door: str, monkeypatch: pytest.Monk
         assert sorted(ends) == ["a", "b"]
 
 
+def test_a_step_takes_in_many_arrivals_without_shutting_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,) = models.prompts(3)
+    with opened() as engine:
+        held: list[int] = []  # requests admitted in each hold of the lock
+        door, admit = engine._door, engine._admit
+
+        class Counting:
+            def __enter__(self) -> None:
+                door.__enter__()
+                held.append(0)
+
+            def __exit__(self, *error: Any) -> None:
+                door.__exit__(*error)
+
+        def counted(request: Any) -> None:
+            held[-1] += 1
+            admit(request)
+
+        engine._is_stepping = True
+        for _ in range(150):
+            engine.add_request(prompt, config(max_new_tokens=1))
+        engine._is_stepping = False
+        monkeypatch.setattr(engine, "_door", Counting())
+        monkeypatch.setattr(engine, "_admit", counted)
+        engine.step()
+        assert sum(held) >= 150 and max(held) <= 64
+        monkeypatch.undo()
+        assert len(finished(engine)) == 150 or not engine.has_unfinished_requests()
+
+
 def test_all_prompts_of_a_call_are_added_or_none() -> None:
     prompts = models.prompts(5, 6, 7)
     with opened(max_waiting=3) as engine:
@@ -282,6 +312,18 @@ def test_equal_configs_are_prepared_once() -> None:
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"prompt length \(2\)"):
             preparer.prepare([5, 6], config(min_new_tokens=9))
+
+
+def test_outputs_belong_to_their_reader() -> None:
+    """A chat loop extends the prompt that it got back; the next call has an equal config."""
+    (prompt,) = models.prompts(5)
+    with opened() as engine:
+        output = engine.generate([prompt.tolist()], config())[0]
+        history = output.prompt_token_ids
+        history += output.outputs[0].token_ids
+        again = engine.generate([history], config())[0]
+        assert again.outputs[0].token_ids == plain(torch.tensor(history))
+        assert engine.generate([prompt], config())[0].outputs[0].token_ids == plain(prompt)
 
 
 def test_no_more_configs_are_kept_than_needed() -> None:
@@ -398,6 +440,19 @@ def test_deadlines(scheduling: bool, clock: list[float]) -> None:
             engine.abort(engine.add_request(first, config(), deadline=1000))
         engine.step()
         assert not engine._timed
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_max_time_counts_for_a_request_that_is_preempted_after_it(mode: str, clock: list[float]) -> None:
+    (prompt,) = models.prompts(5)
+    with opened(async_scheduling=False) as engine:
+        engine.add_request(prompt, config(max_new_tokens=50, max_time=5.0), request_id="it")
+        engine.step()
+        clock[0] += 6
+        engine._end_overdue()  # it runs: it looks at its time after its next token
+        assert engine._scheduler.force_preempt("it", mode)
+        (output,) = engine.step()
+        assert output.finished and output.outputs[0].finish_reason == "stop"
 
 
 def test_max_time_counts_while_a_request_waits(clock: list[float]) -> None:

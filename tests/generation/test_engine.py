@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache import swap
+from hf_paged.generation import prepare
 from hf_paged.generation.sampling.request import ending_tokens
 from tests import models, streams
 
@@ -302,7 +303,12 @@ def test_requests_with_the_same_stop_strings_share_their_table(monkeypatch: pyte
         assert made == [stops]
         for n in range(40):
             engine.generate(prompts[:1], config("greedy", max_new_tokens=1, stop_strings=stops[0] * (n + 1)))
-        assert len(engine._admission._preparer.stop_strings._made) <= 16
+        assert len(prepare.STOP_STRINGS._made) <= 16
+    engine.close()
+    del made[:]
+    with Engine(model, tokenizer=tokenizer) as another:
+        another.generate(prompts[:1], config("greedy", max_new_tokens=1, stop_strings=stops[0] * 40))
+    assert not made
 
 
 def test_finish_reasons_and_metrics() -> None:

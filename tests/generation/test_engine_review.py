@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from hf_paged import CacheConfig, Engine
+from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.kernels import gather, ops
 from tests import models
 
@@ -43,6 +43,18 @@ def test_a_stream_that_is_not_read_is_an_abort(way: str) -> None:
             gc.collect()
             assert engine.step() == []
         assert_idle(engine)
+
+
+def test_a_stream_that_is_given_up_frees_its_ids_and_its_places() -> None:
+    first, second = models.prompts(5, 9)
+    with Engine(
+        models.shared("llama"), CacheConfig(num_blocks=64), SchedulerConfig(max_num_seqs=1, max_waiting=2)
+    ) as e:
+        for _ in range(3):
+            for _ in e.stream([first, second], config(), request_id=["a", "b"]):
+                break
+        e.step()
+        assert_idle(e)
 
 
 def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged.generation import prefill
-from hf_paged.generation.prompts import share_prompts
+from hf_paged.generation.shared_prompts import share_prompts
 from tests import conftest, models
 
 Compare = Callable[..., Any]

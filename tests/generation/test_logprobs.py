@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput, View
+from hf_paged.generation.sampling.scores import PromptScores
 from tests import models
 from tests.generation.test_engine import row_by_row
 
@@ -109,6 +110,72 @@ def test_prompt_logprobs_beside_cached_prefixes(num_cached: int) -> None:
         assert output.metrics.num_cached_tokens == 24
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "bloom"])
+@pytest.mark.parametrize("start", [0, 1, 9, 19, 20, 25])
+def test_the_end_of_a_prompt_is_scored_on_cached_prefixes(family: str, start: int) -> None:
+    (prompt,) = models.prompts(25)
+    with opened(family, max_num_batched_tokens=10) as engine:
+        for attempt in range(2):
+            (output,) = engine.generate([prompt], config(), prompt_logprobs=2, prompt_logprobs_start=start)
+            logprobs = expected(engine.model, prompt.tolist())
+            assert output.prompt_logprobs is not None and output.prompt_top_logprobs is not None
+            first = max(1, start)
+            assert output.prompt_logprobs[:first] == output.prompt_top_logprobs[:first] == [None] * first
+            for place in range(first, 25):
+                value, top = output.prompt_logprobs[place], output.prompt_top_logprobs[place]
+                assert value == pytest.approx(float(logprobs[place - 1, prompt[place]]), abs=1e-4) and top is not None
+                assert_top(top, logprobs[place - 1], 2)
+            if family == "llama":  # the others have no prefix cache
+                assert output.metrics.num_cached_tokens == (min(max(0, start - 1), 24) // 4 * 4 if attempt else 0)
+        engine.check_integrity()
+
+
+def test_no_other_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,) = models.prompts(25)
+    rows = []
+    add = PromptScores.add
+    monkeypatch.setattr(
+        PromptScores, "add", lambda self, first, logits: (rows.append(len(logits)), add(self, first, logits))
+    )
+    with opened(max_num_batched_tokens=10) as engine:
+        engine.generate([prompt], config(), prompt_logprobs=2, prompt_logprobs_start=13)
+    assert sum(rows) == 25 - 13
+
+
+def test_scored_prompts_share_what_they_begin_with() -> None:
+    (context,) = models.prompts(40)
+    endings = [[5, 6, 7], [5, 9], [30, 31, 32, 33]]
+    with opened() as engine:
+        prompts = [[*context.tolist(), *ending] for ending in endings]
+        scored = {"prompt_logprobs": 0, "prompt_logprobs_start": 40}
+        outputs = engine.generate(prompts[:1], config(max_new_tokens=1), **scored)
+        outputs += engine.generate(prompts[1:], config(max_new_tokens=1), **scored)
+        assert [output.metrics.num_cached_tokens for output in outputs] == [0, 36, 36]
+        for prompt, output in zip(prompts, outputs):
+            logprobs = expected(engine.model, prompt)
+            wanted = [float(logprobs[place - 1, prompt[place]]) for place in range(40, len(prompt))]
+            assert output.prompt_logprobs is not None and output.prompt_logprobs[40:] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"prompt_logprobs_start": 3}, {"prompt_logprobs_start": -1, "prompt_logprobs": 1}])
+def test_a_start_that_is_none(options: dict[str, Any]) -> None:
+    with opened() as engine, pytest.raises(ValueError, match="prompt_logprobs_start="):
+        engine.add_request([5, 6], config(), **options)
+    with opened() as engine, pytest.raises(ValueError, match="prompt_logprobs_start=3: the prompt has 2 tokens"):
+        engine.add_request([5, 6], config(), prompt_logprobs=1, prompt_logprobs_start=3)
+
+
+def test_the_last_token_needs_no_position() -> None:
+    """A request may end one token beyond the model's positions, as in `generate`."""
+    (prompt,) = models.prompts(models.MAX_POSITIONS)
+    with opened() as engine:
+        (output,) = engine.generate([prompt], config(max_new_tokens=1))
+        plain = engine.model.generate(prompt[None], generation_config=config(max_new_tokens=1))
+        assert output.outputs[0].token_ids == plain[0, len(prompt) :].tolist()
+        with pytest.raises(ValueError, match="max_position_embeddings"):
+            engine.add_request(prompt, config(max_new_tokens=2))
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_prompt_logprobs_after_a_preemption(mode: Any, steps: int) -> None:
@@ -173,7 +240,7 @@ def test_new_tokens_are_those_since_the_readers_last_output() -> None:
             for completion in output.outputs:
                 assert completion.token_ids == got[key, completion.index]
         assert len(streamed) == 6
-        assert not engine._delivery._told
+        assert not engine._delivery._delivered
 
 
 def test_outputs_are_snapshots_that_copy_when_they_are_read() -> None:

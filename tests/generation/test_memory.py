@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.host_memory import HostMemory
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.generation import idle
+from hf_paged.generation import idle, paged_generate
 from hf_paged.generation.engine import sizing
 from hf_paged.generation.idle import IdlePools
 from tests import models
@@ -123,7 +123,7 @@ def memory_of(num_blocks: int) -> PagedMemory:
 
 
 def key_of(number: int, kind: str = "fp32") -> Any:
-    return (kind,), 16, number, ((None, None),)
+    return (kind,), CacheConfig(num_blocks=number + 1), ((None, None),)
 
 
 def test_few_idle_pools_are_kept_the_last_used_ones() -> None:
@@ -154,6 +154,31 @@ def test_pools_of_what_the_model_was_are_forgotten() -> None:
     pools.give_back(key_of(1, "fp32"), memory_of(4))
     pools.take(key_of(1, "bf16"))
     assert not list(pools)
+
+
+@pytest.mark.parametrize("route", [{}, {"prompt_lookup_num_tokens": 2}], ids=["packed", "dense"])
+def test_a_share_of_free_memory_is_measured_with_the_idle_pool(
+    route: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory differs from call to call, and less of it is free while a pool is idle: the pool is reused all the
+    same."""
+    model, ids = models.build("llama", attn_implementation="eager"), models.prompts(20)[0][None]
+    free, pools = [10 * MIB], paged_generate._idle_pools(model)
+
+    def memory() -> HostMemory:
+        free[0] -= 4096
+        return HostMemory(20 * MIB, free[0] - sum(pool.nbytes for pool in pools))
+
+    monkeypatch.setattr(sizing, "host_memory", memory)
+    kept = []
+    for _ in range(3):
+        model.generate(
+            ids, generation_config=GREEDY, cache_implementation="paged", cache_config={"memory_fraction": 0.5}, **route
+        )
+        kept.append(list(pools))
+        (pool,) = kept[-1]
+        assert pool.max_blocks is not None and abs(pool.max_blocks - 5 * MIB // BLOCK_BYTES) < 5
+    assert kept[0] == kept[1] == kept[2]
 
 
 def memories() -> list[PagedMemory]:

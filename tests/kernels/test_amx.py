@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 CPUINFO = Path("/proc/cpuinfo")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(1500),  # a build and two suites, on a machine that may be busy
     pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine"),
     pytest.mark.skipif(

@@ -14,7 +14,9 @@ import pytest
 CHIPS = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB of shared memory that a program may use
 
 
-@pytest.fixture(scope="module", params=CHIPS)
+@pytest.fixture(
+    scope="module", params=[chip if chip == "sm90" else pytest.param(chip, marks=pytest.mark.slow) for chip in CHIPS]
+)
 def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, Any]]]:
     """(chip, measurements by variant), from a subprocess, because this process may use the interpreter."""
     found = [json.loads(line) for line in offline(request.param).splitlines()]

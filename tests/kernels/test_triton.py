@@ -60,13 +60,13 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", SHAPES + FEATURES, ids=name)
 @pytest.mark.parametrize("lens", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_whole(lens: tuple[tuple[int, int], ...], options: dict[str, object]) -> None:
-    check(make_batch(Case(lens, **options), DEVICE), "triton")
+    check(make_batch(Case(lens, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
 @pytest.mark.parametrize("options", SHAPES + FEATURES, ids=name)
 @pytest.mark.usefixtures("split")
 def test_split_decode(options: dict[str, object]) -> None:
-    check(make_batch(Case(DECODE, **options), DEVICE), "triton")
+    check(make_batch(Case(DECODE, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
 @pytest.mark.parametrize("options", [SHAPES[1], SHAPES[7], *FEATURES[1:5]], ids=name)
@@ -244,7 +244,7 @@ STEPS = [
     "longest, options",
     [
         (64, {}),
-        (512, {}),
+        (512, {"heads": (4, 2)}),
         (512, {"sliding_window": 20}),
         (512, {"sliding_window": 300}),
         (512, {"heads": (18, 1)}),
@@ -256,7 +256,7 @@ def test_launches_of_one_step_compute_any_other(
 ) -> None:
     """Launches decided on the host for eight padding sequences are valid for others: grids, kernels, plans, tables."""
     monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
-    options = {"head_dim": 16, **options}
+    options = {"head_dim": 16, "heads": (2, 1), **options}
     size, example = 8, make_batch(Case(((1, 1),), **options), DEVICE)
     block_size = example.key_cache.shape[1]
     query, new_key, new_value = (

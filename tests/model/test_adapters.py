@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.model import adapters
+from hf_paged.model.state import state_of
 from tests import models
 from tests.generation.test_engine import OPTIONS, assert_idle, config, solo
 
@@ -575,3 +576,14 @@ def test_adapters_that_need_more_than_rows() -> None:
                 engine.add_request(prompt, config("greedy"), adapter=name)
         (output,) = engine.generate([prompt], config("greedy"), adapter="x")
         assert tokens(output) == expected(model, "x", prompt, config("greedy"))
+
+
+def test_a_model_without_adapters_is_not_waited_for() -> None:
+    """A request for the base model alone needs no lock, which a forward may hold for long."""
+    model = models.build("llama")
+    known, chosen = adapters.Adapters(model), []
+    with state_of(model).lock:
+        other = threading.Thread(target=lambda: chosen.extend([known.choose(None), known.choose(BASE)]), daemon=True)
+        other.start()
+        other.join(60)
+        assert len(chosen) == 2 and chosen[0] is chosen[1]

@@ -704,3 +704,26 @@ def test_released_weights_are_not_held() -> None:
     for reference in before:
         torch.UntypedStorage._free_weak_ref(reference)
     assert storage() is None
+
+
+@pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
+def test_a_request_admitted_after_a_swapped_one(scheduling: bool) -> None:
+    """A step that resumes a swapped request may admit another one, which uses no prefix of the old weights."""
+    model = models.build("llama")
+    other = models.prompts(9)[0]
+    options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    with engine_on(model, scheduler_config=SchedulerConfig(async_scheduling=scheduling)) as engine:
+        served(engine)  # caches the prefix
+        engine.add_request(other, options, request_id="swapped")
+        engine.step()
+        with engine._lock:
+            engine._stepper.settle()
+            assert engine._scheduler.force_preempt("swapped", "swap")
+        waiting = engine.add_request(PROMPT, options)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(random_like(parameter))
+        tokens = {}
+        while engine.has_unfinished_requests():
+            tokens |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        assert tokens[waiting] == plain(model)[0]

@@ -32,7 +32,7 @@ _lock = usable_after_fork(threading.RLock())
 
 def native_layers(model: Any) -> NativeLayers | None:
     """Overrides for the parts of the model that kernels can compute, determined once; None if there are none."""
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not fused_ops.is_available():
+    if model.device.type != "cpu" or not fused_ops.computes_rows(model.dtype):
         return None
     known = _native.get(model)
     if known is None or not known.is_of(model):
@@ -79,7 +79,8 @@ class NativeLayers:
 
 # -- norms -----------------------------------------------------------------------------------------------------------
 
-_probed: dict[tuple[type, Any, int, float], bool] = {}  # by class, forward, size and epsilon: is it the kernel's norm?
+# By class, forward, dtype, size and epsilon: is it the kernel's norm?
+_probed: dict[tuple[type, Any, torch.dtype, int, float], bool] = {}
 
 
 def norm_of(module: nn.Module) -> fused_ops.Norm | None:
@@ -95,13 +96,11 @@ def _is_norm(module: nn.Module) -> bool:
     weight, eps = module._parameters.get("weight"), _epsilon(module)
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or math.isnan(eps):
         return False
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+    if weight.device.type != "cpu" or not fused_ops.computes_rows(weight.dtype) or weight.numel() % 16:
         return False
-    if weight.numel() % 16:
-        return False
-    key = (type(module), type(module).forward, weight.numel(), eps)
+    key = (type(module), type(module).forward, weight.dtype, weight.numel(), eps)
     if key not in _probed:
-        _probed[key] = _probe_norm(module, weight.numel(), eps)
+        _probed[key] = _probe_norm(module, weight.dtype, weight.numel(), eps)
     return _probed[key]
 
 
@@ -112,15 +111,17 @@ def _epsilon(module: nn.Module) -> float:
 
 
 @torch.no_grad()
-def _probe_norm(module: nn.Module, size: int, eps: float) -> bool:
+def _probe_norm(module: nn.Module, dtype: torch.dtype, size: int, eps: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(1, 24, size, generator=generator) * torch.logspace(-3, 3, 24)[:, None]
-    rows = rows.bfloat16()
+    rows = rows.to(dtype)
     try:
         probe = copy.deepcopy(module)
-        weight = torch.randn(size, generator=generator).bfloat16()
-        probe._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-        return torch.equal(type(probe).forward(probe, rows), fused_ops.rms_norm(fused_ops.Norm(weight, eps), rows))
+        norm = fused_ops.Norm(torch.randn(size, generator=generator).to(dtype), eps)
+        probe._parameters["weight"] = nn.Parameter(norm.weight, requires_grad=False)
+        # A decode step has a single row, which torch might add up in another order.
+        each = (rows, *rows.split(1, dim=1))
+        return all(torch.equal(type(probe).forward(probe, x), fused_ops.rms_norm(norm, x)) for x in each)
     except Exception:  # a foreign module may raise anything on such rows; then it is not a norm that we know
         return False
 
@@ -128,11 +129,12 @@ def _probe_norm(module: nn.Module, size: int, eps: float) -> bool:
 def _forward_of(module: nn.Module) -> Callable[..., torch.Tensor]:
     # A weak reference: a strong one would keep the model alive, which is the key of its overrides.
     owner, reference = type(module), weakref.ref(module)
-    parameters, eps, bfloat16 = module._parameters, _epsilon(module), torch.bfloat16
+    parameters, eps = module._parameters, _epsilon(module)
+    dtype = parameters["weight"].dtype
 
     def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = parameters["weight"]
-        fits = rows.dtype == weight.dtype == bfloat16 and rows.shape[-1:] == weight.shape
+        fits = rows.dtype == weight.dtype == dtype and rows.shape[-1:] == weight.shape
         if args or kwargs or not fits or not in_packed_step():
             result: torch.Tensor = owner.forward(reference(), rows, *args, **kwargs)
             return result
@@ -161,15 +163,16 @@ def rotary_override(module: Any) -> Overrides | None:
     key = module.__name__, function
     with _lock:
         if key not in _rotations:
-            _rotations[key] = _make_rotary(vars(module), function) if _probe_rotary(function) else None
+            dtypes = {dtype for dtype in (torch.bfloat16, torch.float32) if _probe_rotary(function, dtype)}
+            _rotations[key] = _make_rotary(vars(module), function, dtypes) if dtypes else None
         return _rotations[key]
 
 
-def _make_rotary(namespace: dict[str, Any], plain: Callable[..., Any]) -> Overrides:
+def _make_rotary(namespace: dict[str, Any], plain: Callable[..., Any], dtypes: set[torch.dtype]) -> Overrides:
     def rotate(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if args or kwargs or not in_packed_step() or not _fits(q, k, cos, sin):
+        if args or kwargs or q.dtype not in dtypes or not in_packed_step() or not _fits(q, k, cos, sin):
             return plain(q, k, cos, sin, *args, **kwargs)
         return fused_ops.rotate(q, k, cos, sin)
 
@@ -177,11 +180,13 @@ def _make_rotary(namespace: dict[str, Any], plain: Callable[..., Any]) -> Overri
 
 
 @torch.no_grad()
-def _probe_rotary(function: Callable[..., Any]) -> bool:
+def _probe_rotary(function: Callable[..., Any], dtype: torch.dtype) -> bool:
+    if not fused_ops.computes_rows(dtype):
+        return False
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
+        return torch.randn(shape, generator=generator).to(dtype)
 
     q, k = random(1, 7, 4, 64).transpose(1, 2), random(1, 7, 2, 64).transpose(1, 2)
     cos, sin = random(1, 7, 64), random(1, 7, 64)
@@ -195,7 +200,7 @@ def _probe_rotary(function: Callable[..., Any]) -> bool:
 def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     tokens, dim = q.shape[-2:]
     return (
-        q.dtype == k.dtype == cos.dtype == sin.dtype == torch.bfloat16
+        q.dtype == k.dtype == cos.dtype == sin.dtype
         and q.dim() == 4
         and q.shape[0] == 1
         and k.shape == (1, k.shape[1], tokens, dim)

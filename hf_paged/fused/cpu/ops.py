@@ -1,6 +1,6 @@
-"""The operations of decoder layers other than attention, in bf16 on a CPU with AMX: linear layers with packed weights,
-and the small operations between them, each as one native call. `norms` and `decoder` check that they give torch's
-bits.
+"""The operations of decoder layers other than attention, each as one native call: norms and rotations in fp32 on any
+CPU, and in bf16 on a CPU with AMX, which also has linear layers with packed weights and the halves of a decoder layer.
+`norms` and `decoder` check that they give torch's bits.
 
 Knows tensors, not modules.
 """
@@ -21,14 +21,20 @@ _LARGE_PAGE = 1 << 21
 
 
 def is_available() -> bool:
-    """Whether this process has these kernels. Without them, `native.build.status` says which kernels it has instead."""
+    """Whether this process has all of these kernels, those for AMX included. If not, `native.build.status` says which
+    ones it has."""
     library = native_build.library()
     return library is not None and bool(library.hfp_has_layers())
 
 
+def computes_rows(dtype: torch.dtype) -> bool:
+    """Whether this process has `rms_norm` and `rotate` for this dtype."""
+    return is_available() if dtype == torch.bfloat16 else dtype == torch.float32 and native_build.library() is not None
+
+
 def _library() -> ctypes.CDLL:
     library = native_build.library()
-    assert library is not None, "ask is_available() first"
+    assert library is not None, "ask is_available() or computes_rows() first"
     return library
 
 
@@ -61,7 +67,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 class Norm(NamedTuple):
-    """An RMS norm: weight bf16 [n]."""
+    """An RMS norm: weight [n], bf16 or fp32."""
 
     weight: torch.Tensor
     eps: float
@@ -94,14 +100,16 @@ def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
-    """weight * (rows / sqrt(mean(rows^2) + eps)), rounded to bf16 before the product with the weight.
+    """weight * (rows / sqrt(mean(rows^2) + eps)), rounded to the dtype before the product with the weight.
 
-    rows bf16 [..., n], weight bf16 [n]; n is a multiple of 16.
+    rows [..., n] and weight [n] of one dtype, bf16 or fp32; n is a multiple of 16.
     """
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     size = rows.shape[-1]
-    _library().hfp_rms_norm(
+    library = _library()
+    function = library.hfp_rms_norm_f32 if rows.dtype == torch.float32 else library.hfp_rms_norm
+    function(
         rows.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows.numel() // size, size, norm.eps,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -111,8 +119,9 @@ def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding: query, key bf16 [1, (kv_)heads, tokens, dim] with any strides; cos, sin bf16
-    [1, tokens, dim], contiguous; dim is a multiple of 32. The results have the memory layout [tokens, heads, dim]."""
+    """Rotary position embedding: query, key [1, (kv_)heads, tokens, dim] with a contiguous last dimension; cos, sin
+    [1, tokens, dim], contiguous; all of one dtype, bf16 or fp32; dim is a multiple of 32. The results have the
+    memory layout [tokens, heads, dim]."""
     _, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     new_query, new_key = query.new_empty((1, tokens, heads, dim)), key.new_empty((1, tokens, kv_heads, dim))
@@ -121,7 +130,9 @@ def rotate(
         structs.Rotated(key.data_ptr(), key.stride(2), key.stride(1), kv_heads, new_key.data_ptr()),
         cos.data_ptr(), sin.data_ptr(), tokens, dim, torch.get_num_threads(),
     )  # fmt: skip
-    _library().hfp_rotate(ctypes.byref(call))
+    library = _library()
+    function = library.hfp_rotate_f32 if query.dtype == torch.float32 else library.hfp_rotate
+    function(ctypes.byref(call))
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
 
 

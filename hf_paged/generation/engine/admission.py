@@ -1,4 +1,5 @@
-"""Admission: makes requests from prompts and options. Takes no lock of the engine and never waits for the device."""
+"""Admission: makes requests from prompts and options. Takes no lock of the engine, and waits for the device only if
+PEFT adapters are in use."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from hf_paged.model.devices import device_of
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of a request beside its prompt and its config; see `Engine.add_request`."""
+    """The options of a request besides its prompt and its config; see `Engine.add_request`."""
 
     request_id: str | None = None
     priority: int = 0
@@ -40,6 +41,7 @@ class RequestOptions:
     deadline: float | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
 
 
 class Admission:
@@ -107,8 +109,11 @@ class Admission:
         request.streamer = options.streamer
         request.num_top = options.logprobs
         if options.prompt_logprobs is not None:
-            request.prompt_scores = PromptScores(prepared.prompt_token_ids, options.prompt_logprobs)
-            group.wants_prompt_logits = not request.prompt_scores.is_complete
+            prompt, start = prepared.prompt_token_ids, options.prompt_logprobs_start
+            if start > len(prompt):
+                raise ValueError(f"prompt_logprobs_start={start}: the prompt has {len(prompt)} tokens")
+            request.prompt_scores = PromptScores(prompt, options.prompt_logprobs, start)
+            group.scored_from = request.prompt_scores.next_position
         return request
 
     def _free_id(self) -> str:

@@ -27,8 +27,9 @@ from hf_paged.generation.engine.pauses import Pauses
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus
+from hf_paged.generation.engine.snapshots import EngineSnapshot, Watch
 from hf_paged.generation.engine.stepper import Stepper
-from hf_paged.generation.sampling.request import Request, Told
+from hf_paged.generation.sampling.request import Delivered, Request
 from hf_paged.locks import RefusingLock
 
 Inbox = dict[Request, None]
@@ -47,7 +48,7 @@ class Delivery:
         self.ended: list[Request] = []  # aborted, failed or out of time; not delivered yet
         self._inboxes: dict[Request, Inbox] = {}
         self._unclaimed: Inbox = {}
-        self._told: dict[Request, Told] = {}  # what the callers of `step` have got of unfinished requests
+        self._delivered: dict[Request, Delivered] = {}  # what the callers of `step` have got of unfinished requests
 
     def __bool__(self) -> bool:
         """True while something waits for a step to deliver it."""
@@ -64,7 +65,7 @@ class Delivery:
         for request in requests:
             self._inboxes.pop(request, None)
             self._unclaimed.pop(request, None)
-            self._told.pop(request, None)
+            self._delivered.pop(request, None)
         dropped = set(requests)
         self.ended = [request for request in self.ended if request not in dropped]
 
@@ -96,18 +97,21 @@ class Delivery:
         """
         self._deliver_ended(delivered)
         requests = {**self._unclaimed, **delivered}
-        outputs = [request.output(self._told) for request in requests]
+        outputs = [request.output(self._delivered) for request in requests]
         self._unclaimed.clear()
         for request in requests:
             if request.metrics.finish_time is not None:
-                self._told.pop(request, None)
+                self._delivered.pop(request, None)
         return outputs
 
     def clear(self) -> None:
         self.changed.clear()
         self.ended.clear()
         self._unclaimed.clear()
-        self._told.clear()
+        self._delivered.clear()
+
+
+_ARRIVALS_AT_ONCE = 64
 
 
 class EngineCore:
@@ -137,6 +141,7 @@ class EngineCore:
             self._fail,
             is_async=bool(config.async_scheduling),
         )
+        self._watch = Watch(scheduler, runner, self._stepper, self._requests)
         self._lock: Any = threading.RLock()
         self._door: AbstractContextManager[object] = threading.RLock()
         self._pauses = Pauses(self._lock)
@@ -144,7 +149,7 @@ class EngineCore:
         self._deferred: deque[Callable[[], None]] = deque()
         self._reserved: set[Request] = set()  # have an id and a place; their streamers are getting the prompt
         self._arriving: dict[Request, None] = {}  # not in the scheduler yet
-        self._mute: deque[Request] = deque()  # ended; their streamers have to be told
+        self._streams_to_end: deque[Request] = deque()  # finished; `end` of their streamers is due
         self._timed: list[tuple[float, int, Request, FinishReason]] = []  # a heap of the times at which requests end
         self._numbers = count()
         self._closed = False
@@ -153,7 +158,7 @@ class EngineCore:
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
-    def _submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """Queue all of these requests, or none: raises ValueError for an id in use and QueueFull.
 
         A request's `deadline` and `max_time` count from its arrival.
@@ -162,6 +167,7 @@ class EngineCore:
             self._scheduler.check(request.group)
         with self._door:
             self._check_open()
+            self._settle()  # streams that were given up free their places
             self._check_room(requests)
             for request in requests:
                 self._requests[request.request_id] = request
@@ -173,6 +179,7 @@ class EngineCore:
                     entry = (request.group.arrival + seconds, next(self._numbers), request, reason)
                     heappush(self._timed, entry)
                 self._prompt_tokens += request.prompt_length
+        self._end_streams()
         if self._reserved:
             self._begin_streams(requests)
 
@@ -202,7 +209,7 @@ class EngineCore:
                     if not request.group.is_finished:
                         self._arriving[request] = None
                     elif request.streamer is not None:  # aborted meanwhile
-                        self._mute.append(request)
+                        self._streams_to_end.append(request)
             self._end_streams()
 
     def abort(self, request_id: str) -> bool:
@@ -220,18 +227,35 @@ class EngineCore:
 
     def _settle_now(self) -> None:
         """Carry out what callers have asked for, unless a step is in progress."""
-        with self._door:
-            self._settle()
+        self._settle_and(lambda: None)
         self._end_streams()
 
-    def _settle(self) -> None:
-        """As `_settle_now`. Needs `_door`."""
-        while self._arriving and not self._is_stepping:
+    def _settle_and(self, then: Callable[[], None]) -> None:
+        """Carry out what callers have asked for, in several short holds of `_door`, and `then` in the last of them."""
+        is_settled = False
+        while not is_settled:
+            with self._door:
+                is_settled = self._settle()
+                if is_settled:
+                    then()
+            if not is_settled:
+                time.sleep(1e-4)  # a lock that is taken again at once is not given to a thread that waits
+
+    def _settle(self) -> bool:
+        """Carry out what callers have asked for, up to a limited number of arrivals. Returns whether that was all.
+        Needs `_door`."""
+        for _ in range(_ARRIVALS_AT_ONCE):
+            if not self._arriving or self._is_stepping:
+                break
             request = next(iter(self._arriving))
             self._admit(request)
             self._arriving.pop(request, None)
+        else:
+            return False
         while self._deferred and not self._is_stepping:
-            self._deferred.popleft()()
+            self._deferred[0]()  # all of them may be repeated: Ctrl-C in one does not lose it
+            self._deferred.popleft()
+        return True
 
     def _admit(self, request: Request) -> None:
         """Hand a request to the scheduler, unless it is there. Repeated if Ctrl-C interrupts it."""
@@ -273,12 +297,13 @@ class EngineCore:
         self._end(request, FinishReason.ERROR, error, exception)
 
     def _close_request(self, request: Request) -> None:
-        if self._requests.get(request.request_id) is request:  # not, if an interrupt came before the rest
+        # It may be gone already, if an interrupt struck a previous attempt.
+        if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
         if not self._requests:
             self._stepper.close()
         if request.streamer is not None:
-            self._mute.append(request)
+            self._streams_to_end.append(request)
         request.metrics = replace(
             request.metrics,
             finish_time=time.monotonic(),
@@ -287,9 +312,13 @@ class EngineCore:
         )
 
     def _end_streams(self) -> None:
-        """Tell the streamers of ended requests. They are the caller's code: needs no lock."""
-        while self._mute:
-            self._mute.popleft().end_stream()
+        """Call `end` of the streamers of finished requests. It is the caller's code, so never under `_door`."""
+        while True:
+            try:
+                request = self._streams_to_end.popleft()
+            except IndexError:  # empty, or another thread took the last one
+                return
+            request.end_stream()
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -313,10 +342,7 @@ class EngineCore:
         self._check_open()
         self._check_not_stepping()
         try:
-            with self._door:
-                self._settle()
-                self._end_overdue()
-                self._is_stepping = True
+            self._settle_and(self._begin_step)
             if self._scheduler.has_unfinished():
                 if self._scheduler.may_admit:
                     self._follow_weights(contents=self._scheduler.is_idle)
@@ -328,15 +354,24 @@ class EngineCore:
             finally:
                 self._is_stepping = False
         self._settle_now()
+        if self._watch.is_on:
+            with self._door:
+                self._watch.after_step(self._prompt_tokens)
         return delivered
+
+    def _begin_step(self) -> None:
+        self._end_overdue()
+        self._shut()
+
+    def _shut(self) -> None:
+        """From now on, what callers ask for waits."""
+        self._is_stepping = True
 
     def _between_steps(self, call: Callable[[], None]) -> None:
         """Run `call` while nothing else changes the state, as in a step. Needs `_lock`."""
         self._check_not_stepping()
         try:
-            with self._door:
-                self._settle()
-                self._is_stepping = True
+            self._settle_and(self._shut)
             with torch.no_grad():
                 call()
         finally:
@@ -349,12 +384,18 @@ class EngineCore:
         if len(self._timed) > 2 * len(self._requests) + 64:
             self._timed = [entry for entry in self._timed if not entry[2].group.is_finished]
             heapify(self._timed)
+        running: list[tuple[float, int, Request, FinishReason]] = []
         while self._timed and self._timed[0][0] <= time.monotonic():
-            _, _, request, reason = self._timed[0]
-            is_due = reason is FinishReason.DEADLINE or request.group.status is not SeqStatus.RUNNING
-            if is_due and self._requests.get(request.request_id) is request:
-                self._end(request, reason, None)
+            entry = self._timed[0]
+            _, _, request, reason = entry
+            if self._requests.get(request.request_id) is request:
+                if reason is FinishReason.DEADLINE or request.group.status is not SeqStatus.RUNNING:
+                    self._end(request, reason, None)
+                else:
+                    running.append(entry)  # it may be preempted before its next token, and wait
             heappop(self._timed)  # last: Ctrl-C before it loses no deadline
+        for entry in running:
+            heappush(self._timed, entry)
 
     def _follow_up(self, request: Request) -> None:
         """Stream the new tokens of a request, and close it if it has ended. Repeated if Ctrl-C interrupts it."""
@@ -368,6 +409,21 @@ class EngineCore:
             self._close_request(request)
         elif request.error is not None:
             self._fail(request, request.error, request.exception)
+
+    def snapshot(self) -> EngineSnapshot | None:
+        """The requests and their block tables between two steps. Does not wait for a step in progress.
+
+        During a step it is that of the end of the last step, or an older one: at most five are made in a second. None
+        until the first step after the call has ended. While this is not called, nothing is made.
+        """
+        with self._door:
+            self._watch.ask()
+            if not self._is_stepping and not self._closed:
+                self._settle()
+                self._watch.refresh(self._prompt_tokens)
+            latest = self._watch.latest
+        self._end_streams()
+        return latest
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
@@ -395,7 +451,7 @@ _cores: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 
 def _after_fork() -> None:
     """Refuse the engine in a forked child: a thread of the parent may have held its locks at the fork, and would hold
-    them for ever."""
+    them forever."""
     for core in list(_cores):
         core._lock = core._door = RefusingLock(
             "this engine was made before the process was forked and works in the parent only; make an engine in the "

@@ -82,12 +82,10 @@ class Engine(EngineCore):
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model
         self._memory = opened.memory
-        self._max_length = opened.max_length
-        self._is_packed = isinstance(opened.model, PackedModel)
         self._host_managers = opened.host_managers
         if not opened.shares_prefixes:
             self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
-        if not self._is_packed:
+        if not isinstance(opened.model, PackedModel):
             if asked.async_scheduling:
                 raise ValueError(
                     "async_scheduling=True: the model computes one sequence at a time (hf_paged.check says why); "
@@ -128,8 +126,9 @@ class Engine(EngineCore):
         deadline: float | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        prompt_logprobs_start: int = 0,
     ) -> str:
-        """Queue a request, without waiting for a step in progress; returns its id.
+        """Queue a request; returns its id. It waits for no step in progress (with PEFT adapters, for its forward).
 
         prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate`
         (None = the model's); its attribute `seed` seeds the request's own random numbers. priority: lower runs first;
@@ -139,10 +138,10 @@ class Engine(EngineCore):
         now, until the request ends. cache_salt: requests share cached prefixes only with requests of the same salt and
         adapter. attention_mask: of a padded prompt, [length], 0 for padding at its ends. deadline: seconds after which
         the request ends with finish_reason "deadline", waiting included. (The config's `max_time` ends a running
-        request after its next token, and a waiting one at once.) logprobs: k, to have the k most likely tokens in place
-        of each generated one in the outputs (not with beams). prompt_logprobs: k, to have the log-probabilities of the
-        prompt's tokens and the k most likely ones in their places. The prompt is then computed without cached prefixes,
-        and a step needs memory for the logits of all its tokens.
+        request after its next token, and a waiting one at once.) logprobs: k, to also have the k most likely tokens at
+        each generated position in the outputs (not with beams). prompt_logprobs: k, to have the log-probabilities of
+        the prompt's tokens from `prompt_logprobs_start` on, and the k most likely tokens at the position of each. Only
+        what stands before them is taken from cached prefixes, and a step needs memory for the logits of all its tokens.
 
         Raises ValueError for a wrong argument, and for a request that cannot reach its length limit in the memory of
         this engine; QueueFull if `max_waiting` requests wait already. The engine is then unchanged.
@@ -162,14 +161,16 @@ class Engine(EngineCore):
             deadline=deadline,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_start=prompt_logprobs_start,
         )
-        return self._add(prompt_ids, generation_config, options).request_id
+        request = self.prepare_request(prompt_ids, generation_config, options)
+        self.submit([request])
+        return request.request_id
 
-    def _add(self, prompt_ids: Prompt, generation_config: Any, options: RequestOptions) -> Request:
+    def prepare_request(self, prompt_ids: Prompt, generation_config: Any, options: RequestOptions) -> Request:
+        """The longer part of `add_request`, for `submit` in another thread. The request has arrived now."""
         self._check_usable()
-        request = self._admission.request(prompt_ids, generation_config, options, self.tokenizer)
-        self._submit([request])
-        return request
+        return self._admission.request(prompt_ids, generation_config, options, self.tokenizer)
 
     def _check_usable(self) -> None:
         with self._door:  # raises in a forked child
@@ -267,7 +268,7 @@ class Engine(EngineCore):
             requests.append(self._admission.request(prompt, config, each, self.tokenizer))
         stream = RequestStream(requests, self._delivery.open_inbox(requests), self, finals_only=finals_only)
         try:
-            self._submit(requests)
+            self.submit(requests)
         except BaseException:
             stream.close()
             raise
@@ -292,7 +293,8 @@ class Engine(EngineCore):
         options = RequestOptions(adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
         with self._lock:
             config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
-            request = self._add(ids, config, options)
+            request = self.prepare_request(ids, config, options)
+            self.submit([request])
             try:
                 while self._requests.get(request.request_id) is request:
                     self._step()
@@ -313,12 +315,14 @@ class Engine(EngineCore):
         cache = self._scheduler.prefix_cache
         root = self._admission.cache_root(self._adapters.choose(adapter), cache_salt)
         with self._lock, self._door:
+            self._check_not_stepping()
             was_kept = cache is not None and cache.unpin(ids, root)
         return was_kept
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, those of `cache_prefix` too. Running requests cache no further blocks."""
         with self._lock, self._door:
+            self._check_not_stepping()
             self._scheduler.forget_prefixes()
 
     # -- weights that change ------------------------------------------------------------------------------------
@@ -381,11 +385,9 @@ class Engine(EngineCore):
         """The current statistics. Does not wait for a step in progress, whose work is then partly in the figures."""
         self._settle_now()
         return collect_stats(
-            self._memory,
-            self._host_managers,
+            self._runner,
             self._scheduler,
             self._stepper,
-            self._graphs,
             num_arriving=len(self._arriving) + len(self._reserved),
             prompt_tokens=self._prompt_tokens,
         )
@@ -420,7 +422,8 @@ class Engine(EngineCore):
                 return
             self._check_not_stepping()
             with self._door:
-                self._settle()
+                while not self._settle():
+                    pass
                 for request in list(self._requests.values()):
                     self._abort(request)
                 if self._scheduler.prefix_cache is not None:
@@ -428,10 +431,9 @@ class Engine(EngineCore):
                 self._delivery.clear()
                 self._closed = True
             self._end_streams()
-            if self._graphs is not None:
-                self._graphs.close()
+            self._runner.close()
             self._memory.release()
-            self._weights.rest()
+            self._weights.release_views()
 
     def __enter__(self) -> Engine:
         return self

@@ -15,8 +15,13 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None = None
     finish_time: float | None = None
+    start_time: float | None = None  # of its first step
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+
+    @property
+    def queue_time(self) -> float | None:
+        return None if self.start_time is None else self.start_time - self.arrival_time
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -56,7 +61,7 @@ class CompletionOutput:
     cumulative_logprob: float
     score: float | None = None
     finish_reason: str | None = None
-    _num_told: int = 0  # how many of the tokens the reader has got before
+    _num_delivered: int = 0  # how many of the tokens the reader has got before
 
     def _list(self, which: int) -> Any:
         value = self._lists[which]
@@ -73,8 +78,8 @@ class CompletionOutput:
     def new_token_ids(self) -> list[int]:
         tokens = self._lists[0]
         if type(tokens) is View:
-            return tokens.items[tokens.start + self._num_told : tokens.stop]
-        return list(tokens[self._num_told :])
+            return tokens.items[tokens.start + self._num_delivered : tokens.stop]
+        return list(tokens[self._num_delivered :])
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +102,17 @@ class CompletionOutput:
         top: list[TopLogprobs] | None = self._list(3)
         return top
 
+    def since(self, start: int) -> CompletionOutput:
+        """The same without the first `start` tokens; copies nothing of them."""
+        lists = [
+            View(each.items, min(each.start + start, each.stop), each.stop)
+            if type(each) is View
+            else each and each[start:]
+            for each in self._lists
+        ]
+        delivered = max(0, self._num_delivered - start)
+        return CompletionOutput(self.index, lists, self.cumulative_logprob, self.score, self.finish_reason, delivered)
+
     def _values(self) -> dict[str, Any]:
         names = ("index", "token_ids", "logprobs", "cumulative_logprob", "score", "finish_reason")
         return {name: getattr(self, name) for name in (*names, "processed_logprobs", "top_logprobs")}
@@ -108,7 +124,7 @@ class CompletionOutput:
 
     def __reduce__(self) -> tuple[Any, ...]:
         lists = [self._list(which) for which in range(len(self._lists))]  # not the whole lists behind the views
-        others = (self.cumulative_logprob, self.score, self.finish_reason, self._num_told)
+        others = (self.cumulative_logprob, self.score, self.finish_reason, self._num_delivered)
         return CompletionOutput, (self.index, lists, *others)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Pauses: who has asked that an engine runs no step. Knows threads, never what a step does."""
+"""Pauses: which threads have paused an engine. Knows threads, never what a step does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class Pauses:
-    """Pauses of one engine. `lock` is the engine's: every method needs it, `wait` gives it up meanwhile."""
+    """Pauses of one engine. `lock` is the engine's: every method needs it, `wait` releases it while waiting."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._ended = threading.Condition(lock)

@@ -21,12 +21,14 @@ class Prefixes:
 
     def match(self, group: SequenceGroup) -> list[int]:
         """The cached blocks with which a waiting group can start."""
-        if self._cache is None or group.cache_root is None or group.wants_prompt_logits:
+        if self._cache is None or group.cache_root is None:
             return []
         leader = group.live[0]
         hits = self._cache.match(leader.token_ids, group.cache_root, leader.block_digests)
         # The other sequences fork from the leader, so it must not start beyond the first branch.
         branch = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
+        if group.scored_from is not None:
+            branch = min(branch, group.scored_from)
         return hits[: branch // self._manager.block_size]
 
     def adopt(self, group: SequenceGroup, hits: list[int]) -> None:

@@ -42,7 +42,7 @@ def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
 def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer: Any = None) -> list[int]:
     """Token ids without padding.
 
-    attention_mask: 1 for a token of the prompt, 0 for padding, which may only stand at the ends. Raises ValueError for
+    attention_mask: 1 for a token of the prompt, 0 for padding, which may appear only at the ends. Raises ValueError for
     an invalid prompt, and for padding tokens without a mask.
     """
     if _is_plain_prompt(model, prompt_ids) and attention_mask is None:
@@ -88,7 +88,7 @@ def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
             raise ValueError("the prompt is empty; give at least one token")
         wrong = [token for token in ids if not is_integer(token) or not -(2**63) <= token < 2**63]
         if wrong:
-            raise ValueError(f"{shown(wrong[0])} in the prompt is no token id; integers are needed")
+            raise ValueError(f"{shown(wrong[0])} in the prompt is not a token id; integers are needed")
         prompt_ids = torch.tensor(ids, dtype=torch.int64)
     if prompt_ids.ndim == 1:
         prompt_ids = prompt_ids[None]
@@ -115,7 +115,7 @@ def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
     first, last = int(kept[0]), int(kept[-1])
     if last - first + 1 != len(kept):
         raise ValueError(
-            f"attention_mask={shown(mask.tolist())} has zeros between ones; padding may only stand at the ends"
+            f"attention_mask={shown(mask.tolist())} has zeros between ones; padding may appear only at the ends"
         )
     return ids[:, first : last + 1]
 

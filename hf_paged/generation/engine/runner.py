@@ -78,10 +78,11 @@ class Runner:
         graphs: GraphedSteps | None = None,
     ) -> None:
         self._model = model
-        self._memory = memory
+        self.memory = memory
         self._host_pools = host_pools
+        self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
-        self._graphs = graphs
+        self.graphs = graphs
         # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
         # (`inference_mode(False)` would turn gradients on.)
         self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
@@ -117,10 +118,12 @@ class Runner:
     def _prepare(self, output: SchedulerOutput) -> None:
         if isinstance(self._model, RowModel):
             self._follow(self._model, output)
-        for index, group in enumerate(self._memory.groups):
+        for index, group in enumerate(self.memory.groups):
             if self._host_pools:
                 self._host_pools[index].swap_out(output.swap_out[index])
                 self._host_pools[index].swap_in(output.swap_in[index])
+                self.blocks_swapped_out += len(output.swap_out[index])
+                self.blocks_swapped_in += len(output.swap_in[index])
             if output.block_copies[index]:
                 group.pool.copy_blocks(output.block_copies[index])
 
@@ -151,6 +154,14 @@ class Runner:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def close(self) -> None:
+        """Wait for the device, whose step may still write to the memory, and drop graphs and recurrent states."""
+        self.wait()
+        if self.graphs is not None:
+            self.graphs.close()
+        if isinstance(self._model, RowModel):
+            self._model.clear()
+
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
         if not self._adapters.seen:
@@ -173,11 +184,12 @@ class Runner:
         tokens: list[int] = []
         seqs, rows = [], []
         pending: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
-        inner: list[tuple[Sequence, range]] = []  # places in `tokens` whose logits are wanted within a prompt
+        # Positions within a prompt whose logits are wanted, and what has to be added to get their places in `tokens`.
+        inner: list[tuple[Sequence, int, range]] = []
         for seq, count in plan:
             first = seq.num_computed_tokens
-            if seq.group.wants_prompt_logits:
-                inner.append((seq, range(len(tokens), len(tokens) + _num_inner(seq, first, first + count))))
+            if seq.group.scored_from is not None:
+                inner.append((seq, len(tokens) - first, _inner(seq, first, first + count)))
             tokens += seq.token_ids[first : first + count]
             if first + count > len(seq.token_ids):
                 assert sampled is not None
@@ -188,28 +200,28 @@ class Runner:
                 rows.append(len(tokens) - 1)
         late = _LateTokens(sampled.tokens, pending) if sampled is not None and pending else None
         step = step_arrays(
-            [[manager.block_table(seq.seq_id) for seq, _ in plan] for manager in self._memory.managers],
+            [[manager.block_table(seq.seq_id) for seq, _ in plan] for manager in self.memory.managers],
             [seq.num_computed_tokens + count for seq, count in plan],
             [count for _, count in plan],
-            self._memory.block_size,
+            self.memory.block_size,
         )
         known = np.array(tokens, dtype=np.int64)
         # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
         is_decode = len(rows) == len(tokens)
-        if is_decode and self._graphs is not None:
+        if is_decode and self.graphs is not None:
             adapters = plan[0][0].group.adapters if self._adapters.seen else None
-            replayed = self._graphs.forward(known, step, adapters, late)
+            replayed = self.graphs.forward(known, step, adapters, late)
             if replayed is not None:
                 return StepResult(seqs, replayed)
         ids, positions = (to_device(x, self._device) for x in (known, step.positions))
         if late is not None:
             late(ids)
-        places = [*rows, *(place for _, own in inner for place in own)]
+        places = [*rows, *(offset + position for _, offset, own in inner for position in own)]
         wanted = None if is_decode else to_device(np.array(places, dtype=np.int64), self._device)
         logits = model.forward(ids, positions, step.metadata(self._device), wanted)
         prompts, start = [], len(rows)
-        for seq, own in inner:
-            prompts.append(PromptLogits(seq, seq.num_computed_tokens, logits[start : start + len(own)]))
+        for seq, _, own in inner:
+            prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
             start += len(own)
         return StepResult(seqs, logits[: len(rows)] if seqs else None, prompts=prompts)
 
@@ -226,10 +238,10 @@ class Runner:
             logits = None
             for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
                 ids = torch.tensor(seq.token_ids[start:stop], device=self._device)
-                num_inner = _num_inner(seq, start, stop) if seq.group.wants_prompt_logits else 0
-                logits = model.forward(seq.seq_id, ids, start, keep=stop - start if num_inner else 1)
-                if num_inner:
-                    prompts.append(PromptLogits(seq, start, logits[:num_inner]))
+                inner = _inner(seq, start, stop)
+                logits = model.forward(seq.seq_id, ids, start, keep=stop - inner.start if inner else 1)
+                if inner:
+                    prompts.append(PromptLogits(seq, inner.start, logits[: len(inner)]))
             if end == seq.num_tokens:
                 assert logits is not None
                 seqs.append(seq)
@@ -266,9 +278,10 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
     return StepResult([seqs[row] for row in order], in_order, failed, prompts)
 
 
-def _num_inner(seq: Sequence, first: int, end: int) -> int:
-    """How many of the tokens from `first` to `end` are followed by another token of the prompt."""
-    return max(0, min(end, seq.num_prompt_tokens - 1) - first)
+def _inner(seq: Sequence, first: int, end: int) -> range:
+    """The positions from `first` to `end` whose logits are wanted and that another token of the prompt follows."""
+    wanted = seq.group.scored_from
+    return range(end, end) if wanted is None else range(max(first, wanted), min(end, seq.num_prompt_tokens - 1))
 
 
 def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:

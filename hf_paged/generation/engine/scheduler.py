@@ -98,10 +98,9 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether the next step might start a waiting group, and look for its prefix."""
-        if not self._waiting or self._swapped:
-            return False
-        return sum(group.width for group in self._running) + self._waiting[0].width <= self.config.max_num_seqs
+        """Whether the next step might start a group and look for its prefix: places may become free during the step,
+        and a swapped group may be started over."""
+        return bool(self._waiting or self._swapped)
 
     @property
     def is_idle(self) -> bool:
@@ -185,7 +184,9 @@ class Scheduler:
     def _set_status(self, group: SequenceGroup, status: SeqStatus) -> None:
         """Move the group from one queue to another."""
         old = self._queues[group.status]
-        del old[bisect_left(old, group.order, key=_by_order)]
+        index = bisect_left(old, group.order, key=_by_order)
+        if index < len(old) and old[index] is group:  # not, if an interrupt struck the last change
+            del old[index]
         group.status = status
         if status is not SeqStatus.FINISHED:
             insort(self._queues[status], group, key=_by_order)
@@ -267,6 +268,7 @@ class Scheduler:
             group = self._swapped[0]
             if self._tables.fits_swapped(group, self._watermark):
                 self._tables.swap_in(group, self._output.swap_in)
+                self._output.resumed.append(group)
                 budget -= self._start(group, budget)
             elif self._running:
                 break
@@ -287,6 +289,7 @@ class Scheduler:
                 places -= group.width
                 self._tables.start(group.live[0], hits)
                 self._prefixes.adopt(group, hits)
+                self._output.admitted.append(group)
                 budget -= self._start(group, budget)
             elif self._running:
                 break
@@ -378,6 +381,15 @@ class Scheduler:
                 self._prefixes.register(seq)
             for manager in sliding:
                 manager.drop_outside_window(seq.seq_id)
+
+    def discard_plan(self) -> None:
+        """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that
+        hold blocks have been finished."""
+        for status, queue in self._queues.items():
+            queue[:] = sorted((group for group in self._groups.values() if group.status is status), key=_by_order)
+        finished = self._output.finished_seq_ids
+        self._output = SchedulerOutput.for_managers(len(self.managers))
+        self._output.finished_seq_ids.extend(finished)
 
     def rollback(self, output: SchedulerOutput) -> None:
         """Undo the appends of a step whose forward failed after its copies were done."""

@@ -119,8 +119,8 @@ class SequenceGroup:
     `width` is the number of live sequences that the group may have once it has forked; the scheduler
     reserves that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
     of the prefix cache. `priority`: lower is more urgent. `adapters` is the set of adapters that computes it, opaque
-    here: groups with different sets share no forward. With `wants_prompt_logits`, every token of the prompt is
-    computed, and none found in the prefix cache, because the logits after each are needed.
+    here: groups with different sets share no forward. `scored_from` is the first position of the prompt whose logits
+    are still wanted, None for none: that token and those after it are computed, not found in the prefix cache.
     """
 
     __slots__ = (
@@ -135,9 +135,9 @@ class SequenceGroup:
         "order",
         "priority",
         "request_id",
+        "scored_from",
         "sequences",
         "status",
-        "wants_prompt_logits",
         "width",
     )
 
@@ -164,7 +164,7 @@ class SequenceGroup:
         self.arrival = arrival
         self.cache_root = cache_root
         self.adapters = adapters
-        self.wants_prompt_logits = False
+        self.scored_from: int | None = None
         self.status = SeqStatus.WAITING
         self.error: str | None = None
         self.num_preemptions = 0

@@ -192,16 +192,19 @@ def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: Schedul
     return num_blocks
 
 
-def blocks_in_memory(cache_config: CacheConfig, bytes_per_block: int, device: torch.device) -> int:
+def blocks_in_memory(
+    cache_config: CacheConfig, bytes_per_block: int, device: torch.device, *, idle_bytes: int = 0
+) -> int:
     """Blocks that `memory` or `memory_fraction` (or the default share of what is free) holds: at least one.
 
-    bytes_per_block: K and V of one block of every layer. Raises ValueError if not even one fits.
+    bytes_per_block: K and V of one block of every layer. idle_bytes: of a pool that will be reused, which counts as
+    free memory. Raises ValueError if not even one fits.
     """
     if cache_config.memory_bytes is not None:
         num_blocks, source = cache_config.memory_bytes // bytes_per_block, f"memory={cache_config.memory!r}"
     else:
         fraction = cache_config.memory_fraction
-        free = _free_bytes(device)
+        free = _free_bytes(device) + idle_bytes
         share = DEFAULT_FRACTION.get(device.type, 0.3) if fraction is None else fraction
         num_blocks, source = int(free * share) // bytes_per_block, f"{share:g} of {free} free bytes"
     if num_blocks < 1:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.stepper import Stepper
-from hf_paged.model.graphs import GraphedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +17,9 @@ class EngineStats:
     blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
     ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
     blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
-    same sequences would take in addition without sharing. graph_replays: those of the steps that a CUDA graph computed.
-    Counters count since the start.
+    same sequences would take in addition without sharing. blocks_swapped_out, blocks_swapped_in: copied to and from
+    host memory. prefix_cache_evictions: cached blocks whose memory was needed. graph_replays: those of the steps that a
+    CUDA graph computed. Counters count since the start.
     """
 
     num_blocks: int
@@ -40,8 +39,11 @@ class EngineStats:
     kv_waste_ratio: float
     preemptions_recompute: int
     preemptions_swap: int
+    blocks_swapped_out: int
+    blocks_swapped_in: int
     prefix_cache_query_tokens: int
     prefix_cache_hit_tokens: int
+    prefix_cache_evictions: int
     prompt_tokens: int
     generated_tokens: int
     steps: int
@@ -53,26 +55,24 @@ class EngineStats:
 
 
 def collect_stats(
-    memory: PagedMemory,
-    host_managers: list[BlockManager],
+    runner: Runner,
     scheduler: Scheduler,
     stepper: Stepper,
-    graphs: GraphedSteps | None,
     *,
     num_arriving: int,
     prompt_tokens: int,
 ) -> EngineStats:
     """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
     part."""
-    stats, cache = memory.stats(), scheduler.prefix_cache
-    allocators = [manager.allocator for manager in memory.managers]
+    stats, cache = runner.memory.stats(), scheduler.prefix_cache
+    allocators = [manager.allocator for manager in scheduler.managers]
     return EngineStats(
         num_blocks=stats.num_blocks,
         blocks_free=sum(a.num_free for a in allocators),
         blocks_used=stats.blocks_used,
         blocks_shared=stats.blocks_shared,
         blocks_cached=sum(a.num_cached for a in allocators),
-        blocks_swapped=sum(m.allocator.num_used for m in host_managers),
+        blocks_swapped=sum(m.allocator.num_used for m in scheduler.host_managers or ()),
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_arriving,
         num_swapped=scheduler.num_swapped,
@@ -84,10 +84,13 @@ def collect_stats(
         kv_waste_ratio=1 - stats.bytes_filled / stats.bytes_used if stats.bytes_used else 0.0,
         preemptions_recompute=scheduler.num_preemptions_recompute,
         preemptions_swap=scheduler.num_preemptions_swap,
+        blocks_swapped_out=runner.blocks_swapped_out,
+        blocks_swapped_in=runner.blocks_swapped_in,
         prefix_cache_query_tokens=cache.query_tokens if cache is not None else 0,
         prefix_cache_hit_tokens=cache.hit_tokens if cache is not None else 0,
+        prefix_cache_evictions=cache.num_evictions if cache is not None else 0,
         prompt_tokens=prompt_tokens,
         generated_tokens=stepper.generated_tokens,
         steps=stepper.steps,
-        graph_replays=0 if graphs is None else graphs.replays,
+        graph_replays=0 if runner.graphs is None else runner.graphs.replays,
     )

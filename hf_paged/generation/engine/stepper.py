@@ -74,17 +74,17 @@ class Stepper:
         self._sampled: SampledTokens | None = None  # in the last step; the host has not read them yet
         self._logits: torch.Tensor | None = None  # workspace, fp32 [max_rows so far, vocab]
         self._stage = _Stage.SCHEDULE
-        self._output: SchedulerOutput | None = None  # of the step in progress
+        self.output: SchedulerOutput | None = None  # of the step in progress, or else of the last one
         self.steps = 0
         self.generated_tokens = 0
 
     def step(self) -> None:
         """Run one step. A failure ends the requests concerned; interrupts and errors in scheduling are raised too."""
-        self._stage, self._output = _Stage.SCHEDULE, None
+        self._stage, self.output = _Stage.SCHEDULE, None
         try:
             if not self._is_async:
                 self._accept()  # tokens that an interrupted step has left
-            output = self._output = self._schedule()
+            output = self.output = self._schedule()
             self._move_blocks(output)
             result = self._forward(output)
             self._accept()  # of the last step, while the device computes this one
@@ -115,6 +115,8 @@ class Stepper:
             self._stage = _Stage.SCHEDULE
             output = self._scheduler.schedule()
         self.steps += bool(output.scheduled)
+        for group in output.admitted:
+            self._requests[group.request_id].begin()
         for group in output.failed:
             self._fail(self._requests[group.request_id], group.error or "", None)
         return output
@@ -188,7 +190,7 @@ class Stepper:
         scores = self._request_of(part.seq).prompt_scores
         assert scores is not None
         scores.add(part.first, part.logits)
-        part.seq.group.wants_prompt_logits = not scores.is_complete
+        part.seq.group.scored_from = scores.next_position
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class Stepper:
     def _recover(self, stage: _Stage, error: BaseException) -> None:
         """Leave a state from which the next step can start. An interrupted step is retried if nothing but appended
         slots is lost; otherwise the requests that it may have damaged end with an error."""
-        output = self._output
+        output = self.output
         if output is not None:
             self._scheduler.rollback(output)
         if not isinstance(error, Exception) and self._can_retry(stage):
@@ -270,10 +272,11 @@ class Stepper:
             if request.group.status is not SeqStatus.WAITING and request not in self._changed:
                 self._fail(request, request.group.error or cause, error)
         self._fail_all((request.group for request in self._changed), cause, error)
+        self._scheduler.discard_plan()
 
     def _can_retry(self, stage: _Stage) -> bool:
         if stage is _Stage.MOVE_BLOCKS:
-            return self._output is not None and not self._output.moves_blocks
+            return self._runner.can_repeat and self.output is not None and not self.output.moves_blocks
         return stage is _Stage.READ or (stage is _Stage.FORWARD and self._runner.can_repeat)
 
     def _fail_all(self, groups: Iterable[SequenceGroup], cause: str, error: BaseException) -> None:

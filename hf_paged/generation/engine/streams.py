@@ -8,7 +8,7 @@ from functools import partial
 
 from hf_paged.generation.engine.core import EngineCore, Inbox
 from hf_paged.generation.engine.outputs import RequestOutput
-from hf_paged.generation.sampling.request import Request, Told
+from hf_paged.generation.sampling.request import Delivered, Request
 
 
 class RequestStream(Iterator[RequestOutput]):
@@ -26,7 +26,7 @@ class RequestStream(Iterator[RequestOutput]):
         self._finals_only = finals_only
         self._unfinished = set(requests)
         self._outputs: deque[RequestOutput] = deque()
-        self._told: dict[Request, Told] = {}  # what the reader has got
+        self._delivered: dict[Request, Delivered] = {}  # what the reader has got
         self._is_closed = False
 
     def __next__(self) -> RequestOutput:
@@ -59,7 +59,7 @@ class RequestStream(Iterator[RequestOutput]):
                 if is_finished:
                     self._unfinished.discard(request)
                 if is_finished or not self._finals_only:
-                    self._outputs.append(request.output(self._told))
+                    self._outputs.append(request.output(self._delivered))
             self._inbox.clear()
 
     def abandon(self) -> None:

@@ -32,6 +32,8 @@ class SchedulerOutput:
     scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
     preempted: list[SequenceGroup] = field(default_factory=list)  # since the last step
     failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
+    admitted: list[SequenceGroup] = field(default_factory=list)  # were waiting
+    resumed: list[SequenceGroup] = field(default_factory=list)  # were swapped out
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
 
@@ -63,7 +65,7 @@ class Tables:
     # -- is there room? -----------------------------------------------------------------------------------------
 
     def check_fits_alone(self, group: SequenceGroup) -> None:
-        """Raises ValueError if the tokens of the group do not fit even an empty cache."""
+        """Raises ValueError if the tokens of the group do not fit even in an empty cache."""
         for manager in self.managers:
             needed, total = _blocks_needed(group, manager), manager.allocator.num_blocks
             if needed > total:

@@ -32,8 +32,9 @@ from hf_paged.kernels.sampling import (
 
 Failures = list[tuple[SingleRequest, Exception]]
 
-# Bytes of logits processed at once. On a CPU they should stay in a core's cache; on a GPU this bounds temporaries.
-_CPU_BYTES, _GPU_BYTES = 1 << 20, 1 << 28
+# Bytes of logits processed at once, which bounds temporaries. On a CPU fewer bytes would stay in a core's cache, but
+# for so few rows calling the operations takes longer than reading the scores again.
+_CPU_BYTES, _GPU_BYTES = 1 << 22, 1 << 28
 
 
 class DueRow(NamedTuple):
@@ -47,7 +48,7 @@ class DueRow(NamedTuple):
 class _Planned(NamedTuple):
     """A due row and the edits of its scores (see `Chain.edits`; empty if it has no editors).
 
-    is_plain_greedy: in this step the likeliest token is taken as the model has it.
+    is_plain_greedy: this step takes the argmax of the model's own logits.
     """
 
     due: DueRow
@@ -91,7 +92,7 @@ class SampledTokens:
         self._numbers = ToHost(*columns, stopped)
 
     def add_top(self, logits: torch.Tensor) -> None:
-        """Have the most likely tokens too, for the requests that want them. logits [*, vocab]: the model's own."""
+        """Also compute the most likely tokens, for the requests that want them. logits [*, vocab]: the model's own."""
         due = [each for each in self._due if each.request.num_top is not None]
         if due:
             rows = logits[to_device(np.array([each.row for each in due]), logits.device)]
@@ -185,7 +186,8 @@ def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, f
     zeros = scores.new_zeros(len(rows))
     generators = [each.due.request.generator for each in rows]
     if not request.do_sample:
-        tokens, invalid = row_max(scores)[1], zeros
+        best, tokens = row_max(scores)
+        invalid = zeros.masked_fill(best == -torch.inf, torch.nan)
     elif chains[0].top_p is not None:
         tokens, invalid = sample_top_p(scores, [chain.top_p for chain in chains], generators)
     else:

@@ -11,7 +11,7 @@ from hf_paged.generation.engine.sequence import FinishReason, Sequence, Sequence
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
 from hf_paged.generation.sampling.processors import process_together
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, ForkingRequest, Reorder, Told
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Delivered, ForkingRequest, Reorder
 from hf_paged.kernels.sampling import largest, sample_tokens, to_host
 
 
@@ -117,7 +117,7 @@ class BeamRequest(ForkingRequest):
             )
         return outputs
 
-    def completions(self, told: Told = ()) -> list[CompletionOutput]:
+    def completions(self, delivered: Delivered = ()) -> list[CompletionOutput]:
         return self._final
 
     def stop_all(self, reason: FinishReason) -> None:

@@ -15,14 +15,15 @@ import torch
 from transformers.generation import logits_process
 
 from hf_paged.generation.sampling.edits import Edit, Ids, Op
+from hf_paged.generation.sampling.grammar import Grammar, Matcher
 
 
 class Editor(Protocol):
     """One processor of one request."""
 
     def edit(self, token_ids: Sequence[int]) -> Edit | None:
-        """The change after these tokens, prompt included; None if there is none. Each call has the tokens of the last
-        one and more."""
+        """The change after these tokens, prompt included; None if there is none. Successive calls pass
+        extensions of one sequence."""
 
     def fork(self) -> Editor:
         """An editor for a text that begins like this one and goes on differently. They share what does not change."""
@@ -30,7 +31,7 @@ class Editor(Protocol):
 
 def editor_of(processor: Any, width: int) -> Editor | None:
     """The editor that does what `processor` does to scores of `width` tokens. None if there is none for its type, which
-    has to be transformers' own, not a subclass, or for its settings."""
+    has to be transformers' own or ours, not a subclass, or for its settings."""
     make = _EDITORS.get(type(processor))
     return None if make is None else make(processor, width)
 
@@ -188,7 +189,29 @@ class _Watermark(_Stateless):
         return Edit(Op.ADD, ids, np.full(len(ids), self._processor.bias, dtype=np.float32))
 
 
+class _Grammar:
+    """Keeps the tokens with which an answer stays within a grammar. It begins at position `start`."""
+
+    def __init__(self, matcher: Matcher, start: int, width: int) -> None:
+        self._matcher = matcher
+        self._known = start  # tokens below this position have been matched
+        self._width = width
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        self._matcher.advance(token_ids[self._known :])
+        self._known = len(token_ids)
+        return Edit(Op.KEEP, _NO_IDS, words=self._matcher.mask(self._width))
+
+    def fork(self) -> Self:
+        other = copy(self)
+        other._matcher = self._matcher.fork()
+        return other
+
+
 # -- one for each type ---------------------------------------------------------------------------------------------
+
+
+_NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
 def _ids(tokens: Iterable[int]) -> Ids:
@@ -295,6 +318,10 @@ def _watermark(processor: Any, width: int) -> Editor | None:
     return _Watermark(processor) if is_usable and processor.vocab_size <= width else None
 
 
+def _grammar(processor: Grammar, width: int) -> Editor | None:
+    return None if processor.start is None else _Grammar(processor.matcher(), processor.start, width)
+
+
 _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
     logits_process.MinLengthLogitsProcessor: _min_length,
     logits_process.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
@@ -310,4 +337,5 @@ _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
     logits_process.NoBadWordsLogitsProcessor: _bias,
     logits_process.ExponentialDecayLengthPenalty: _decay,
     logits_process.WatermarkLogitsProcessor: _watermark,
+    Grammar: _grammar,
 }

@@ -18,29 +18,35 @@ from numpy.typing import NDArray
 from hf_paged.kernels.metadata import to_device
 
 Ids = NDArray[np.int64]
+Words = NDArray[np.int32]
+"""A bit for each token, from the lowest bit of the first word on."""
 
 
 class Op(IntEnum):
     """SCALE: negative scores times `factor`, others divided by it. ADD: plus `values`. FILL: -inf. FORCE: 0 and all
-    other scores of the row -inf. GROW: plus the absolute value times `factor`, where that is finite."""
+    other scores of the row -inf. GROW: plus the absolute value times `factor`, where that is finite. KEEP: all scores
+    but those of the tokens in `words` -inf."""
 
     SCALE = 0
     ADD = 1
     FILL = 2
     FORCE = 3
     GROW = 4
+    KEEP = 5
 
 
 class Edit(NamedTuple):
     """What happens to the scores of tokens `ids`, int64 [n], all different and within the vocabulary.
 
-    values: fp32 [n], for ADD only. factor: for SCALE and GROW only.
+    values: fp32 [n], for ADD only. factor: for SCALE and GROW only. words: int32 [ceil(vocab / 32)], for KEEP only,
+    which has no ids.
     """
 
     op: Op
     ids: Ids
     values: NDArray[np.float32] | None = None
     factor: float = 0.0
+    words: Words | None = None
 
 
 def apply_edits(scores: torch.Tensor, rows: Sequence[Sequence[Edit]]) -> None:
@@ -55,8 +61,8 @@ def apply_edits(scores: torch.Tensor, rows: Sequence[Sequence[Edit]]) -> None:
         for row, queue in queues.items():
             while queue and (queue[0].op, queue[0].factor) == (op, factor):
                 chosen.append((row, queue.popleft()))
-                if op is not Op.FILL:
-                    break  # the next one is to see what this one leaves
+                if op not in (Op.FILL, Op.KEEP):
+                    break  # the next edit must see the result of this one
         _apply(scores, op, factor, chosen)
         queues = {row: queue for row, queue in queues.items() if queue}
 
@@ -64,6 +70,12 @@ def apply_edits(scores: torch.Tensor, rows: Sequence[Sequence[Edit]]) -> None:
 def _apply(scores: torch.Tensor, op: Op, factor: float, chosen: list[tuple[int, Edit]]) -> None:
     """Carry out edits of one op and factor. `factor` stays a number of the host: CUDA divides by one in another way
     than by a tensor, and the bits are to be those of transformers."""
+    if op is Op.KEEP:
+        masks: dict[int, Words] = {}
+        for row, edit in chosen:
+            masks[row] = _words(edit) & masks.get(row, _ALL)
+        keep_only(scores, list(masks), np.stack(list(masks.values())))
+        return
     width = scores.shape[1]
     flat = scores.view(-1)
     index = to_device(np.concatenate([edit.ids + row * width for row, edit in chosen]), scores.device)
@@ -87,3 +99,22 @@ def _apply(scores: torch.Tensor, op: Op, factor: float, chosen: list[tuple[int, 
 def _values(edit: Edit) -> NDArray[Any]:
     assert edit.values is not None
     return edit.values
+
+
+_ALL = np.int32(-1)
+
+
+def _words(edit: Edit) -> Words:
+    assert edit.words is not None
+    return edit.words
+
+
+def keep_only(scores: torch.Tensor, rows: Sequence[int], words: NDArray[np.int32]) -> None:
+    """Set the scores [*, vocab] in these rows to -inf, in place, but for the tokens of words int32 [len(rows), words of
+    a row]. The rows are all different. Needs xgrammar, with which the words were made."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    every = np.full((len(scores), words.shape[1]), _ALL)
+    every[list(rows)] = words
+    mask = to_device(every, scores.device)
+    apply_token_bitmask_inplace(scores, mask, vocab_size=scores.shape[1], indices=list(rows))

@@ -10,7 +10,7 @@ from hf_paged.generation.engine.outputs import CompletionOutput
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, process_together
-from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Fork, ForkingRequest, Sample, Told
+from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Delivered, Fork, ForkingRequest, Sample
 from hf_paged.generation.sampling.scores import TopTokens
 from hf_paged.kernels.sampling import logprobs_of, sample_tokens, sample_top_p, to_host
 
@@ -61,7 +61,7 @@ class GroupRequest(ForkingRequest):
         """raw fp32 [num_samples, vocab], not changed -> the scores after all processors but a final top-p."""
         if chains[0].own:
             return self.process(raw.clone())
-        if len(chains) > 1 and chains[0] is chains[1]:  # no text has been looked at yet
+        if len(chains) > 1 and chains[0] is chains[1]:  # no tokens processed yet
             self._fork_chains(range(self.num_rows))
             chains = self.chains(raw.shape[1])
         # The tokens that finished samples get are dropped.
@@ -107,9 +107,9 @@ class GroupRequest(ForkingRequest):
         stopped: list[bool] = self.criteria(self._rows(), None).tolist()
         return stopped
 
-    def completions(self, told: Told = ()) -> list[CompletionOutput]:
-        told = told or (0,) * len(self.samples)
-        return [sample.completion(self, num_told) for sample, num_told in zip(self.samples, told)]
+    def completions(self, delivered: Delivered = ()) -> list[CompletionOutput]:
+        delivered = delivered or (0,) * len(self.samples)
+        return [sample.completion(self, num_delivered) for sample, num_delivered in zip(self.samples, delivered)]
 
     def stop_all(self, reason: FinishReason) -> None:
         for sample in self.samples:

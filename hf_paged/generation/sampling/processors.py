@@ -11,6 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_paged.generation.sampling.editors import Editor, editor_of
 from hf_paged.generation.sampling.edits import Edit, apply_edits
+from hf_paged.generation.sampling.grammar import Grammar
 from hf_paged.generation.sampling.warpers import is_drawn_through, warp, warper_key
 
 
@@ -21,8 +22,8 @@ class Chain:
 
     `own` need the request's row alone. Requests with equal `sampling_key` can be sampled together: their warpers can
     share a call, and either all or none of them have processors of their own; their editors may differ. With
-    `is_custom`, some processor comes from outside transformers. Nothing is known about it, so the request is processed
-    alone and all its processors are `own`.
+    `is_custom`, some processor is neither transformers' nor a `Grammar`. Nothing is known about it, so the request is
+    processed alone and all its processors are `own`.
 
     top_p: the last of all processors, where native code draws a token from what it keeps; it is not in `warpers`.
     """
@@ -39,7 +40,10 @@ class Chain:
         return any(self.editors)
 
     def edits(self, token_ids: Sequence[int]) -> list[list[Edit]]:
-        """What the editors change after these tokens, prompt included. Called with ever more tokens of one text."""
+        """What the editors change after these tokens, prompt included.
+
+        Successive calls pass extensions of one sequence.
+        """
         return [[edit for each in run if (edit := each.edit(token_ids)) is not None] for run in self.editors]
 
     def fork(self) -> Chain:
@@ -58,7 +62,7 @@ def chain_of(
     """width: number of scores in a row. options: whatever else must be equal for two requests to be sampled together.
     callers: those of the processors that are the caller's objects, whose settings may change at any time. on_cpu: the
     scores are on a CPU. is_drawn: native code draws the tokens, and the scores have no other use."""
-    if any(not type(processor).__module__.startswith("transformers.") for processor in processors):
+    if not all(is_known(processor) for processor in processors):
         return Chain(processors, ((),), (), True, object())
     first = len(processors)
     keys: list[object] = []
@@ -83,6 +87,21 @@ def chain_of(
     in_order = tuple(tuple(reversed(run)) for run in reversed(editors))
     sampling_key = (*options, bool(own), top_p is not None, *keys)
     return Chain(own, in_order, tuple(reversed(warpers)), False, sampling_key, top_p)
+
+
+def is_known(processor: Any) -> bool:
+    """Whether it is transformers' or ours, and so does to each row what it would do to that row alone."""
+    return type(processor) is Grammar or type(processor).__module__.startswith("transformers.")
+
+
+def of_one_request(processors: LogitsProcessorList, prompt_length: int) -> LogitsProcessorList:
+    """The processors for a request of its own: a grammar follows the answers to one prompt, and other requests may have
+    the same object."""
+    if not any(isinstance(processor, Grammar) for processor in processors):
+        return processors
+    return LogitsProcessorList(
+        processor.at(prompt_length) if isinstance(processor, Grammar) else processor for processor in processors
+    )
 
 
 def process_together(

@@ -6,8 +6,9 @@ into their next tokens and returns that decision as data. Block tables, queues a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStrin
 from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs, View
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
-from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores
+from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores, of_one_request
 from hf_paged.generation.sampling.scores import PromptScores
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import draws_natively
@@ -41,7 +42,7 @@ class Reorder(NamedTuple):
     tokens: list[int]
 
 
-Told = tuple[int, ...]
+Delivered = tuple[int, ...]
 """How many tokens of each sample or beam a reader has got."""
 
 
@@ -68,8 +69,8 @@ class Sample:
     def finish(self, token_ids: list[int], reason: FinishReason) -> None:
         self.token_ids, self.finish_reason, self.seq = token_ids, reason, None
 
-    def completion(self, request: Request, num_told: int) -> CompletionOutput:
-        """It as it stands now. num_told: how many of its tokens the reader has got before."""
+    def completion(self, request: Request, num_delivered: int) -> CompletionOutput:
+        """It as it stands now. num_delivered: how many of its tokens the reader has got before."""
         if self.seq is None:
             tokens = View(self.token_ids, 0, len(self.token_ids))
         else:
@@ -86,7 +87,7 @@ class Sample:
             self.cumulative_logprob,
             None,
             None if self.finish_reason is None else str(self.finish_reason),
-            num_told,
+            num_delivered,
         )
 
 
@@ -106,11 +107,12 @@ class Request:
         self.request_id = group.request_id
         self.config = config
         self.generator = generator
-        self.processors = prepared.logits_processor
         self._own_processors = prepared.own_processors
         self.criteria = prepared.stopping_criteria
         self.prompt_token_ids = prepared.prompt_token_ids
         self.prompt_length = len(self.prompt_token_ids)
+        self.processors = of_one_request(prepared.logits_processor, self.prompt_length)
+        self._shown_prompt: list[int] | None = None  # a copy for the outputs, whose reader may change it
         self.max_length = prepared.max_length
         self.eos = prepared.eos
         self.keeps_processed = bool(config.output_scores)
@@ -131,8 +133,13 @@ class Request:
         self.error: str | None = None
         self.exception: BaseException | None = None  # that caused the error
 
-    def completions(self, told: Told = ()) -> list[CompletionOutput]:
-        """told: how many tokens of each completion the reader has got before."""
+    def begin(self) -> None:
+        """It leaves the queue, perhaps not for the first time."""
+        if self.metrics.start_time is None:
+            self.metrics = replace(self.metrics, start_time=time.monotonic())
+
+    def completions(self, delivered: Delivered = ()) -> list[CompletionOutput]:
+        """delivered: how many tokens of each completion the reader has got before."""
         raise NotImplementedError
 
     def stop_all(self, reason: FinishReason) -> None:
@@ -148,15 +155,18 @@ class Request:
     def end_stream(self) -> None:
         """Tell the streamer that no more tokens will come."""
 
-    def output(self, told: dict[Request, Told] | None = None) -> RequestOutput:
-        """The request as it stands now. told: what the reader has got of each request, which is brought up to date."""
-        completions = self.completions(() if told is None else told.get(self, ()))
-        if told is not None:
-            told[self] = tuple([completion.num_tokens for completion in completions])
+    def output(self, delivered: dict[Request, Delivered] | None = None) -> RequestOutput:
+        """The request as it stands now. delivered: how many tokens of each request the reader has;
+        updated here."""
+        completions = self.completions(() if delivered is None else delivered.get(self, ()))
+        if delivered is not None:
+            delivered[self] = tuple([completion.num_tokens for completion in completions])
+        if self._shown_prompt is None:
+            self._shown_prompt = self.prompt_token_ids[:]
         prompt = self.prompt_scores
         return RequestOutput(
             self.request_id,
-            self.prompt_token_ids,
+            self._shown_prompt,
             completions,
             self.metrics.finish_time is not None,
             self.metrics,
@@ -225,7 +235,9 @@ class SingleRequest(Request):
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
         self._chain: Chain | None = None
-        self._endings: list[frozenset[int]] | None = None  # for each criterion; empty: it is to be asked always
+        self._endings: list[frozenset[int]] | None = (
+            None  # for each criterion; empty: the criteria must always be called
+        )
         self._num_streamed = 0
 
     def chain(self, width: int) -> Chain:
@@ -246,7 +258,7 @@ class SingleRequest(Request):
             stopped.copy_(self.criteria(self._rows(), None), non_blocking=True)
 
     def _may_stop(self, token: torch.Tensor) -> bool:
-        """Whether the criteria have to be asked. On a CPU, the token itself tells that no stop string ends with it."""
+        """Whether the criteria must be called. On a CPU, the token alone shows that no stop string can end here."""
         if self._endings is None:
             known = [ending_tokens(criterion) for criterion in self.criteria if self.device.type == "cpu"]
             found = [endings for endings in known if endings is not None]
@@ -264,8 +276,8 @@ class SingleRequest(Request):
             self.sample.finish([*self.sample.seq.output_token_ids, token], reason)
         return reason
 
-    def completions(self, told: Told = ()) -> list[CompletionOutput]:
-        return [self.sample.completion(self, told[0] if told else 0)]
+    def completions(self, delivered: Delivered = ()) -> list[CompletionOutput]:
+        return [self.sample.completion(self, delivered[0] if delivered else 0)]
 
     def stop_all(self, reason: FinishReason) -> None:
         if self.sample.seq is not None:
@@ -330,7 +342,7 @@ class ForkingRequest(Request):
         return self._chains
 
     def _fork_chains(self, parents: Iterable[int]) -> None:
-        """Row i goes on as row parents[i] did."""
+        """Row i continues from row parents[i]."""
         assert self._chains is not None
         taken: set[int] = set()
         chains = []

@@ -29,21 +29,23 @@ class TopTokens:
 
 
 class PromptScores:
-    """The log-probabilities of a prompt's tokens, and the `num_top` most likely tokens in their places.
+    """The log-probabilities of a prompt's tokens, and the `num_top` most likely tokens at each position.
 
-    The lists have one entry for each token of the prompt, None where it is not known. The first token has none.
+    The lists have one entry for each token of the prompt, None where it is not known. The first token has none, and
+    those before `start` have none.
     """
 
-    def __init__(self, prompt: list[int], num_top: int) -> None:
+    def __init__(self, prompt: list[int], num_top: int, start: int = 0) -> None:
         self._prompt = prompt
         self._num_top = num_top
-        self._known = 1
+        self._known = max(1, start)
         self.logprobs: list[float | None] = [None] * len(prompt)
         self.top_logprobs: list[TopLogprobs | None] = [None] * len(prompt)
 
     @property
-    def is_complete(self) -> bool:
-        return self._known >= len(self._prompt)
+    def next_position(self) -> int | None:
+        """The first position of the prompt whose logits are still wanted; None when all are known."""
+        return self._known - 1 if self._known < len(self._prompt) else None
 
     def add(self, first: int, logits: torch.Tensor) -> None:
         """logits [num_rows, vocab] after the tokens at positions `first`, `first` + 1 and so on. What is known already,

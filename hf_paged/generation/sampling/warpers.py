@@ -63,8 +63,8 @@ def is_drawn_through(processor: Any) -> bool:
 
 
 def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
-    """scores fp32 [num_rows, vocab], a warper for each row, all of one key -> the scores with the bits that each gives
-    for its row alone. May change `scores` in place.
+    """scores fp32 [num_rows, vocab], a warper for each row, all of one key -> the scores, bit-identical to
+    transformers' own on each row alone. May change `scores` in place.
 
     A row with NaN, on which some warpers raise an error, becomes NaN.
     """

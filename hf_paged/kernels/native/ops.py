@@ -77,7 +77,7 @@ class _Plan:
     handle: the address of the plan. prompts: the sequences for `hfp_prefill`, or None.
     """
 
-    __slots__ = ("_few", "_long", "_memory", "_workspace_bytes", "handle", "prompts")
+    __slots__ = ("_few", "_long", "_memory", "_step", "_workspace_bytes", "handle", "prompts")
 
     def __init__(self, metadata: AttentionMetadata, sizes: _Sizes, share: bool) -> None:
         """Raises ValueError if an index of the step is out of bounds."""
@@ -88,7 +88,7 @@ class _Plan:
         self._few, self._long = (every, every[:0]) if long is None else (every[~long], every[long])
         tables, lens, starts = metadata.block_tables, metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr()
         self.prompts = Prompts(lens, starts, self._long.ctypes.data, len(self._long)) if len(self._long) else None
-        step = Step(
+        step = self._step = Step(
             tables.data_ptr(),
             lens,
             starts,
@@ -112,6 +112,15 @@ class _Plan:
         self.handle = self._memory.data_ptr()
         library.hfp_plan(self.handle, ctypes.byref(step))
         self._workspace_bytes: dict[tuple[int, ...], int] = {}
+
+    def follow(self) -> bool:
+        """Plan the next decode step, whose lengths are in the same memory; False if this plan has no room for it."""
+        library, step = _library(), ctypes.byref(self._step)
+        if library.hfp_plan_bytes(step) > self._memory.numel():
+            return False
+        library.hfp_plan(self.handle, step)
+        self._workspace_bytes.clear()
+        return True
 
     def workspace_bytes(self, *shape: int) -> int:
         """Bytes of workspace for a call. shape: num_heads, num_kv_heads, head_dim, v_head_dim, threads."""
@@ -204,7 +213,7 @@ def paged_attention(
         if share and target is out and written[0] is key and written[1] is value:  # they were used as they are
             options = scale, sliding_window, chunk_size, softcap
             layout = layout_of((query, key_cache, value_cache, key, value), options)
-            metadata.scratch[REPEATABLE] = Repeatable(call, layout, query, num_bytes)
+            metadata.scratch[REPEATABLE] = Repeatable(call, layout, query, plan)
     return out
 
 
@@ -213,12 +222,16 @@ class Repeatable:
     other addresses, so that nothing has to be checked or derived again: that takes several times as long as the kernel.
     """
 
-    __slots__ = ("_call", "_dtype", "_layout", "_num_bytes", "_shape")
+    __slots__ = ("_call", "_dtype", "_layout", "_plan", "_shape")
 
-    def __init__(self, call: Call, layout: tuple[Any, ...], query: torch.Tensor, num_bytes: int) -> None:
-        self._call, self._layout, self._num_bytes = call, layout, num_bytes
+    def __init__(self, call: Call, layout: tuple[Any, ...], query: torch.Tensor, plan: _Plan) -> None:
+        self._call, self._layout, self._plan = call, layout, plan
         self._dtype = query.dtype
         self._shape = (*query.shape[:2], call.v_head_dim)
+
+    def follow(self) -> bool:
+        """Become the attention of the next decode step (see `DecodeStep`); False if it must be prepared again."""
+        return self._plan.follow()
 
     def run(
         self,
@@ -237,7 +250,8 @@ class Repeatable:
         call.query, call.out = query.data_ptr(), out.data_ptr()
         call.key, call.value = key_cache.data_ptr(), value_cache.data_ptr()
         call.new_key, call.new_value = key.data_ptr(), value.data_ptr()
-        call.workspace = workspace(self._num_bytes)
+        shape = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim, call.threads
+        call.workspace = workspace(self._plan.workspace_bytes(*shape))
         _library().hfp_attention(ctypes.byref(call), _DTYPES[self._dtype])
         return out
 

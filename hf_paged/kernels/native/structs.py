@@ -81,6 +81,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_generator_bytes": ([], _INTEGER),
     "hfp_draw_top_p": ([_POINTER, *[_INTEGER] * 3, *[_POINTER] * 4, _INT, _POINTER, _INTEGER], None),
     "hfp_has_layers": ([], _INT),
+    "hfp_rms_norm_f32": ([*[_POINTER] * 3, _INTEGER, _INTEGER, _REAL, _INTEGER], None),
+    "hfp_rotate_f32": ([_POINTER], None),
 }
 # Only if `hfp_has_layers`. The structs are in fused/cpu/structs.py.
 _LAYER_SIGNATURES: dict[str, tuple[list[type], type | None]] = {

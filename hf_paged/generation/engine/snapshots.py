@@ -1,0 +1,286 @@
+"""Snapshots: the requests and block tables of an engine as its last step left them, for pages that show them.
+
+A snapshot is made between two steps and only while something asks for it. It reads the scheduler and changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.generation.engine.runner import Runner
+from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.sequence import SeqStatus, SequenceGroup
+from hf_paged.generation.engine.stepper import Stepper
+from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.sampling.request import Request
+
+INTERVAL = 0.2
+"""Seconds between two snapshots during steps, however many ask."""
+
+PATIENCE = 5.0
+"""Seconds after which an engine that has not been asked again makes no further snapshots."""
+
+MAX_WAITING = 100
+"""Waiting requests that a snapshot lists; further ones are counted only."""
+
+MAX_EVENTS = 200
+"""Events that a snapshot remembers, blocks of one kind in one step being one event."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """tables: block ids by layer group, of device blocks or, in a swapped request, of host blocks. Empty while the
+    sequence has none. The entry of a block that has left its
+    sliding window is -1."""
+
+    seq_id: int
+    num_tokens: int
+    num_computed_tokens: int
+    tables: list[array[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """max_length: tokens that a sequence may have, prompt included. width: sequences that it may still have.
+    seconds: since its arrival."""
+
+    request_id: str
+    status: str
+    prompt_tokens: int
+    max_length: int
+    width: int
+    priority: int
+    cached_tokens: int
+    preemptions: int
+    seconds: float
+    sequences: list[SequenceView]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The blocks of a layer group. cached: those that only the prefix cache keeps, in the order of their eviction.
+    pinned: those of prefixes that `cache_prefix` keeps. Blocks from num_touched on have never been used."""
+
+    num_blocks: int
+    num_touched: int
+    block_size: int
+    bytes_per_block: int
+    sliding_window: int | None
+    cached: list[int]
+    pinned: list[int]
+    num_host_blocks: int
+    num_host_used: int
+
+
+class Event(NamedTuple):
+    """Something that a step did. number: counts up. kind: "admit" (blocks: those of a cached prefix), "recompute" and
+    "swap_out" (preemptions), "swap_in", "copy" (blocks: source and copy, pair after pair), or "evict"."""
+
+    number: int
+    step: int
+    kind: str
+    request_id: str | None
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """An engine between two steps. time: of `time.monotonic()`. num_waiting: of all, `requests` may list fewer. The
+    counters are those of EngineStats."""
+
+    number: int
+    time: float
+    pools: list[PoolView]
+    requests: list[RequestView]
+    num_waiting: int
+    events: list[Event]
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    cow_copies: int
+    preemptions_recompute: int
+    preemptions_swap: int
+    blocks_swapped_out: int
+    blocks_swapped_in: int
+    prefix_cache_query_tokens: int
+    prefix_cache_hit_tokens: int
+    prefix_cache_evictions: int
+
+
+class Watch:
+    """Makes the snapshots of one engine. Every method needs that nothing else changes the engine meanwhile.
+
+    While nothing asks, `is_on` is False and a step costs one look at it.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, stepper: Stepper, requests: Mapping[str, Request]) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._stepper = stepper
+        self._requests = requests
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._num_events = 0
+        self._num_snapshots = 0
+        self._noted: SchedulerOutput | None = None
+        self._until = 0.0
+        self.is_on = False
+        self.latest: EngineSnapshot | None = None
+
+    def ask(self) -> None:
+        """Go on making snapshots for a while."""
+        self._until = time.monotonic() + PATIENCE
+        if not self.is_on:
+            self.is_on = True
+            self.latest = None
+            if self._scheduler.prefix_cache is not None:
+                self._scheduler.prefix_cache.evicted = []
+
+    def after_step(self, prompt_tokens: int) -> None:
+        """Note what the step has done, and make a snapshot if one is due."""
+        now = time.monotonic()
+        if now > self._until:
+            self.stop()
+            return
+        output = self._stepper.output
+        if output is not None and output is not self._noted:
+            self._noted = output
+            self._note(output)
+        self.refresh(prompt_tokens)
+
+    def refresh(self, prompt_tokens: int) -> None:
+        """Make a snapshot if the last one is old, unless nothing has changed."""
+        if self.latest is None or (time.monotonic() - self.latest.time >= INTERVAL and not self._is_idle_since()):
+            self.latest = self._snapshot(prompt_tokens)
+            self._num_snapshots += 1
+
+    def _is_idle_since(self) -> bool:
+        """Whether there has been nothing to do since the last snapshot."""
+        scheduler, latest = self._scheduler, self.latest
+        return (
+            latest is not None
+            and not latest.requests
+            and not scheduler.has_unfinished()
+            and latest.steps == self._stepper.steps
+            and [len(pool.cached) for pool in latest.pools] == [m.allocator.num_cached for m in scheduler.managers]
+        )
+
+    def stop(self) -> None:
+        self.is_on = False
+        self._events.clear()
+        if self._scheduler.prefix_cache is not None:
+            self._scheduler.prefix_cache.evicted = None
+
+    def _snapshot(self, prompt_tokens: int) -> EngineSnapshot:
+        scheduler, stepper, cache = self._scheduler, self._stepper, self._scheduler.prefix_cache
+        now = time.monotonic()
+        return EngineSnapshot(
+            number=self._num_snapshots,
+            time=now,
+            pools=[self._pool(index) for index in range(len(scheduler.managers))],
+            requests=self._views(now),
+            num_waiting=scheduler.num_waiting,
+            events=list(self._events),
+            steps=stepper.steps,
+            prompt_tokens=prompt_tokens,
+            generated_tokens=stepper.generated_tokens,
+            cow_copies=sum(manager.num_copies for manager in scheduler.managers),
+            preemptions_recompute=scheduler.num_preemptions_recompute,
+            preemptions_swap=scheduler.num_preemptions_swap,
+            blocks_swapped_out=self._runner.blocks_swapped_out,
+            blocks_swapped_in=self._runner.blocks_swapped_in,
+            prefix_cache_query_tokens=0 if cache is None else cache.query_tokens,
+            prefix_cache_hit_tokens=0 if cache is None else cache.hit_tokens,
+            prefix_cache_evictions=0 if cache is None else cache.num_evictions,
+        )
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def _note(self, output: SchedulerOutput) -> None:
+        for group in output.preempted:
+            self._add("swap_out" if group.status is SeqStatus.SWAPPED else "recompute", group.request_id, [])
+        cache = self._scheduler.prefix_cache
+        if cache is not None and cache.evicted:
+            self._add("evict", None, cache.evicted)
+            cache.evicted = []
+        for group in output.resumed:
+            self._add("swap_in", group.request_id, [])
+        for group in output.admitted:
+            self._add("admit", group.request_id, self._hits(group))
+        if copies := output.block_copies[0]:
+            self._add("copy", None, [block_id for copy in copies for block_id in copy])
+
+    def _add(self, kind: str, request_id: str | None, blocks: list[int]) -> None:
+        self._num_events += 1
+        self._events.append(Event(self._num_events, self._stepper.steps, kind, request_id, blocks))
+
+    def _hits(self, group: SequenceGroup) -> list[int]:
+        """The cached blocks with which the group began, if it still has them."""
+        manager = self._scheduler.managers[0]
+        if not group.live or not group.num_cached_tokens or group.live[0].seq_id not in manager:
+            return []
+        return list(manager.block_table(group.live[0].seq_id)[: group.num_cached_tokens // manager.block_size])
+
+    # -- what there is ------------------------------------------------------------------------------------------
+
+    def _pool(self, index: int) -> PoolView:
+        manager, cache = self._scheduler.managers[index], self._scheduler.prefix_cache
+        hosts = self._scheduler.host_managers
+        host = None if hosts is None else hosts[index].allocator
+        pins = [] if cache is None else cache.pins
+        return PoolView(
+            num_blocks=manager.allocator.num_blocks,
+            num_touched=manager.allocator.num_touched,
+            block_size=manager.block_size,
+            bytes_per_block=self._runner.memory.groups[index].pool.bytes_per_block,
+            sliding_window=manager.sliding_window,
+            cached=manager.allocator.cached_blocks,
+            pinned=[block_id for pin in pins for block_id in manager.block_table(pin)],
+            num_host_blocks=0 if host is None else host.num_blocks,
+            num_host_used=0 if host is None else host.num_used,
+        )
+
+    def _views(self, now: float) -> list[RequestView]:
+        views: list[RequestView] = []
+        num_waiting = 0
+        for group in self._scheduler.groups:
+            request = self._requests.get(group.request_id)
+            is_waiting = group.status is SeqStatus.WAITING
+            num_waiting += is_waiting
+            if request is None or (is_waiting and num_waiting > MAX_WAITING):
+                continue
+            views.append(self._view(group, request, now))
+        return views
+
+    def _view(self, group: SequenceGroup, request: Request, now: float) -> RequestView:
+        managers: Sequence[BlockManager] = ()
+        if group.status is SeqStatus.RUNNING:
+            managers = self._scheduler.managers
+        elif group.status is SeqStatus.SWAPPED:
+            managers = self._scheduler.host_managers or ()
+        sequences = [
+            SequenceView(
+                seq.seq_id,
+                seq.num_tokens,
+                seq.num_computed_tokens,
+                [manager.block_table(seq.seq_id)[:] for manager in managers if seq.seq_id in manager],
+            )
+            for seq in group.live
+        ]
+        return RequestView(
+            request_id=group.request_id,
+            status=group.status.value,
+            prompt_tokens=group.num_prompt_tokens,
+            max_length=request.max_length,
+            width=group.width,
+            priority=group.priority,
+            cached_tokens=group.num_cached_tokens,
+            preemptions=group.num_preemptions,
+            seconds=now - group.arrival,
+            sequences=sequences,
+        )

@@ -1,0 +1,328 @@
+"""Grammars as logits processors: answers that belong to a constraint.
+
+`Vocabulary` compiles constraints for a tokenizer, with xgrammar. A `Matcher` follows one text through a compiled one. A
+`Grammar` is the processor; it has a matcher for each text that it has seen. Knows tokens and masks; neither requests
+nor blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import LogitsProcessor
+
+from hf_paged.generation.sampling import constraints
+from hf_paged.generation.sampling.constraints import Constraint
+from hf_paged.generation.sampling.edits import Words, keep_only
+
+_BITS = 32  # tokens in a word of a mask
+
+
+class Vocabulary:
+    """The tokens of a tokenizer as xgrammar has them, and the constraints that were compiled for them last.
+
+    Special tokens belong to no text: they would be missing in the answer, so they can only end it. `marks` are
+    exceptions, for readers who see them.
+    """
+
+    MAX_KEPT = 128
+    MAX_BYTES = 2**28
+
+    def __init__(self, tokenizer: Any, marks: frozenset[str] = frozenset()) -> None:
+        constraints.check_installed()
+        import xgrammar
+
+        self.size = len(tokenizer)
+        found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=_width(tokenizer), stop_token_ids=[0])
+        pieces = [""] * _width(tokenizer)
+        added = tokenizer.added_tokens_decoder.items()
+        special = {index for index, token in added if token.special and token.content not in marks}
+        for piece, index in tokenizer.get_vocab().items():
+            pieces[index] = "" if index in special else piece
+        self.info = xgrammar.TokenizerInfo(
+            pieces,
+            found.vocab_type,
+            vocab_size=len(pieces),
+            stop_token_ids=[],
+            add_prefix_space=found.add_prefix_space,
+        )
+        eos = tokenizer.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self._compiler = xgrammar.GrammarCompiler(self.info, max_threads=torch.get_num_threads(), cache_enabled=False)
+        self._kept: OrderedDict[str, Any] = OrderedDict()  # by last use
+        self._lock = threading.Lock()
+
+    def known(self, constraint: Constraint) -> Any | None:
+        """The `xgrammar.CompiledGrammar`, if it is one of those that are kept."""
+        key = constraints.key_of(constraint)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def compiled(self, constraint: Constraint) -> Any:
+        """The `xgrammar.CompiledGrammar`. Raises ValueError for a constraint that cannot be compiled."""
+        made = self.known(constraint)
+        if made is None:
+            made = constraints.compiled(constraint, self._compiler)
+            with self._lock:
+                self._kept[constraints.key_of(constraint)] = made
+                while len(self._kept) > self.MAX_KEPT or (len(self._kept) > 1 and self._num_bytes() > self.MAX_BYTES):
+                    self._kept.popitem(last=False)
+        return made
+
+    def _num_bytes(self) -> int:
+        return sum(each.memory_size_bytes for each in self._kept.values())
+
+
+_vocabularies: WeakKeyDictionary[Any, dict[frozenset[str], Vocabulary]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def vocabulary_of(tokenizer: Any, marks: frozenset[str] = frozenset()) -> Vocabulary:
+    """Made once for a tokenizer, and again when it has got more tokens. marks: special tokens that are text. Raises
+    ImportError without xgrammar."""
+    with _lock:
+        made = _vocabularies.setdefault(tokenizer, {})
+        if marks not in made or made[marks].size != len(tokenizer):
+            made[marks] = Vocabulary(tokenizer, marks)
+        return made[marks]
+
+
+def _width(tokenizer: Any) -> int:
+    """One more than the largest token id."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+class Allowance:
+    """The processor time that following a grammar may take: one second, and some milliseconds for each token.
+
+    With some grammars each further token takes longer than the one before, until nothing else in the process runs.
+    """
+
+    def __init__(self, *, seconds: float = 1.0, per_token: float = 0.005) -> None:
+        self._left = seconds
+        self._per_token = per_token
+
+    @contextmanager
+    def token(self) -> Iterator[None]:
+        """Around the work for one token. Raises ValueError if the time is used up."""
+        begin = time.thread_time()
+        yield
+        self._left += self._per_token - (time.thread_time() - begin)
+        if self._left < 0:
+            raise ValueError("the grammar takes too long to follow; simplify it")
+
+
+class Matcher:
+    """How far one text has come in a compiled grammar.
+
+    A text that has ended, and one that has left the grammar (which only a beam without any probability does), can only
+    be continued by stop tokens.
+    """
+
+    def __init__(self, compiled: Any, stop_ids: Sequence[int], allowance: Allowance | None = None) -> None:
+        """allowance: of all texts of a request; None: no limit."""
+        import xgrammar
+
+        self._compiled = compiled
+        self._allowance = allowance
+        self._stop_ids = tuple(stop_ids)
+        self._state = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids))
+        self._is_dead = False
+        self._words: Words | None = None  # of the mask for the next token, as wide as the vocabulary
+
+    def advance(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if not self._is_dead and not self._state.is_terminated():
+                # xgrammar says on stderr that it refuses a token.
+                is_refused = self._words is not None and not _has(self._words, token)
+                self._words = None
+                with self._timed():
+                    self._is_dead = is_refused or not self._state.accept_token(token)
+
+    def fork(self) -> Matcher:
+        """For a text that begins like this one and goes on differently."""
+        other = copy(self)
+        with self._timed():
+            other._state = self._state.fork()
+        return other
+
+    def _timed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._allowance is None else self._allowance.token()
+
+    def mask(self, width: int) -> Words:
+        """The tokens that may follow, as int32 [ceil(width / 32)]: token i is bit i % 32 of word i // 32."""
+        if self._words is None:
+            self._words = self._next()
+        words = np.zeros(-(-width // _BITS), dtype=np.int32)
+        common = min(len(words), len(self._words))
+        words[:common] = self._words[:common]
+        return words
+
+    def _next(self) -> Words:
+        size = self._compiled.tokenizer_info.vocab_size
+        words = np.zeros(-(-size // _BITS), dtype=np.int32)
+        if self._is_dead or self._state.is_terminated():
+            _set(words, self._stop_ids)
+        else:
+            with self._timed():
+                self._state.fill_next_token_bitmask(torch.from_numpy(words[None]))
+            if size % _BITS:
+                words[-1] &= (1 << size % _BITS) - 1
+        return words
+
+
+def _has(words: Words, token: int) -> bool:
+    return token < len(words) * _BITS and bool(int(words[token // _BITS]) >> token % _BITS & 1)
+
+
+def _set(words: Words, tokens: Iterable[int]) -> None:
+    bits = words.view(np.uint32)
+    for token in tokens:
+        if token < len(words) * _BITS:
+            bits[token // _BITS] |= np.uint32(1 << token % _BITS)
+
+
+class Grammar(LogitsProcessor):
+    """Sets the scores of all tokens to minus infinity with which the answer would leave a grammar. Made by `grammar`.
+
+    The answer is what follows the prompt, row by row; a row ends with one of `eos_token_ids`, which are allowed where
+    the answer is complete. The rows may be those of a batch, samples or beams: what each has said is found by its
+    tokens, so rows may change places and fork.
+
+    One object serves any number of requests of an engine, and calls of `generate` one after another. (A call begins a
+    new answer, unless its prompt is what the last call returned with one more token.)
+    """
+
+    def __init__(self, compiled: Any, eos_token_ids: Iterable[int], *, is_bounded: bool = False) -> None:
+        """compiled: an `xgrammar.CompiledGrammar`. is_bounded: a request with which it takes too much time fails."""
+        self._compiled = compiled
+        self._allowance = Allowance() if is_bounded else None
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        if not self.eos_token_ids:
+            raise ValueError("the tokenizer has no EOS token, so no answer could end; give eos_token_id")
+        self._start: int | None = None  # tokens of the prompt, if it is for one request
+        self._prompt: torch.Tensor | None = None  # int64 [rows, start] of the answers that are followed
+        self._matchers: dict[bytes, Matcher] = {}  # by the tokens of the answer so far
+
+    def at(self, start: int) -> Grammar:
+        """One like this for a request whose prompt has `start` tokens."""
+        other = copy(self)
+        other._start, other._prompt, other._matchers = start, None, {}
+        other._allowance = None if self._allowance is None else Allowance()
+        return other
+
+    @property
+    def start(self) -> int | None:
+        return self._start
+
+    def matcher(self) -> Matcher:
+        """At the beginning of an answer."""
+        return Matcher(self._compiled, self.eos_token_ids, self._allowance)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """input_ids int64 [rows, length], scores [rows, vocab] -> [rows, vocab]."""
+        start = self._start
+        if start is None:
+            start = self._start_of(input_ids)
+        answers: NDArray[np.int64] = np.ascontiguousarray(input_ids[:, start:].cpu().numpy())
+        keys = [row.tobytes() for row in answers]
+        self._follow(dict(zip(keys, answers)))
+        masks = np.stack([self._matchers[key].mask(scores.shape[1]) for key in keys])
+        kept = scores.clone()
+        keep_only(kept, range(len(keys)), masks)
+        return kept  # type: ignore[return-value]
+
+    def _start_of(self, input_ids: torch.Tensor) -> int:
+        """Where the answers begin in these rows: where they did in the last call, if they continue it."""
+        if self._prompt is not None:
+            start = self._prompt.shape[1]
+            if len(self._prompt) == len(input_ids) and torch.equal(input_ids[:, :start], self._prompt):
+                rows = np.ascontiguousarray(input_ids[:, start:].cpu().numpy())
+                if len(rows[0]) and all(self._knows(row[:-1].tobytes()) for row in rows):
+                    return start
+        self._prompt, self._matchers = input_ids.clone(), {}
+        return input_ids.shape[1]
+
+    def _knows(self, key: bytes) -> bool:
+        """Whether these tokens are the beginning of an answer that is followed."""
+        return key in self._matchers or any(known.startswith(key) for known in self._matchers)
+
+    def _follow(self, answers: dict[bytes, NDArray[np.int64]]) -> None:
+        """Have a matcher for each of these answers, and for no others. Most are one token longer than in the last call;
+        assisted decoding goes back some tokens."""
+        parents = {key: row[:-1].tobytes() for key, row in answers.items()}
+        children = Counter(parents.values())
+        followed = {}
+        for key, row in answers.items():
+            parent = self._matchers.get(parents[key]) if len(row) else None
+            if parent is None:
+                matcher = self.matcher()
+                matcher.advance(row.tolist())
+            else:
+                children[parents[key]] -= 1
+                matcher = parent.fork() if children[parents[key]] else parent
+                matcher.advance(row[-1:].tolist())
+            followed[key] = matcher
+        self._matchers = followed
+
+
+def grammar(
+    tokenizer: Any,
+    *,
+    json_schema: Any = None,
+    json_object: bool = False,
+    regex: str | None = None,
+    grammar: str | None = None,
+    choice: Sequence[str] | None = None,
+    strict: bool = True,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> Grammar:
+    """A logits processor with which answers belong to a constraint, for `generate` and for `Engine.add_request`.
+
+    Exactly one of these is given:
+
+    json_schema: JSON documents of a schema (a dict, a bool, JSON text, or a pydantic model class). strict: objects that
+    name their properties have no others. json_object: any JSON object. regex: texts that match a regular expression
+    from beginning to end. grammar: texts of a grammar in llama.cpp's EBNF (GBNF), whose start is the rule `root`.
+    choice: one of several texts.
+
+    eos_token_id: the token or tokens that end an answer, in `generate` too (None: the tokenizer's). They are allowed
+    where the answer is complete, and only there.
+
+    Compiling takes milliseconds to seconds; the last constraints are kept for each tokenizer. Raises ValueError for a
+    constraint that cannot be followed, ImportError if xgrammar is not installed (extra `grammar`).
+    """
+    given = {
+        "json_schema": json_schema,
+        "json_object": json_object or None,
+        "regex": regex,
+        "grammar": grammar,
+        "choice": choice,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise ValueError(
+            f"give one of json_schema, json_object=True, regex, grammar and choice, not {', '.join(named) or 'none'}"
+        )
+    vocabulary = vocabulary_of(tokenizer)
+    made = {
+        "json_schema": lambda: constraints.json_schema(constraints.parsed(json_schema), strict=strict),
+        "json_object": constraints.json_object,
+        "regex": lambda: constraints.regex(given["regex"]),
+        "grammar": lambda: constraints.ebnf(given["grammar"]),
+        "choice": lambda: constraints.choice(given["choice"]),
+    }[named[0]]()
+    eos = vocabulary.eos_token_ids if eos_token_id is None else eos_token_id
+    return Grammar(vocabulary.compiled(made), [eos] if isinstance(eos, int) else eos)
