@@ -4,12 +4,14 @@ After `import hf_paged`, `model.generate(..., cache_implementation="paged")` wor
 only when they are used.
 
     install, uninstall             put the plugin into transformers; take it out
+    install_serving                transformers' continuous batching and `transformers serve` on our engine
     check                          what a model gets, layer by layer, and why
     record_calls                   which route calls of `generate` took, and what memory they used
     PagedKVCache                   the cache alone, wherever transformers takes `past_key_values`
     prepack, release_memory        packed weights for calls of `generate`; free what is kept for later calls
     weights_changed                say that weights changed where it may not be noticed
     Engine                         continuous batching: requests arrive and end at any step
+    grammar                        a logits processor that keeps answers within a schema, a regex or a grammar
     CacheConfig, SchedulerConfig   how much memory; how requests are scheduled
 """
 
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, UnsupportedModelError
-from hf_paged.integration.hook import install, uninstall
+from hf_paged.integration.hook import install, install_serving, uninstall, uninstall_serving
 
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from hf_paged.generation.engine.stats import EngineStats
     from hf_paged.generation.paged_generate import release_memory
     from hf_paged.generation.records import CallRecord, record_calls
+    from hf_paged.generation.sampling.grammar import grammar
     from hf_paged.model.state import weights_changed
     from hf_paged.model.support import SupportReport, check
 
@@ -45,6 +48,7 @@ _LAZY = {
     "RequestOutput": "hf_paged.generation.engine.outputs",
     "SupportReport": "hf_paged.model.support",
     "check": "hf_paged.model.support",
+    "grammar": "hf_paged.generation.sampling.grammar",
     "prepack": "hf_paged.fused.cpu.weights",
     "record_calls": "hf_paged.generation.records",
     "release_memory": "hf_paged.generation.paged_generate",
@@ -67,11 +71,14 @@ __all__ = [
     "SupportReport",
     "UnsupportedModelError",
     "check",
+    "grammar",
     "install",
+    "install_serving",
     "prepack",
     "record_calls",
     "release_memory",
     "uninstall",
+    "uninstall_serving",
     "weights_changed",
 ]
 

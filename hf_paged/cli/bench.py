@@ -1,4 +1,7 @@
-"""`hf-paged bench`: benchmarks of a checkout. The wheel has none, so they are imported from the source tree."""
+"""`hf-paged bench`: load on a server, and the benchmarks of a checkout.
+
+The wheel has no benchmarks of the paper, so they are imported from the source tree.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ from typing import Annotated, Any
 import typer
 
 import hf_paged
+from hf_paged.cli import bench_serve
 from hf_paged.cli.common import Job, UsageError, show
 
-bench = typer.Typer(help="Benchmarks of a checkout.", rich_markup_mode=None)
+bench = typer.Typer(help="Benchmarks.", rich_markup_mode=None)
+bench.command("serve")(bench_serve.serve)
 
 
 @bench.callback()
 def _bench() -> None:
-    """Benchmarks of a checkout."""
+    """Benchmarks: of a server, of the paper."""
 
 
 @bench.command("paper")

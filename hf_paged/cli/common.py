@@ -44,7 +44,9 @@ def find_checkpoint(name: str) -> None:
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UsageError(f"{name} is no checkpoint: it holds no config.json; give a folder made by save_pretrained")
+            raise UsageError(
+                f"{name} is not a checkpoint: it has no config.json; give a folder made by save_pretrained"
+            )
     elif folder.exists():
         raise UsageError(f"{name} is a file; give the folder of a checkpoint, made by save_pretrained")
     elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" in name and Path(name).parent.is_dir()):
@@ -93,3 +95,7 @@ def _device(name: str | None) -> Any:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name} cannot be used here ({reason}); 'cpu' always can") from None
     return device
+
+
+def without_none(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

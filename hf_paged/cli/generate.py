@@ -29,6 +29,7 @@ from hf_paged.cli.common import (
     from_pretrained,
     load_model,
     show,
+    without_none,
 )
 from hf_paged.cli.figures import figures_of, render
 
@@ -102,7 +103,7 @@ def generate(
         call = _Call(
             prompts=_read_prompts(list(prompts or ()), file),
             options=given,
-            cache_config=hf_paged.CacheConfig(**_without_none(block_size=block_size, num_blocks=num_blocks)),
+            cache_config=hf_paged.CacheConfig(**without_none(block_size=block_size, num_blocks=num_blocks)),
             batch_size=1 if stream else batch_size,
             stream=stream,
             as_json=as_json,
@@ -129,10 +130,6 @@ _GENERATION_OPTIONS = (
     "no_repeat_ngram_size",
     "stop_strings",
 )
-
-
-def _without_none(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_paged
-from hf_paged.cli import bench, build, check, generate, serve
+from hf_paged.cli import bench, build, check, generate, run, serve
 from hf_paged.cli.common import Job, UsageError
 
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
@@ -33,6 +33,8 @@ app.command("generate")(generate.generate)
 app.command("check")(check.check)
 app.command("build")(build.build)
 app.command("serve")(serve.serve)
+# What follows the command belongs to it, options too.
+app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 app.add_typer(bench.bench, name="bench")
 
 
@@ -52,8 +54,9 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 for success, 1 for a refused model (check) or a failed build, 2 for
-    wrong usage or input, 130 if interrupted, 141 if the reader of the output has closed it.
+    """Run a command and return its exit status: 0 for success, 1 for a refused model (check), a failed build or an
+    engine that died (serve), 2 for wrong usage or input, 130 if interrupted, 141 if the reader of the output has closed
+    it.
     """
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)

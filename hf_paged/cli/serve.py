@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from enum import StrEnum
@@ -23,6 +24,7 @@ from hf_paged.cli.common import (
     from_pretrained,
     load_model,
     show,
+    without_none,
 )
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -31,6 +33,11 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 class DefaultsFrom(StrEnum):
     auto = "auto"
     vllm = "vllm"
+
+
+class Policy(StrEnum):
+    fcfs = "fcfs"
+    priority = "priority"
 
 
 class LogLevel(StrEnum):
@@ -66,6 +73,9 @@ def serve(
     max_model_len: Annotated[int | None, _option("tokens of prompt and answer together", min=2)] = None,
     max_num_seqs: Annotated[int | None, _option("sequences in a step", min=1)] = None,
     max_num_batched_tokens: Annotated[int | None, _option("tokens in a step", min=1)] = None,
+    scheduling_policy: Annotated[
+        Policy, _option("requests run in the order of their arrival (fcfs), or of their field `priority`")
+    ] = Policy.fcfs,
     max_in_flight: Annotated[int, _option("requests that run or wait; others get status 429", min=1)] = 1024,
     gpu_memory_utilization: Annotated[
         float | None, _option("share of the free memory for the K/V cache", min=0.0, max=1.0)
@@ -83,15 +93,27 @@ def serve(
         float | None, _option("from a request's arrival to its end (default: no limit)", min=0.001)
     ] = None,
     chat_template: Annotated[str | None, _option("file with a Jinja template in place of the tokenizer's")] = None,
-    admin_routes: Annotated[
-        bool, _option("serve /pause, /resume, /reset_prefix_cache and loading of adapters", "--admin-routes")
-    ] = False,
+    response_template: Annotated[
+        str | None, _option("JSON file with a response template of transformers in place of the tokenizer's")
+    ] = None,
+    max_grammar_seconds: Annotated[
+        float,
+        _option("of processor time to compile a request's schema or grammar; 0: they are refused", min=0.0),
+    ] = 10.0,
+    admin_key: Annotated[
+        str | None,
+        _option(
+            "key for /pause, /resume, /reset_prefix_cache and the loading of adapters, which are off without it",
+            envvar="HF_PAGED_ADMIN_KEY",
+        ),
+    ] = None,
     drain_seconds: Annotated[int, _option("after SIGTERM, until running requests are aborted", min=0)] = 30,
     log_level: Annotated[LogLevel, _option("what is logged", "--log-level", "--uvicorn-log-level")] = LogLevel.info,
 ) -> Job:
     """Serve a checkpoint over HTTP, with OpenAI's routes.
 
-    Flags that vLLM has too mean the same here. Needs the extra `serve`: pip install 'hf-paged[serve]'.
+    Flags have vLLM's names. Different here: --gpu-memory-utilization is a share of the free memory, and
+    --generation-config takes no folder. Needs the extra `serve`: pip install 'hf-paged[serve]'.
     """
     given = dict(context.params)
     return lambda: _serve(given)
@@ -102,20 +124,20 @@ def _serve(given: dict[str, Any]) -> int:
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; install them with: pip install 'hf-paged[serve]'")
     find_checkpoint(given["checkpoint"])
-    from hf_paged.serving.server import run_server
+    from hf_paged.serving.server import listen, run_server
     from hf_paged.serving.settings import check_exposure
 
     settings = _settings(given)
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     adapters = _adapters(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    sockets = listen(given["host"], given["port"])
     engine, tokenizer = _load(given, adapters)
     return run_server(
         engine,
         tokenizer,
         settings,
-        host=given["host"],
-        port=given["port"],
+        sockets=sockets,
         adapters=adapters,
         drain_seconds=given["drain_seconds"],
         log_level=str(given["log_level"]),
@@ -125,30 +147,50 @@ def _serve(given: dict[str, Any]) -> int:
 def _settings(given: dict[str, Any]) -> Any:
     from hf_paged.serving.settings import Limits, Settings
 
-    template = given["chat_template"]
-    if template is not None:
-        try:
-            template = Path(template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--chat-template {template} cannot be read: {error}") from None
     return Settings(
         names=tuple(given["served_model_name"] or [given["checkpoint"]]),
         api_keys=tuple(given["api_key"] or ()),
         max_model_len=given["max_model_len"],
         defaults=given["generation_config"].value,
-        chat_template=template,
-        admin=given["admin_routes"],
+        chat_template=_read("--chat-template", given["chat_template"]),
+        response_template=_response_template(given["response_template"]),
+        admin_key=given["admin_key"],
+        priorities=given["scheduling_policy"] is Policy.priority,
         limits=Limits(
             logprobs=given["max_logprobs"],
             in_flight=given["max_in_flight"],
             new_tokens=given["default_max_tokens"],
             request_seconds=given["max_request_seconds"],
+            grammar_seconds=given["max_grammar_seconds"],
         ),
     )
 
 
+def _read(flag: str, path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path} cannot be read: {error}") from None
+
+
+def _response_template(path: str | None) -> Any:
+    text = _read("--response-template", path)
+    if text is None:
+        return None
+    from hf_paged.serving.answer_format import AnswerFormat
+
+    try:
+        template = json.loads(text)
+        AnswerFormat.of(template)
+    except ValueError as error:
+        raise UsageError(f"--response-template {path} cannot be used: {error}") from None
+    return template
+
+
 def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
-    """Name -> folder. Raises UsageError or ValueError for what is no adapter."""
+    """Name -> folder. Raises UsageError or ValueError for what is not an adapter."""
     from hf_paged.serving.adapters import check_adapter
 
     adapters: dict[str, str] = {}
@@ -168,19 +210,18 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
 
     from hf_paged.serving.adapters import load_adapter
 
-    cache = {
-        "block_size": given["block_size"],
-        "memory": given["kv_cache_memory"],
-        "memory_fraction": given["gpu_memory_utilization"],
-        "swap_memory": given["swap_memory"],
-    }
-    scheduler = {
-        "max_num_seqs": given["max_num_seqs"],
-        "max_num_batched_tokens": given["max_num_batched_tokens"],
-        "prefix_caching": given["enable_prefix_caching"],
-    }
-    cache_config = hf_paged.CacheConfig(**_without_none(cache))
-    scheduler_config = hf_paged.SchedulerConfig(**_without_none(scheduler))
+    cache = without_none(
+        block_size=given["block_size"],
+        memory=given["kv_cache_memory"],
+        memory_fraction=given["gpu_memory_utilization"],
+        swap_memory=given["swap_memory"],
+    )
+    scheduler = without_none(
+        max_num_seqs=given["max_num_seqs"],
+        max_num_batched_tokens=given["max_num_batched_tokens"],
+        prefix_caching=given["enable_prefix_caching"],
+    )
+    cache_config, scheduler_config = hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
     tokenizer = from_pretrained(AutoTokenizer, given["checkpoint"], "tokenizer")
     show("loading the model ...")
     model = load_model(given["checkpoint"], given["dtype"], given["device"])
@@ -190,7 +231,3 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
     engine = hf_paged.Engine(model, cache_config, scheduler_config, tokenizer=tokenizer)
     print(f"hf-paged: {engine!r}", file=sys.stderr)
     return engine, tokenizer
-
-
-def _without_none(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,184 @@
+"""`transformers serve --continuous-batching` on our engine: the manager that its HTTP handlers work with.
+
+The routes, the fields and the texts stay those of transformers. What each request's generation config says is done for
+that request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import HTTPException
+from transformers.cli.serving import utils
+
+from hf_paged.bridges.cb_options import engine_options, longest_request
+from hf_paged.errors import QueueFull
+from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.engine.outputs import CompletionOutput
+from hf_paged.serving.plan import Submission
+from hf_paged.serving.worker import EngineStopped, EngineWorker
+
+
+def get_manager(function: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+    """Instead of GenerationState.get_manager: requests that use continuous batching get a PagedGenerateManager."""
+    given = inspect.signature(function).bind(state, *args, **kwargs).arguments
+    model_id = given["model_id"]
+    if not given.get("use_cb", False):
+        return function(state, *args, **kwargs)
+    manager = state._cb_manager
+    if not isinstance(manager, PagedGenerateManager) or state._cb_model_id != model_id:
+        if manager is not None:
+            manager.stop()
+        state._cb_manager, state._cb_model_id = PagedGenerateManager(state._cb_config), model_id
+    return state._cb_manager
+
+
+def build_generation_config(function: Callable[..., Any], handler: Any, args: Any, kwargs: Any) -> Any:
+    """After BaseHandler._build_generation_config: the request's seed is its own, not one for the whole process."""
+    config = function(handler, *args, **kwargs)
+    given = inspect.signature(function).bind(handler, *args, **kwargs).arguments
+    seed = given["body"].get("seed")
+    if given.get("use_cb", False):
+        config.use_cache = True  # it was switched off for transformers' own cache
+        if seed is not None:
+            config.seed = seed
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What transformers' streamer reads of an output."""
+
+    generated_tokens: list[int]
+
+
+class _Canceller:
+    """What transformers' streamer calls to cancel its request."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+
+    def cancel_request(self, request_id: str) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+
+class PagedGenerateManager(utils.BaseGenerateManager):
+    """Serves the requests for one model. Its methods are called on the event loop of the server."""
+
+    def __init__(self, cb_config: Any = None) -> None:
+        self._config = cb_config
+        self._model: Any = None
+        self._engine: Engine | None = None
+        self._worker: EngineWorker | None = None
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Start an engine with the first request, and a new one after the model has been loaded anew."""
+        if self._model is model:
+            return
+        self.stop()
+        options = engine_options(self._config)
+        self._engine = Engine(model, options.cache_config, options.scheduler_config, cuda_graphs=options.cuda_graphs)
+        limit = 0 if self._config is None else self._config.max_queue_size
+        self._worker = EngineWorker(self._engine, max_in_flight=limit or sys.maxsize)
+        self._worker.start()
+        self._model = model
+
+    def is_alive(self) -> bool:
+        return self._worker is None or self._worker.is_alive
+
+    def stop(self) -> None:
+        if self._worker is not None:
+            self._worker.join()
+        self._model = self._engine = self._worker = None
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], Any]:
+        """A queue of texts and what else the parser makes of them, and a streamer with the number of tokens."""
+        self._prepare(inputs, gen_config)
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        tokenizer = getattr(processor, "tokenizer", processor)
+        canceller = _Canceller()
+        streamer = utils.CBStreamer(
+            canceller, request_id, tokenizer._tokenizer, loop, pieces, response_parser=response_parser
+        )
+
+        async def stream() -> None:
+            try:
+                async with aclosing(self._run(tokenizer, inputs, gen_config)) as outputs:
+                    async for output in outputs:
+                        streamer.put(_Answer(output.token_ids))
+            except Exception as error:  # whatever it is, the client must hear of it
+                pieces.put_nowait(utils._StreamError(getattr(error, "detail", None) or str(error)))
+            streamer.end()
+
+        canceller.task = loop.create_task(stream())
+        return pieces, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """(text, length of the prompt, generated tokens). Raises HTTPException for a request that cannot be served."""
+        self._prepare(inputs, gen_config)
+        tokens: list[int] = []
+        async with aclosing(self._run(getattr(processor, "tokenizer", processor), inputs, gen_config)) as outputs:
+            async for output in outputs:
+                tokens = output.token_ids
+        return processor.decode(tokens, skip_special_tokens=True), len(inputs["input_ids"]), tokens
+
+    def _prepare(self, inputs: dict[str, Any], config: Any) -> None:
+        """Lower `config.max_new_tokens` to what the model and the memory allow: the handlers ask for 1,024 where a
+        request says nothing, and read from the config whether the answer was cut off."""
+        if self._worker is None or self._engine is None:
+            raise RuntimeError("init_cb() comes first")
+        if not self._worker.is_alive:
+            raise utils.CBWorkerDeadError(f"the engine has stopped: {self._worker.error}")
+        room = longest_request(self._engine) - len(inputs["input_ids"])
+        if room > 0 and config.max_new_tokens is not None:
+            config.max_new_tokens = min(config.max_new_tokens, room)
+
+    async def _run(self, tokenizer: Any, inputs: dict[str, Any], config: Any) -> AsyncIterator[CompletionOutput]:
+        """Changes of the first output of a request, which is aborted if they are not read to the end."""
+        assert self._worker is not None and self._engine is not None
+        self._engine.tokenizer = tokenizer
+        submission = Submission(
+            prompt_ids=list(inputs["input_ids"]),
+            config=copy.deepcopy(config),
+            processors=[],
+            criteria=[],
+            adapter=None,
+            cache_salt=None,
+            priority=0,
+        )
+        try:
+            requests = await asyncio.to_thread(self._worker.prepare, [submission])
+            job = await self._worker.open(requests)
+        except QueueFull as error:
+            raise HTTPException(429, str(error)) from error
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        try:
+            while changes := await job.changes():
+                output = changes[0]
+                if output.error is not None:
+                    raise RuntimeError(f"the request failed: {output.error}")
+                if output.outputs:
+                    yield output.outputs[0]
+        except EngineStopped as error:
+            raise utils.CBWorkerDeadError(str(error)) from error
+        finally:
+            job.close()

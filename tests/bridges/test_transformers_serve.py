@@ -1,0 +1,190 @@
+"""`transformers serve --continuous-batching` on our engine, against plain generate."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+import hf_paged
+from tests import conftest
+
+if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai", "httpx")):
+    pytest.skip("needs the packages of transformers[serving]", allow_module_level=True)
+
+import httpx
+
+from tests.serving.harness import QA, plain, text_of, tokenizer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    from transformers.cli.serve import Serve
+
+    hf_paged.install_serving()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    served = Serve(
+        force_model=QA,
+        continuous_batching=True,
+        cb_num_blocks=512,
+        cb_block_size=16,
+        device="cpu",
+        dtype="float32",
+        host="127.0.0.1",
+        port=port,
+        chat_template_kwargs=None,
+        reasoning="auto",
+        log_level="error",
+        non_blocking=True,
+    )
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        served.client = client
+        while not served.server.started:
+            assert served._thread.is_alive()
+            time.sleep(0.01)
+        yield served
+    served.kill_server()
+    hf_paged.uninstall_serving()
+    assert conftest.blocks_in_use() == 0
+
+
+def complete(server: Any, prompt: str, **fields: Any) -> dict[str, Any]:
+    answer = server.client.post("/v1/completions", json={"model": QA, "prompt": prompt, "max_tokens": 12, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def expected(prompt: str, **options: Any) -> str:
+    ids = tokenizer()(prompt)["input_ids"]
+    return text_of(plain(ids, **{"max_new_tokens": 12, "do_sample": False, **options})[0])
+
+
+def events(server: Any, route: str, **body: Any) -> Iterator[dict[str, Any]]:
+    with server.client.stream("POST", route, json={"model": QA, "stream": True, **body}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line.removeprefix("data: "))
+
+
+def manager_of(server: Any) -> Any:
+    from hf_paged.bridges.transformers_serve import PagedGenerateManager
+
+    manager = server._generation_state._cb_manager
+    assert isinstance(manager, PagedGenerateManager)
+    return manager
+
+
+def test_it_is_our_engine_and_the_text_is_plain_generates(server: Any) -> None:
+    answer = complete(server, "The if statement")
+    assert answer["choices"][0]["text"] == expected("The if statement")
+    assert answer["usage"]["completion_tokens"] == 12 and answer["choices"][0]["finish_reason"] == "length"
+    assert manager_of(server).is_alive() and server.client.get("/health").status_code == 200
+
+
+def test_streams_are_the_same_text(server: Any) -> None:
+    pieces = list(events(server, "/v1/completions", prompt="A function", max_tokens=12))
+    assert "".join(c["text"] for piece in pieces for c in piece["choices"] if c.get("text")) == expected("A function")
+    assert len(pieces) > 3
+
+
+def test_every_request_has_its_own_options(server: Any) -> None:
+    options = json.dumps({"max_new_tokens": 9, "do_sample": False, "repetition_penalty": 1.8, "eos_token_id": 2})
+    answer = complete(server, "A class", generation_config=options, max_tokens=None)
+    assert answer["choices"][0]["text"] == expected("A class", max_new_tokens=9, repetition_penalty=1.8)
+    sampling = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 9, "top_k": 0, "eos_token_id": 2}
+    with ThreadPoolExecutor(4) as threads:  # at once: a seed of the process would not do
+        seeded = [
+            threads.submit(
+                complete, server, "A class", generation_config=json.dumps(sampling), seed=seed, max_tokens=None
+            )
+            for seed in range(4)
+        ]
+    for seed, drawn in enumerate(seeded):
+        assert drawn.result()["choices"][0]["text"] == expected("A class", **sampling, seed=seed)
+    text = expected("The if statement")
+    chat = [{"role": "user", "content": "What does str.capitalize() do?"}]
+    ids = tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = text_of(plain(ids, max_new_tokens=20, do_sample=False)[0])
+    stop = whole.split()[2]
+    answer = server.client.post(
+        "/v1/chat/completions", json={"model": QA, "messages": chat, "max_tokens": 20, "stop": [stop]}
+    ).json()
+    content = answer["choices"][0]["message"]["content"]
+    assert whole.startswith(content) and stop in content and len(content) < len(whole)
+    assert complete(server, "The if statement")["choices"][0]["text"] == text  # nothing was left of the others
+
+
+def test_many_at_once(server: Any) -> None:
+    prompts = [f"{word} {number}" for number in range(6) for word in ("The", "A list", "def")]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(lambda prompt: complete(server, prompt), prompts))
+    assert [answer["choices"][0]["text"] for answer in answers] == [expected(prompt) for prompt in prompts]
+
+
+def test_the_default_length_is_cut_to_what_the_model_has(server: Any) -> None:
+    limit = manager_of(server)._model.config.max_position_embeddings
+    prompt = "a list "
+    while len(tokenizer()(prompt)["input_ids"]) < limit - 12:
+        prompt += "of "
+    answer = complete(server, prompt, max_tokens=10**6, generation_config=json.dumps({"eos_token_id": 2**20}))
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["total_tokens"] == limit
+
+
+def test_a_request_that_cannot_be_served_is_its_own_error(server: Any) -> None:
+    long = server.client.post("/v1/completions", json={"model": QA, "prompt": "word " * 3000, "max_tokens": 4})
+    assert long.status_code == 400 and "max_position_embeddings" in long.json()["detail"]
+    pieces = list(events(server, "/v1/completions", prompt="word " * 3000, max_tokens=4))
+    assert "max_position_embeddings" in json.dumps(pieces)
+    assert complete(server, "The if statement")["choices"][0]["text"] == expected("The if statement")
+
+
+def test_a_client_that_goes_away_ends_its_request(server: Any) -> None:
+    ended = threading.Event()
+    engine = manager_of(server)._engine
+    abort = engine.abort
+    engine.abort = lambda request_id: (abort(request_id), ended.set())[0]
+    try:
+        options = json.dumps({"max_new_tokens": 800, "do_sample": False, "eos_token_id": 2**20})
+        for _ in events(server, "/v1/completions", prompt="The", generation_config=options):
+            break
+        assert ended.wait(60)
+    finally:
+        del engine.abort
+    complete(server, "The", max_tokens=1)  # a step after the abort
+    assert engine.stats().blocks_used == 0
+
+
+def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
+    from transformers.cli.serving import utils
+
+    hf_paged.uninstall_serving()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(utils.GenerationState, "get_manager", lambda self, model: None)
+            with pytest.raises(RuntimeError, match=r"GenerationState\.get_manager takes"):
+                hf_paged.install_serving()
+            assert "hf_paged" not in utils.BaseHandler._build_generation_config.__code__.co_filename
+    finally:
+        hf_paged.install_serving()
+
+
+def test_after_uninstalling_it_is_transformers_own() -> None:
+    from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+
+    hf_paged.uninstall_serving()
+    state = GenerationState(continuous_batching=True)
+    assert type(state.get_manager("a", use_cb=True)) is CBGenerateManager
+    hf_paged.install_serving()
+    from hf_paged.bridges.transformers_serve import PagedGenerateManager
+
+    assert type(state.get_manager("a", use_cb=True)) is PagedGenerateManager  # it takes the other's place
+    assert type(state.get_manager("a")) is not PagedGenerateManager

@@ -1,0 +1,134 @@
+"""Statistics of a load test, on outcomes written by hand; the requests that options stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_paged.cli import bench_serve
+from hf_paged.cli.common import UsageError
+from hf_paged.load import report, workloads
+from hf_paged.load.client import Outcome, Run
+
+
+def outcome(arrival: float, pieces: list[float], end: float, tokens: int | None, **rest: Any) -> Outcome:
+    return Outcome(arrival, arrival + 0.001, pieces, end, 7, tokens, **rest)
+
+
+RUN = Run(
+    [
+        outcome(0.0, [1.0, 1.5, 2.5], 2.5, 4),  # TTFT 1, ITL 0.5 and 1, TPOT 0.5, e2e 2.5
+        outcome(1.0, [1.5, 2.0], 2.0, 2),  # TTFT 0.5, ITL 0.5, TPOT 0.5, e2e 1
+        outcome(2.0, [2.1], 2.1, 1),  # one token: neither ITL nor TPOT
+        outcome(2.0, [3.0], 3.5, None, has_left=True),
+        outcome(3.0, [], 3.2, None, error="429: later"),
+    ],
+    5.0,
+)
+
+
+def test_summary() -> None:
+    summary = report.summarise(RUN)
+    assert (summary.requests, summary.complete, summary.left) == (5, 3, 1)
+    assert summary.errors == {"429: later": 1} and summary.goodput is None
+    assert summary.requests_per_s == pytest.approx(3 / 5) and summary.tokens_per_s == pytest.approx(7 / 5)
+    assert (summary.prompt_tokens, summary.completion_tokens) == (21, 7)
+    means = {name: values["mean"] for name, values in summary.metrics.items()}
+    assert means == pytest.approx(
+        {"ttft": (1 + 0.5 + 0.1) / 3, "itl": 2 / 3, "tpot": 0.5, "norm": (2.5 / 4 + 0.5 + 0.1) / 3, "e2e": 3.6 / 3}
+    )
+    assert summary.metrics["e2e"]["max"] == 2.5 and summary.send_lag_p99 == pytest.approx(0.001)
+    assert json.loads(json.dumps(summary.as_dict()))["metrics"]["ttft"]["p50"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("objectives", "good"),
+    [({"ttft": 0.5}, 2), ({"itl": 0.6}, 2), ({"itl": 0.75}, 3), ({"ttft": 0.6, "e2e": 0.5}, 1), ({"norm": 1.0}, 3)],
+    ids=str,
+)
+def test_goodput(objectives: dict[str, float], good: int) -> None:
+    assert report.summarise(RUN, objectives).goodput == pytest.approx(good / 5)
+
+
+def test_percentiles_are_those_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    values = [5.0, 1.0, 9.0, 2.0, 2.5, 7.0]
+    for percent in (0, 50, 90, 99, 100):
+        assert report.percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)))
+
+
+def test_the_table_names_everything() -> None:
+    text = report.table(report.summarise(RUN, {"ttft": 0.5}))
+    for words in ("3 of 5 requests complete, 1 clients left, 1 errors", "1.4 tokens/s", "goodput 0.400", "429: later"):
+        assert words in text
+    assert text.count("\n") > 8
+    no_usage = Run([outcome(0.0, [1.0], 1.0, None)], 1.0)
+    assert "the server gave no usage" in report.table(report.summarise(no_usage))
+    nothing = Run([outcome(0.0, [], 1.0, None, error="refused")], 1.0)
+    assert report.summarise(nothing).metrics == {} and "0 of 1 requests" in report.table(report.summarise(nothing))
+
+
+# -- the requests ----------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "num_prompts": 40,
+    "seed": 3,
+    "trace": None,
+    "request_rate": 10.0,
+    "workload": bench_serve.Workload.sharegpt,
+    "scale": 0.1,
+    "prompts": bench_serve.Prompts.tokens,
+    "endpoint": bench_serve.Route.completions,
+    "vocab_size": 64,
+    "disconnect": 0.5,
+}
+
+
+def test_the_same_seed_gives_the_same_requests() -> None:
+    first, second = bench_serve.planned(OPTIONS), bench_serve.planned(OPTIONS)
+    assert first == second != bench_serve.planned({**OPTIONS, "seed": 4})
+    arrivals = [request.arrival for request in first]
+    assert arrivals == sorted(arrivals) and 1 < arrivals[-1] < 20
+    assert all(set(request.prompt) <= set(range(3, 64)) for request in first)
+    leaving = [request for request in first if request.leaves_after is not None]
+    assert 8 < len(leaving) < 32 and all(1 <= r.leaves_after <= max(1, r.output_length - 1) for r in leaving)
+    staying = bench_serve.planned({**OPTIONS, "disconnect": 0.0})
+    assert [(r.arrival, r.prompt) for r in staying] == [(r.arrival, r.prompt) for r in first]
+
+
+def test_prompts_as_text() -> None:
+    text = bench_serve.planned({**OPTIONS, "prompts": bench_serve.Prompts.text})
+    tokens = bench_serve.planned(OPTIONS)
+    assert [len(request.prompt.split()) for request in text] == [len(request.prompt) for request in tokens]
+    assert isinstance(bench_serve.planned({**OPTIONS, "endpoint": bench_serve.Route.chat})[0].prompt, str)
+
+
+def test_a_recorded_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 2500, "input_length": 4, "output_length": 2},
+        {"timestamp": 500, "input_length": 3, "output_length": 9},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    requests = bench_serve.planned({**OPTIONS, "trace": path, "request_rate": None, "disconnect": 0.0})
+    assert [(r.arrival, len(r.prompt), r.output_length) for r in requests] == [(0.0, 3, 9), (2.0, 4, 2)]
+    with pytest.raises(UsageError, match="arrivals of its own"):
+        bench_serve.planned({**OPTIONS, "trace": path})
+    path.write_text('{"timestamp": 1}')
+    with pytest.raises(UsageError, match="every line is a JSON object"):
+        bench_serve.planned({**OPTIONS, "trace": path, "request_rate": None})
+
+
+def test_objectives() -> None:
+    assert bench_serve.objectives_of(["ttft:500", "tpot:20.5"]) == {"ttft": 0.5, "tpot": 0.0205}
+    for wrong in ("ttft", "ttft:x", "other:5", "ttft:-1", "ttft:nan"):
+        with pytest.raises(UsageError, match="METRIC:MILLISECONDS"):
+            bench_serve.objectives_of([wrong])
+
+
+def test_synthetic_lengths_have_the_published_means() -> None:
+    requests = workloads.synthesise("sharegpt", 2000, seed=1)
+    assert sum(r.input_length for r in requests) / 2000 == pytest.approx(161, rel=0.02)
