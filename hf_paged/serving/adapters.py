@@ -7,19 +7,50 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from hf_paged.model.adapters import BASE
+
+_FILES = {
+    "adapter_config.json": "give the folder of a PEFT adapter on the server",
+    "adapter_model.safetensors": "save the adapter with safe_serialization=True",
+}
+
 
 def check_adapter(folder: str) -> None:
     """Raises ValueError unless it is a local folder with a PEFT adapter in safetensors."""
-    path = Path(folder)
-    if not (path / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} holds no adapter_config.json; give the folder of a PEFT adapter on the server")
-    if not (path / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{folder} holds no adapter_model.safetensors; save the adapter with safe_serialization=True")
+    for name, remedy in _FILES.items():
+        try:
+            is_there = (Path(folder) / name).is_file()
+        except (OSError, ValueError) as error:  # a name that no file can have
+            raise ValueError(f"{folder[:100]!r} is not a folder: {error}") from error
+        if not is_there:
+            raise ValueError(f"{folder} has no {name}; {remedy}")
 
 
 def load_adapter(model: Any, name: str, folder: str) -> None:
-    """Load a PEFT adapter under this name. Raises ValueError if that is impossible."""
+    """Load a PEFT adapter under this name. Raises ValueError if that is impossible; the model then computes as before.
+
+    PEFT changes the model before it reads the weights, and leaves weights that the folder does not have at their
+    initial values, with which the adapter does nothing.
+    """
+    if name == BASE:
+        raise ValueError(f"an adapter cannot have the name {BASE!r}, which stands for the model without adapters")
     try:
-        model.load_adapter(folder, adapter_name=name)  # a folder that exists: nothing is fetched
-    except (ImportError, OSError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
+        found = model.load_adapter(folder, adapter_name=name)  # a folder that exists: nothing is fetched
+    except (ImportError, OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
+        _remove(model, name)
         raise ValueError(f"the adapter {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    missing = [key for key in found.missing_keys if name in key.split(".")]
+    if missing or found.unexpected_keys:
+        _remove(model, name)
+        wrong = min(missing) if missing else min(found.unexpected_keys)
+        raise ValueError(
+            f"the adapter {folder} is not one of this model: it {'lacks' if missing else 'has'} {wrong}, and "
+            f"{len(missing) + len(found.unexpected_keys) - 1} other weights differ too"
+        )
+
+
+def _remove(model: Any, name: str) -> None:
+    """What there is of it."""
+    if name in (vars(model).get("peft_config") or {}):
+        model._hf_peft_config_loaded = True  # set late when the first adapter is loaded
+        model.delete_adapter(name)

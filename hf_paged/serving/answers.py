@@ -1,36 +1,58 @@
 """Answers on the wire: whole or as server-sent events, ended when the client goes away.
 
-Whatever ends an answer (its end, an error, a client that is gone or too slow, the server's shutdown), its job is
-closed, which aborts what is unfinished.
+Whatever ends an answer (its end, an error, a client that is gone or cut off, the server's shutdown), its job is closed,
+which aborts what is unfinished. Sending waits while the client does not read; connections.py ends that.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hf_paged.serving.choices import Choices, Delta, joined
+from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.serving.choices import Choices, Delta, joined, overdue
 from hf_paged.serving.forms import Form, usage
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.worker import EngineStopped, Job
 
+_Result = TypeVar("_Result")
+
 
 @dataclass(slots=True)
 class Outcome:
-    """How an answer ended, for the log: "ok", "disconnected", "slow", or the message of an error."""
+    """How an answer went, for the log.
+
+    status: "ok", "disconnected", "slow" (the client did not read), the message of an error, or "unfinished" (the server
+    cancelled it). cause: of an error of the server. Over all prompts: queue_seconds is the longest wait for a first
+    step, first_token_seconds the time to the first of all tokens (None: it has not come to that).
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    preemptions: int = 0
+    queue_seconds: float | None = None
+    first_token_seconds: float | None = None
     status: str = "unfinished"
+    cause: BaseException | None = None
+
+    def note(self, outputs: Iterable[RequestOutput]) -> None:
+        """Outputs that have changed."""
+        for metrics in (output.metrics for output in outputs):
+            if (waited := metrics.queue_time) is not None:
+                self.queue_seconds = max(waited, self.queue_seconds or 0.0)
+            if (first := metrics.time_to_first_token) is not None:
+                self.first_token_seconds = min(first, self.first_token_seconds or first)
+            self.preemptions += metrics.num_preemptions  # known when the request has finished
 
 
 class JobAnswer(Response):
@@ -43,22 +65,26 @@ class JobAnswer(Response):
         choices: Choices,
         form: Form,
         *,
-        send_seconds: float,
+        ends_at: float | None,
         on_end: Callable[[Outcome], None],
     ) -> None:
-        """on_end: called once, when the answer has ended in any way."""
-        super().__init__(media_type="text/event-stream" if plan.stream else "application/json")
+        """ends_at: time of the event loop after which it ends with an error (None: no limit). on_end: called once, when
+        the answer has ended in any way."""
+        self._engine_ids = {"x-engine-request-ids": ",".join(job.ids)} if job is not None else {}
+        super().__init__(
+            media_type="text/event-stream" if plan.stream else "application/json", headers=self._engine_ids
+        )
         self._plan = plan
         self._job = job
         self._choices = choices
         self._form = form
-        self._send_seconds = send_seconds
+        self._ends_at = ends_at
         self._on_end = on_end
         self._outcome = Outcome(sum(map(len, plan.prompts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_until_gone(receive))
-        work = asyncio.ensure_future(self._stream(send) if self._plan.stream else self._answer(scope, receive, send))
+        work = asyncio.ensure_future(self._stream(send) if self._plan.stream else self._answer(send))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -66,11 +92,11 @@ class JobAnswer(Response):
                 self._outcome.status = "ok" if self._outcome.status == "unfinished" else self._outcome.status
             else:
                 self._outcome.status = "disconnected"
+            if scope["state"].get("is_cut_off"):
+                self._outcome.status = "slow"
         except Problem as problem:
-            self._outcome.status = problem.message
+            self._failed(problem)
             raise
-        except TimeoutError:  # the connection is of no use any more; uvicorn closes it
-            self._outcome.status = "slow"
         finally:
             if self._job is not None:
                 self._job.close()
@@ -80,6 +106,12 @@ class JobAnswer(Response):
             self._outcome.completion_tokens = self._choices.completion_tokens
             self._outcome.cached_tokens = self._choices.cached_tokens
             self._on_end(self._outcome)
+
+    def _failed(self, problem: Problem) -> None:
+        if self._job is not None:
+            self._job.close()  # before the client is told
+        self._outcome.status = problem.message
+        self._outcome.cause = problem.__cause__ if problem.status == 500 else None
 
     async def _deltas(self) -> AsyncIterator[list[Delta]]:
         """What is new, each time that something is. Raises Problem if the request fails."""
@@ -91,7 +123,8 @@ class JobAnswer(Response):
             self._outcome.finish_reasons = ["length"] * len(self._plan.prompts)
             return
         try:
-            while changed := await self._job.changes():
+            while changed := await self._changes(self._job):
+                self._outcome.note(changed.values())
                 deltas = self._choices.update(changed)
                 self._outcome.finish_reasons += [delta.finish_reason for delta in deltas if delta.finish_reason]
                 yield deltas
@@ -100,52 +133,86 @@ class JobAnswer(Response):
         except EngineStopped as error:
             raise Problem(503, str(error), code="engine_stopped") from error
 
+    async def _changes(self, job: Job) -> dict[int, RequestOutput]:
+        try:
+            async with asyncio.timeout_at(self._ends_at):  # the engine's own deadline needs a step
+                return await job.changes()
+        except TimeoutError:
+            raise overdue() from None
+
     def _usage(self) -> dict[str, Any]:
         return usage(self._outcome.prompt_tokens, self._choices.completion_tokens, self._choices.cached_tokens)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, send: Send) -> None:
         deltas = [delta async for some in self._deltas() for delta in some]
-        whole = self._form.whole(joined(deltas, len(self._plan.prompts) * self._plan.n))
-        answer = Response(_json({**whole, "usage": self._usage()}), media_type="application/json")
-        async with asyncio.timeout(self._send_seconds):
-            await answer(scope, receive, send)
+
+        def whole() -> dict[str, Any]:
+            return self._form.whole(joined(deltas, len(self._plan.prompts) * self._plan.n), self._usage())
+
+        body = await _made(lambda: to_json(whole()), is_long=self._plan.logprobs is not None)
+        answer = Response(body, media_type="application/json", headers=self._engine_ids)
+        await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
+        await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})  # waits until the client has taken what it was sent
 
     async def _stream(self, send: Send) -> None:
         headers = [*self.raw_headers, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         headers = [(name, value) for name, value in headers if name != b"content-length"]
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
-        for chunk in self._form.opening():
-            await self._event(send, chunk)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await _send_on(send, self._events(self._with_usage(self._form.opening())))
         try:
             async for deltas in self._deltas():
                 for delta in deltas:
-                    await self._event(send, self._form.chunk(delta))
-            if self._plan.include_usage:
-                await self._data(send, _json({**self._form.usage_chunk(), "usage": self._usage()}))
+                    events_of = partial(self._events_of, delta)
+                    if events := await _made(events_of, is_long=delta.prompt is not None):
+                        await _send_on(send, events)
+            await _send_on(send, self._events(self._form.closing(self._usage())))
         except Problem as problem:
-            self._outcome.status = problem.message
-            await self._data(send, _json(problem.body()))
-        await self._data(send, "[DONE]", more=False)
+            self._failed(problem)
+            await _send_on(send, self._events([self._form.failure(problem)]))
+        last = b"" if self._form.ending is None else b"data: %b\n\n" % self._form.ending
+        await _send_on(send, last, more=False)
 
-    async def _event(self, send: Send, chunk: Mapping[str, Any]) -> None:
-        if self._plan.include_usage:
-            chunk = {**chunk, "usage": self._usage() if self._plan.continuous_usage else None}
-        await self._data(send, _json(chunk))
+    def _events_of(self, delta: Delta) -> bytes:
+        return self._events(self._with_usage(self._form.chunks(delta)))
 
-    async def _data(self, send: Send, text: str, *, more: bool = True) -> None:
-        body = f"data: {text}\n\n".encode()
-        await self._send(send, {"type": "http.response.body", "body": body, "more_body": more})
+    def _events(self, chunks: Iterable[Mapping[str, Any]]) -> bytes:
+        """As server-sent events."""
+        lines = []
+        for chunk in chunks:
+            if self._form.names_events:
+                lines.append(b"event: %b\n" % chunk["type"].encode())
+            lines.append(b"data: %b\n\n" % to_json(chunk))
+        return b"".join(lines)
 
-    async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        """Waits while the client does not read, but not for ever."""
-        async with asyncio.timeout(self._send_seconds):
-            await send(message)
+    def _with_usage(self, chunks: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+        if not self._plan.include_usage:
+            return chunks
+        usage = self._usage() if self._plan.continuous_usage else None
+        return [{**chunk, "usage": usage} for chunk in chunks]
+
+
+async def _send_on(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _made(make: Callable[[], bytes], *, is_long: bool) -> bytes:
+    """is_long: it may have millions of numbers, for which the event loop does not wait."""
+    return await asyncio.to_thread(make) if is_long else make()
+
+
+async def unless_gone(work: Coroutine[Any, Any, _Result], receive: Receive) -> _Result | None:
+    """The result of the work; None if the client has gone before. The work is then cancelled."""
+    gone, working = asyncio.ensure_future(_until_gone(receive)), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(gone, working, return_exceptions=True)
 
 
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -7,25 +7,29 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import hf_paged
-from hf_paged.serving import schema
+from hf_paged.serving import replies, schema
 from hf_paged.serving.forms import ChatForm, CompletionForm
 from hf_paged.serving.middleware import Gate
-from hf_paged.serving.plan import chat_plan, completion_plan
+from hf_paged.serving.openapi import ERRORS, answers, described
+from hf_paged.serving.page_files import PAGE_FILES, page_file
+from hf_paged.serving.plan import Plan, chat_plan, completion_plan
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.refusals import check_messages
+from hf_paged.serving.response_form import ResponseForm
+from hf_paged.serving.responses import ResponsesRequest, chat_of
 from hf_paged.serving.service import Service
 
 # Routes of other servers: what to do instead.
 _ELSEWHERE = {
-    "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "this server generates text; compute embeddings with the model itself",
     "/v1/messages": "use /v1/chat/completions",
     "/v1/audio/transcriptions": "this server generates text from text",
@@ -46,8 +50,10 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        yield
-        await service.stop()
+        try:
+            yield
+        finally:  # a server that is forced to end cancels this
+            await service.stop()
 
     app = FastAPI(
         title="hf-paged",
@@ -55,21 +61,22 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # it loads scripts from elsewhere
         redoc_url=None,
-        responses={422: {"description": "A field is unknown or its value is out of range."}},
+        responses=ERRORS,
     )
+    app.openapi = partial(described, app, service.settings)  # type: ignore[method-assign]
     app.add_exception_handler(Problem, _on_problem)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _on_invalid)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
     known: set[str] = set()
     app.add_middleware(
         Gate,
-        api_keys=service.settings.api_keys,
-        limits=service.settings.limits,
+        settings=service.settings,
         on_answer=lambda path, status: service.metrics.count_answer(path if path in known else "other", status),
     )
     _add_completions(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    _add_page(app, service)
     _add_admin(app, service)
     for path, remedy in _ELSEWHERE.items():
         app.post(path, include_in_schema=False)(partial(_elsewhere, path, remedy))
@@ -113,21 +120,28 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=answers(replies.Completion, replies.Completion))
     async def completions(request: Request, body: schema.CompletionRequest) -> Response:
         plan = partial(completion_plan, body, service.served, request.state.key_digest)
-        return await service.answer(plan, CompletionForm, "cmpl", request.state.request_id)
+        return await service.answer(plan, CompletionForm, "cmpl", request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=answers(replies.ChatCompletion, replies.ChatChunk))
     async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
         plan = partial(chat_plan, body, service.served, request.state.key_digest)
-        return await service.answer(plan, ChatForm, "chatcmpl", request.state.request_id)
+        return await service.answer(plan, ChatForm, "chatcmpl", request)
 
-    @app.get("/v1/models")
+    @app.post("/v1/responses", responses=answers(replies.ResponseObject, replies.ResponseEvent, ending=None))
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        def plan() -> Plan:
+            return chat_plan(chat_of(body), service.served, request.state.key_digest)
+
+        return await service.answer(plan, partial(ResponseForm, body), "resp", request)
+
+    @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_card(service, name) for name in _names(service)]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", response_model=replies.ModelCard)
     async def model(name: str) -> dict[str, Any]:
         service.served.adapter_of(name)
         return _card(service, name)
@@ -165,17 +179,23 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             kwargs=body.chat_template_kwargs,
+            tools=body.tools or [],
         )
         return served.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
-    @app.post("/tokenize")
-    async def tokenize(body: schema.TokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", responses=answers(replies.Tokenized))
+    async def tokenize(body: schema.TokenizeRequest) -> Response:
         served.adapter_of(body.model)
-        ids = await service.prepared(partial(ids_of, body))
-        names = served.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": served.max_length, "tokens": ids, "token_strs": names}
 
-    @app.post("/detokenize")
+        def answer() -> bytes:
+            ids = ids_of(body)
+            names = served.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+            made = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids, "token_strs": names}
+            return to_json(made)
+
+        return Response(await service.prepared(answer), media_type="application/json")
+
+    @app.post("/detokenize", response_model=replies.Detokenized)
     async def detokenize(body: schema.DetokenizeRequest) -> dict[str, Any]:
         served.adapter_of(body.model)
         for token in body.tokens:
@@ -188,61 +208,81 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.get("/health", response_model=replies.Status)
     async def health() -> dict[str, str]:
         service.check_alive()
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.get("/ready", response_model=replies.Status)
     async def ready() -> dict[str, str]:
         service.check_ready()
         return {"status": "ready"}
 
-    @app.get("/version")
+    @app.get("/version", response_model=replies.Version)
     async def version() -> dict[str, str]:
         return {"version": hf_paged.__version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
         return PlainTextResponse(service.metrics.text(await service.stats()), media_type=CONTENT_TYPE_LATEST)
+
+
+# -- the live page -------------------------------------------------------------------------------------------------
+
+
+def _add_page(app: FastAPI, service: Service) -> None:
+    for path in PAGE_FILES:
+        app.get(path, include_in_schema=False)(partial(_page_file, path))
+
+    @app.get("/live", responses={200: {"model": replies.LiveState}, 304: {"description": "The tag is that of now."}})
+    async def live(request: Request) -> Response:
+        """What the live page shows: requests, block tables and counters as the last step left them."""
+        tag, body = await service.live_body()
+        headers = {"etag": tag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, media_type="application/json", headers=headers)
+
+
+async def _page_file(path: str) -> Response:
+    return page_file(path)
 
 
 # -- changes of the server -----------------------------------------------------------------------------------------
 
 
 def _add_admin(app: FastAPI, service: Service) -> None:
-    def check_allowed() -> None:
-        if not service.settings.admin:
-            raise Problem(403, "this route changes the server; start it with --admin-routes to allow that")
+    def check_allowed(request: Request) -> None:
+        if service.settings.admin_key is None:
+            raise Problem(403, "this route changes the server; start it with --admin-key to allow that")
+        if not request.state.is_admin:
+            raise Problem(403, "this route changes the server and needs the admin key in place of an API key")
 
-    @app.post("/pause")
+    allowed = [Depends(check_allowed)]
+
+    @app.post("/pause", dependencies=allowed, response_model=replies.Status)
     async def pause(mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> dict[str, str]:
-        check_allowed()
         await service.call_engine(service.worker.pause(mode))
         if clear_cache:
             await service.call_engine(service.worker.call(lambda engine: engine.clear_prefix_cache()))
         return {"status": "paused"}
 
-    @app.post("/resume")
+    @app.post("/resume", dependencies=allowed, response_model=replies.Status)
     async def resume() -> dict[str, str]:
-        check_allowed()
         await service.call_engine(service.worker.resume())
         return {"status": "resumed"}
 
-    @app.post("/reset_prefix_cache")
+    @app.post("/reset_prefix_cache", dependencies=allowed, response_model=replies.Status)
     async def reset_prefix_cache() -> dict[str, str]:
-        check_allowed()
         await service.call_engine(service.worker.call(lambda engine: engine.clear_prefix_cache()))
         return {"status": "ok"}
 
-    @app.post("/v1/load_lora_adapter")
+    @app.post("/v1/load_lora_adapter", dependencies=allowed, response_model=replies.AdapterStatus)
     async def load_lora_adapter(body: schema.LoadAdapterRequest) -> dict[str, str]:
-        check_allowed()
         await service.load_adapter(body.lora_name, body.lora_path)
         return {"status": "loaded", "name": body.lora_name}
 
-    @app.post("/v1/unload_lora_adapter")
+    @app.post("/v1/unload_lora_adapter", dependencies=allowed, response_model=replies.AdapterStatus)
     async def unload_lora_adapter(body: schema.UnloadAdapterRequest) -> dict[str, str]:
-        check_allowed()
         await service.unload_adapter(body.lora_name)
         return {"status": "unloaded", "name": body.lora_name}

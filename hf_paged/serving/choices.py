@@ -5,11 +5,14 @@ Turns the engine's outputs, which are whole, into what is new since the last tim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput, TopLogprobs
+from hf_paged.generation.sampling.request import NOTHING_LEFT
+from hf_paged.serving.parsing import CallPart, Pieces
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.text import Detokenizer, StopSearch
@@ -30,6 +33,7 @@ class PromptScores:
 class Delta:
     """What a choice has got: text, tokens with their log-probabilities, and, if it has ended, why.
 
+    text: without what a chat's answer has beside its content, which is in `reasoning` and `calls`.
     top_logprobs: the likeliest tokens in each place; empty if the plan asks for none. stop_reason: the stop string, or
     the id of the stop token, that ended it. prompt: of the choice's prompt, with its first delta and only if the plan
     scores prompts.
@@ -43,6 +47,14 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt: PromptScores | None = None
+    reasoning: str = ""
+    calls: Sequence[CallPart] = ()
+
+    def is_seen(self, plan: Plan) -> bool:
+        """Whether a stream tells of it. Otherwise its text is held back, or lies within a tool call."""
+        tells_tokens = plan.logprobs is not None or plan.return_token_ids or plan.continuous_usage
+        is_news = self.text or self.reasoning or self.calls or self.finish_reason is not None or self.prompt is not None
+        return bool(plan.new_parser is None or tells_tokens or is_news)
 
 
 class Choice:
@@ -53,6 +65,8 @@ class Choice:
         self._plan = plan
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=plan.skip_special_tokens)
         self._stops = StopSearch(plan.stops, include=plan.include_stop)
+        self._parser = None if plan.new_parser is None else plan.new_parser()
+        self._calls_tools = False
         self._known = 0  # tokens that have been looked at
         self.is_finished = False
 
@@ -60,47 +74,61 @@ class Choice:
         """What is new in the output, which has at least the tokens of the last one. None: nothing."""
         if self.is_finished:
             return None
-        start, tokens = self._known, output.token_ids
+        new = output.since(self._known)
+        tokens = new.token_ids
         reason = _REASONS.get(output.finish_reason or "")
         is_ended_by_token = output.finish_reason == "eos" and not self._plan.include_stop
-        text = self._read(tokens, len(tokens) - is_ended_by_token, is_last=reason is not None)
+        text, count = self._read(tokens, len(tokens) - is_ended_by_token, is_last=reason is not None)
         if self._stops.found is None:
-            self._known = len(tokens)
-        if self._stops.found is not None:
+            count = len(tokens)
+        else:
             reason = "stop"
+        self._known += count
         self.is_finished = reason is not None
-        if start == self._known and reason is None:
+        if not count and reason is None:
             return None
-        new = slice(start, self._known)
+        pieces = self._parsed(text, is_last=reason is not None)
+        is_scored = self._plan.logprobs is not None
         return Delta(
             self.index,
-            text,
-            tokens[new],
-            output.logprobs[new],
-            top_logprobs=(output.top_logprobs or [])[new],
-            finish_reason=reason,
+            pieces.content,
+            tokens[:count],
+            new.logprobs[:count] if is_scored else [],
+            top_logprobs=(new.top_logprobs or [])[:count] if is_scored else [],
+            finish_reason="tool_calls" if reason == "stop" and self._calls_tools else reason,
             stop_reason=self._stop_reason(output) if reason is not None else None,
+            reasoning=pieces.reasoning,
+            calls=pieces.calls,
         )
 
-    def _read(self, tokens: list[int], end: int, *, is_last: bool) -> str:
-        """The text of further tokens; `_known` is moved behind them, or behind the token that ended a stop string."""
-        shown = ""
+    def _parsed(self, text: str, *, is_last: bool) -> Pieces:
+        if self._parser is None:
+            return Pieces(text)
+        pieces = self._parser.feed(text)
+        if is_last:
+            pieces += self._parser.finish()
+        self._calls_tools = self._calls_tools or bool(pieces.calls)
+        return pieces
+
+    def _read(self, tokens: list[int], end: int, *, is_last: bool) -> tuple[str, int]:
+        """The text of further tokens, and how many have been read: not those after one that ended a stop string."""
+        shown, count = "", 0
         if self._plan.stops:
-            while self._known < end and self._stops.found is None:
-                piece = self._detokenizer.push(tokens[self._known : self._known + 1])
-                self._known += 1
-                shown += self._stops.push(piece, may_stop=self._known >= self._plan.min_tokens)
+            while count < end and self._stops.found is None:
+                piece = self._detokenizer.push(tokens[count : count + 1])
+                count += 1
+                shown += self._stops.push(piece, may_stop=self._known + count >= self._plan.min_tokens)
         elif not is_last:
-            return self._detokenizer.push(tokens[self._known : end])
+            return self._detokenizer.push(tokens[:end]), end
         if is_last and self._stops.found is None:
-            rest = self._detokenizer.finish(tokens[self._known : end])
+            rest = self._detokenizer.finish(tokens[count:end])
             shown += self._stops.push(rest) + self._stops.finish()
-        return shown
+        return shown, count
 
     def _stop_reason(self, output: CompletionOutput) -> str | int | None:
         if self._stops.found is not None:
             return self._stops.found
-        last = output.token_ids[-1] if output.token_ids else None
+        last = output.since(output.num_tokens - 1).token_ids[-1] if output.num_tokens else None
         return last if output.finish_reason == "eos" and last in self._plan.stop_token_ids else None
 
 
@@ -121,15 +149,23 @@ class Choices:
         for place, output in outputs.items():
             if reads_all_at_once and not output.finished:
                 continue
+            if output.error == NOTHING_LEFT:
+                raise Problem(
+                    400,
+                    f"{output.error}: allowed_token_ids, bad_words, logit_bias, min_tokens and the like exclude all",
+                    code="no_token_left",
+                )
             if output.error is not None:
-                raise Problem(500, f"the request failed: {output.error}", code="generation_failed")
+                raise Problem(
+                    500, f"the request failed: {output.error}", code="generation_failed"
+                ) from output.exception
             if output.finished:
                 self.cached_tokens += output.metrics.num_cached_tokens
             for number, completion in enumerate(self._chosen(output)):
                 if completion.finish_reason == "abort":
                     raise Problem(503, "the request was aborted by the operator of the server", code="aborted")
                 if completion.finish_reason == "deadline":
-                    raise Problem(504, "the request has taken longer than the server allows", code="deadline")
+                    raise overdue()
                 if (delta := self._choices[place * self._plan.n + number].update(completion)) is not None:
                     delta = self._scored(delta, output)
                     self.completion_tokens += len(delta.token_ids)
@@ -162,23 +198,33 @@ class Choices:
         return all(choice.is_finished for choice in self._choices)
 
 
+def overdue() -> Problem:
+    return Problem(504, "the request has taken longer than the server allows", code="deadline")
+
+
 def _mean_logprob(output: CompletionOutput) -> float:
     return output.cumulative_logprob / max(1, len(output.token_ids))
 
 
 def joined(deltas: list[Delta], count: int) -> list[Delta]:
     """One for each of `count` choices, with all that its deltas have."""
-    whole = [Delta(index, "", [], []) for index in range(count)]
+    parts: list[list[Delta]] = [[] for _ in range(count)]
     for delta in deltas:
-        before = whole[delta.index]
-        whole[delta.index] = Delta(
-            delta.index,
-            before.text + delta.text,
-            before.token_ids + delta.token_ids,
-            before.logprobs + delta.logprobs,
-            before.top_logprobs + delta.top_logprobs,
-            delta.finish_reason,
-            delta.stop_reason,
-            before.prompt or delta.prompt,
-        )
-    return whole
+        parts[delta.index].append(delta)
+    return [_one(index, some) for index, some in enumerate(parts)]
+
+
+def _one(index: int, parts: list[Delta]) -> Delta:
+    last = parts[-1] if parts else Delta(index, "", [], [])
+    return Delta(
+        index,
+        "".join(part.text for part in parts),
+        list(chain.from_iterable(part.token_ids for part in parts)),
+        list(chain.from_iterable(part.logprobs for part in parts)),
+        list(chain.from_iterable(part.top_logprobs for part in parts)),
+        last.finish_reason,
+        last.stop_reason,
+        next((part.prompt for part in parts if part.prompt), None),
+        "".join(part.reasoning for part in parts),
+        list(chain.from_iterable(part.calls for part in parts)),
+    )

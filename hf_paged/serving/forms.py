@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import accumulate
 from math import isfinite
 from typing import Any, Protocol
+from uuid import uuid4
 
 from hf_paged.generation.engine.outputs import TopLogprobs
-from hf_paged.serving.choices import Delta
+from hf_paged.serving.choices import Delta, PromptScores
+from hf_paged.serving.parsing import CallPart
 from hf_paged.serving.plan import Plan
+from hf_paged.serving.problems import Problem
 from hf_paged.serving.text import token_bytes, token_text
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_Entries = tuple[list[str], list[float | None], list[dict[str, float] | None]]  # names, log-probabilities, likeliest
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -24,38 +30,60 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 class Form(Protocol):
-    """How an answer looks. Deltas come in the order of time; those of one choice in the order of its text."""
+    """How an answer looks. Deltas come in the order of time; those of one choice in the order of its text.
+
+    names_events: the events of a stream have the names that stand in their `type`. ending: what its last event says,
+    if that is no JSON.
+    """
+
+    names_events: bool
+    ending: bytes | None
 
     def opening(self) -> list[dict[str, Any]]:
-        """The chunks before the first delta."""
+        """The events before the first delta."""
 
-    def chunk(self, delta: Delta) -> dict[str, Any]: ...
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]: ...
+
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events after the last delta. usage: of chat completions."""
+
+    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]: ...
+
+    def failure(self, problem: Problem) -> dict[str, Any]:
+        """The event for an error after the beginning."""
+
+
+class _CompletionEvents:
+    """What the streams of both kinds of completions have in common."""
+
+    names_events = False
+    ending = b"[DONE]"
+    _plan: Plan
 
     def usage_chunk(self) -> dict[str, Any]:
         """A chunk without choices."""
+        raise NotImplementedError
 
-    def whole(self, choices: Sequence[Delta]) -> dict[str, Any]: ...
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**self.usage_chunk(), "usage": usage}] if self._plan.include_usage else []
+
+    def failure(self, problem: Problem) -> dict[str, Any]:
+        return problem.body()
 
 
 class _Tokens:
-    """Tokens as clients see them."""
+    """Tokens as clients see them: `name(token_id)`, `bytes(token_id)`. Each is decoded once for an answer."""
 
     def __init__(self, plan: Plan, tokenizer: Any) -> None:
-        self._plan = plan
-        self._tokenizer = tokenizer
-
-    def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._plan.tokens_as_ids else token_text(self._tokenizer, token_id)
-
-    def bytes(self, token_id: int) -> list[int] | None:
-        return token_bytes(self._tokenizer, token_id)
+        self.name = cache("token_id:{}".format if plan.tokens_as_ids else partial(token_text, tokenizer))
+        self.bytes = cache(partial(token_bytes, tokenizer))
 
 
 def _finite(logprob: float) -> float:
     return logprob if isfinite(logprob) else _LEAST_LOGPROB
 
 
-class CompletionForm:
+class CompletionForm(_CompletionEvents):
     """Of /v1/completions."""
 
     def __init__(self, plan: Plan, tokenizer: Any, answer_id: str, created: int) -> None:
@@ -64,6 +92,7 @@ class CompletionForm:
         self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": plan.model}
         shows_prompt = plan.echo and not plan.scores_prompts
         self._offsets = [len(plan.texts[index // plan.n]) if shows_prompt else 0 for index in self._indices()]
+        self._of_prompts: dict[int, _Entries] = {}
         self._is_begun = [False for _ in self._indices()]
 
     def _indices(self) -> range:
@@ -72,14 +101,14 @@ class CompletionForm:
     def opening(self) -> list[dict[str, Any]]:
         return []
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        return {**self._head, "choices": [self._choice(delta)]}
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        return [{**self._head, "choices": [self._choice(delta)]}]
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._head, "choices": []}
 
-    def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
-        return {**self._head, "choices": [self._choice(delta) for delta in choices]}
+    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": [self._choice(delta) for delta in choices], "usage": usage}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         plan, index = self._plan, delta.index
@@ -97,26 +126,37 @@ class CompletionForm:
         return choice
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        tokens = list(delta.token_ids)
-        logprobs: list[float | None] = [*map(_finite, delta.logprobs)]
-        tops: list[TopLogprobs | None] = list(delta.top_logprobs)
+        names, logprobs, tops = self._entries(delta.token_ids, delta.logprobs, delta.top_logprobs)
         if delta.prompt is not None:
-            tokens = delta.prompt.token_ids + tokens
-            logprobs = [None if each is None else _finite(each) for each in delta.prompt.logprobs] + logprobs
-            tops = delta.prompt.top_logprobs + tops
-        names, offsets = [self._tokens.name(token) for token in tokens], []
-        for name in names:
-            offsets.append(self._offsets[delta.index])
-            self._offsets[delta.index] += len(name)
+            before = self._prompt_entries(delta.index // self._plan.n, delta.prompt)
+            names, logprobs, tops = before[0] + names, before[1] + logprobs, before[2] + tops
+        offsets = list(accumulate(map(len, names), initial=self._offsets[delta.index]))
+        self._offsets[delta.index] = offsets.pop()
         return {
             "tokens": names,
             "token_logprobs": logprobs,
-            "top_logprobs": self._tops(tokens, logprobs, tops) if self._plan.logprobs else None,
+            "top_logprobs": tops if self._plan.logprobs else None,
             "text_offset": offsets,
         }
 
+    def _prompt_entries(self, place: int, prompt: PromptScores) -> _Entries:
+        """Those of a prompt, which its choices share."""
+        if place not in self._of_prompts:
+            self._of_prompts[place] = self._entries(prompt.token_ids, prompt.logprobs, prompt.top_logprobs)
+        return self._of_prompts[place]
+
+    def _entries(
+        self, tokens: list[int], logprobs: Sequence[float | None], tops: Sequence[TopLogprobs | None]
+    ) -> _Entries:
+        finite = [None if each is None else _finite(each) for each in logprobs]
+        return (
+            [self._tokens.name(token) for token in tokens],
+            finite,
+            self._tops(tokens, finite, tops) if self._plan.logprobs else [],
+        )
+
     def _tops(
-        self, tokens: list[int], logprobs: list[float | None], tops: list[TopLogprobs | None]
+        self, tokens: list[int], logprobs: list[float | None], tops: Sequence[TopLogprobs | None]
     ) -> list[dict[str, float] | None]:
         """For each token the likeliest ones by name, and itself. Of several with one name the likeliest counts."""
         made: list[dict[str, float] | None] = []
@@ -131,12 +171,12 @@ class CompletionForm:
         return made
 
 
-class ChatForm:
+class ChatForm(_CompletionEvents):
     """Of /v1/chat/completions."""
 
     def __init__(self, plan: Plan, tokenizer: Any, answer_id: str, created: int) -> None:
         self._plan = plan
-        self._tokens = _Tokens(plan, tokenizer)
+        self._scores_of = chat_scores(plan, tokenizer)
         self._head = {"id": answer_id, "created": created, "model": plan.model, "system_fingerprint": None}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,41 +192,72 @@ class ChatForm:
             chunks[0]["prompt_token_ids"] = self._plan.prompts[0]
         return chunks
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text else {}
-        return self._chunk([self._choice(delta, "delta", content)])
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            content["tool_calls"] = [{"index": part.index, **_call_part(part)} for part in delta.calls]
+        return [self._chunk([self._choice(delta, "delta", content)])]
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._chunk([])
 
-    def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
-        made = [
-            self._choice(delta, "message", {"role": "assistant", "content": delta.text, "refusal": None})
-            for delta in choices
-        ]
-        answer = {**self._head, "object": "chat.completion", "choices": made}
+    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        made = [self._choice(delta, "message", self._message(delta)) for delta in choices]
+        answer = {**self._head, "object": "chat.completion", "choices": made, "usage": usage}
         if self._plan.return_token_ids:
             answer["prompt_token_ids"] = self._plan.prompts[0]
         return answer
+
+    def _message(self, delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        calls: list[dict[str, Any]] = []
+        for part in delta.calls:
+            if part.index == len(calls):
+                calls.append(_call_part(part))
+            else:
+                calls[part.index]["function"]["arguments"] += part.arguments
+        if calls:
+            message |= {"content": delta.text or None, "tool_calls": calls}
+        return message
 
     def _choice(self, delta: Delta, name: str, content: dict[str, Any]) -> dict[str, Any]:
         choice = {
             "index": delta.index,
             name: content,
-            "logprobs": None if self._plan.logprobs is None else self._logprobs(delta),
+            "logprobs": None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if self._plan.logprobs is not None:
+            choice["logprobs"] = {"content": self._scores_of(delta), "refusal": None}
         if self._plan.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        content = []
-        for place, (token, logprob) in enumerate(zip(delta.token_ids, delta.logprobs)):
-            top = delta.top_logprobs[place] if delta.top_logprobs else []
-            content.append({**self._entry(token, logprob), "top_logprobs": [self._entry(*each) for each in top]})
-        return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._tokens.name(token), "logprob": _finite(logprob), "bytes": self._tokens.bytes(token)}
+def chat_scores(plan: Plan, tokenizer: Any) -> Callable[[Delta], list[dict[str, Any]]]:
+    """The log-probabilities of a delta's tokens as chat completions have them, one entry for each token."""
+    tokens = _Tokens(plan, tokenizer)
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": tokens.name(token), "logprob": _finite(logprob), "bytes": tokens.bytes(token)}
+
+    def entries(delta: Delta) -> list[dict[str, Any]]:
+        tops = delta.top_logprobs or [[]] * len(delta.token_ids)
+        return [
+            {**entry(token, logprob), "top_logprobs": [entry(*each) for each in top]}
+            for token, logprob, top in zip(delta.token_ids, delta.logprobs, tops)
+        ]
+
+    return entries
+
+
+def _call_part(part: CallPart) -> dict[str, Any]:
+    if part.name is None:
+        return {"function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}

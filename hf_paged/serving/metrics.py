@@ -14,10 +14,11 @@ from hf_paged.generation.engine.stats import EngineStats
 _PREFIX = "hf_paged:"
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = tuple(float(2**power) for power in range(0, 18))
+_REASONS: dict[str | None, str] = {"eos": "stop"}  # as answers and vLLM have it
 
 
 class Metrics:
-    """Figures of one server, each with the label model_name. Used on the event loop only."""
+    """Figures of one server, each with the label model_name, except for those of its routes. For the event loop."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -31,6 +32,7 @@ class Metrics:
 
         self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self._between = histogram("inter_token_latency_seconds", "Between two tokens of a request.", _SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step.", _SECONDS)
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Tokens that a request generated.", _TOKENS)
@@ -51,12 +53,14 @@ class Metrics:
             self._between.observe(seconds / tokens)
 
     def observe_end(self, output: RequestOutput) -> None:
+        if output.metrics.queue_time is not None:
+            self._queue.observe(output.metrics.queue_time)
         if output.metrics.latency is not None:
             self._whole.observe(output.metrics.latency)
         self._prompt.observe(len(output.prompt_token_ids))
         self._generated.observe(sum(each.num_tokens for each in output.outputs))
         for each in output.outputs:
-            self._success.labels(self._name, each.finish_reason or "error").inc()
+            self._success.labels(self._name, _REASONS.get(each.finish_reason, each.finish_reason or "error")).inc()
 
     def count_answer(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
@@ -84,6 +88,9 @@ class _EngineFigures(Collector):
             "num_requests_swapped": ("Requests whose blocks are in host memory.", stats.num_swapped),
             "kv_cache_usage_perc": ("Share of the blocks that sequences use, 0 to 1.", _share(stats)),
             "blocks_shared": ("Blocks in more than one block table.", stats.blocks_shared),
+            "blocks": ("Blocks of the cache.", stats.num_blocks),
+            "blocks_free": ("Blocks without content.", stats.blocks_free),
+            "blocks_used": ("Blocks in block tables.", stats.blocks_used),
             "blocks_cached": ("Blocks that only the prefix cache keeps.", stats.blocks_cached),
             "kv_bytes_saved_by_sharing": ("Bytes more without sharing.", stats.kv_bytes_saved_by_sharing),
             "kv_waste_ratio": ("Share of the used slots without a token.", stats.kv_waste_ratio),
@@ -93,7 +100,10 @@ class _EngineFigures(Collector):
             "generation_tokens": ("Generated tokens.", stats.generated_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_query_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hit_tokens),
+            "prefix_cache_evictions": ("Cached blocks whose memory was needed.", stats.prefix_cache_evictions),
             "cow_copies": ("Blocks copied on write.", stats.cow_copies),
+            "swap_out_blocks": ("Blocks copied to host memory.", stats.blocks_swapped_out),
+            "swap_in_blocks": ("Blocks copied back from host memory.", stats.blocks_swapped_in),
             "engine_steps": ("Steps of the engine.", stats.steps),
         }
         for name, (text, value) in gauges.items():

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import re
 import uuid
 from collections.abc import Callable
@@ -17,10 +18,13 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hf_paged.serving.page_files import PAGE_FILES
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.settings import Limits
+from hf_paged.serving.settings import Settings
 
-_OPEN = ("/health",)
+log = logging.getLogger("hf_paged.serving")
+
+_OPEN = ("/health", *PAGE_FILES)
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
@@ -28,15 +32,15 @@ class Gate:
     """Checks the key, names the request, and hands on a body that has arrived whole and is not too large.
 
     on_answer: called with path and status when an answer begins. scope["state"] gets `request_id` (the client's
-    X-Request-Id, or a new one) and `key_digest` (sha256 of the key; None without keys).
+    X-Request-Id, or a new one), `key_digest` (sha256 of the key; None without keys) and `is_admin` (the key is the
+    admin key, which is good for every route).
     """
 
-    def __init__(
-        self, app: ASGIApp, *, api_keys: tuple[str, ...], limits: Limits, on_answer: Callable[[str, int], None]
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings, on_answer: Callable[[str, int], None]) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
-        self._limits = limits
+        self._digests = [_digest(key) for key in settings.api_keys]
+        self._admin = None if settings.admin_key is None else _digest(settings.admin_key)
+        self._limits = settings.limits
         self._on_answer = on_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,8 +51,12 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
 
+        has_begun = False
+
         async def named_send(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 self._on_answer(scope["path"], message["status"])
             await send(message)
@@ -56,28 +64,35 @@ class Gate:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         try:
-            state["key_digest"] = self._checked_key(scope["path"], headers)
+            state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
             whole = await self._with_body(receive, headers)
         except Problem as problem:
             await send_problem(named_send, problem)
             return
-        await self._app(scope, whole, named_send)
+        try:
+            await self._app(scope, whole, named_send)
+        except Exception:  # of a template, a tokenizer or a model: the server goes on
+            log.exception("request=%s failed", request_id)
+            if has_begun:
+                raise
+            await send_problem(named_send, Problem(500, f"an internal error; the log has it under {request_id}"))
 
-    def _checked_key(self, path: str, headers: Headers) -> bytes | None:
-        """The digest of the key that was given. Raises Problem (401). Takes equally long for all wrong keys."""
-        if not self._digests or path in _OPEN:
-            return None
+    def _checked_key(self, path: str, headers: Headers) -> tuple[bytes | None, bool]:
+        """key_digest and is_admin. Raises Problem (401). Takes equally long for all wrong keys."""
         kind, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode()).digest()
+        digest = _digest(key.strip() if kind.lower() == "bearer" else "")
+        is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
         matches = [hmac.compare_digest(digest, own) for own in self._digests]
-        if kind.lower() != "bearer" or not any(matches):
+        if not self._digests or path in _OPEN:
+            return None, is_admin
+        if not (is_admin or any(matches)):
             raise Problem(
                 401,
                 "this server needs a key: send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        return digest
+        return digest, is_admin
 
     async def _with_body(self, receive: Receive, headers: Headers) -> Receive:
         """Reads the body. Returns a `receive` that gives it at once, and then what the server has to say."""
@@ -109,6 +124,10 @@ class Gate:
             return given.pop(0) if given else await receive()
 
         return replay
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
 
 
 async def send_problem(send: Send, problem: Problem) -> None:

@@ -7,12 +7,17 @@ transformers' GenerationConfig, so that an answer is what `generate` returns for
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_paged.generation.sampling.constraints import Constraint
+from hf_paged.generation.sampling.grammar import Grammar
+from hf_paged.serving.constrained import calls_of, check_end, content_of, tools_of
+from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.processors import OccurrencePenalty, StopText
 from hf_paged.serving.refusals import check_served
@@ -30,7 +35,7 @@ class Submission:
     config: Any
     processors: list[Any]
     criteria: list[Any]
-    adapter: str
+    adapter: str | None
     cache_salt: str | None
     priority: int
     logprobs: int | None = None
@@ -45,7 +50,10 @@ class Plan:
     n: choices for each prompt. copies: the prompt's one output stands for all of them, because it is sure. ranked: more
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
     texts: the prompts, for `echo`. scores_prompts: with `echo`, the log-probabilities of the prompts too. is_dry: what
-    is generated is dropped; it is computed for the prompt's log-probabilities.
+    is generated is dropped; it is computed for the prompt's log-probabilities. user: for the log.
+    eos_token_ids: those that end an answer.
+    constraint: what each answer has to be, before `constrained` has made processors of it. new_parser: of an answer's
+    text, as a message; None: it is the content.
     """
 
     model: str
@@ -63,12 +71,25 @@ class Plan:
     return_token_ids: bool
     tokens_as_ids: bool
     stream: bool
+    user: str | None
     include_usage: bool
     continuous_usage: bool
     echo: bool = False
     scores_prompts: bool = False
     is_dry: bool = False
     texts: list[str] = field(default_factory=list)
+    eos_token_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    new_parser: Callable[[], Parser] | None = None
+
+    def constrained(self, compiled: Any) -> Plan:
+        """With the compiled constraint for each submission. Raises Problem (400)."""
+        try:
+            grammar = Grammar(compiled, self.eos_token_ids, is_bounded=True)
+        except ValueError as error:
+            raise Problem(400, f"this model cannot follow a grammar: {error}") from error
+        made = [replace(each, processors=[grammar, *each.processors]) for each in self.submissions]
+        return replace(self, submissions=made)
 
 
 def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
@@ -79,6 +100,9 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
     given = body.prompt
     many: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     _check_fan_out(len(many), body, served)
+    for each in many:
+        if isinstance(each, str):
+            served.check_size(each)
     prompts = [
         served.encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else list(each)
         for each in many
@@ -86,7 +110,17 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
     texts = [each if isinstance(each, str) else served.decode(each) for each in many] if body.echo else []
     if body.max_tokens == 0 and not body.echo:
         raise Problem(400, "max_tokens=0 generates nothing; raise it, or send echo=true", param="max_tokens")
-    return _plan(body, served, prompts, key_digest, limit=body.max_tokens, default=_COMPLETION_TOKENS, texts=texts)
+    plan = _plan(
+        body,
+        served,
+        prompts,
+        key_digest,
+        limit=body.max_tokens,
+        default=_COMPLETION_TOKENS,
+        texts=texts,
+        skip_special_tokens=body.skip_special_tokens,
+    )
+    return _with_constraint(plan, body, content_of(body))
 
 
 def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
@@ -101,10 +135,25 @@ def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) 
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         kwargs=body.chat_template_kwargs,
+        tools=tools_of(body),
     )
+    served.check_size(text)
     prompt = served.encode(text, add_special_tokens=body.add_special_tokens)
     default = served.settings.limits.new_tokens
-    return _plan(body, served, [prompt], key_digest, limit=limit, default=default, texts=[])
+    calls, answers = calls_of(body), served.answers
+    # The marks around reasoning and tool calls may be special tokens.
+    skip = body.skip_special_tokens and answers.template is None
+    plan = _plan(body, served, [prompt], key_digest, limit=limit, default=default, texts=[], skip_special_tokens=skip)
+    if answers.template is not None or (calls is not None and calls.is_forced):
+        plan = replace(plan, new_parser=partial(answers.parser, text, calls))
+    return _with_constraint(plan, body, answers.constraint(text, content_of(body), calls))
+
+
+def _with_constraint(plan: Plan, body: Sampling, constraint: Constraint | None) -> Plan:
+    if constraint is None or not plan.submissions:
+        return plan
+    check_end(body)
+    return replace(plan, constraint=constraint)
 
 
 def _plan(
@@ -116,16 +165,25 @@ def _plan(
     limit: int | None,
     default: int,
     texts: list[str],
+    skip_special_tokens: bool,
 ) -> Plan:
     name, adapter = served.adapter_of(body.model)
+    if body.priority and not served.settings.priorities:
+        raise Problem(
+            400,
+            f"priority={body.priority}: this server runs requests in the order of their arrival; leave it out, or "
+            "start the server with --scheduling-policy priority",
+            param="priority",
+        )
     salt = _salt(key_digest, body.cache_salt)
-    options = _Options(body, served)
+    options = _Options(body, served, skip_special_tokens=skip_special_tokens)
     logprobs = _num_logprobs(body, served)
     echo = isinstance(body, CompletionRequest) and body.echo
     scores_prompts = echo and logprobs is not None
-    submissions = []
+    submissions, scored = [], 0
     for prompt in prompts:
         length = _new_tokens(len(prompt), limit, default, served)
+        scored += options.width * (length + (len(prompt) if scores_prompts else 0))
         if length or scores_prompts:
             submissions.append(
                 Submission(
@@ -141,6 +199,8 @@ def _plan(
                     deadline=served.settings.limits.request_seconds,
                 )
             )
+    if logprobs is not None:
+        _check_scores(scored * (logprobs + 1), served)
     stream = body.stream_options
     return Plan(
         model=name,
@@ -153,23 +213,33 @@ def _plan(
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         include_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
-        skip_special_tokens=body.skip_special_tokens,
+        skip_special_tokens=skip_special_tokens,
         logprobs=logprobs,
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         stream=bool(body.stream),
+        user=body.user,
         include_usage=bool(stream and stream.include_usage),
         continuous_usage=bool(stream and stream.include_usage and stream.continuous_usage_stats),
         echo=echo,
         scores_prompts=scores_prompts,
         is_dry=limit == 0,
         texts=texts,
+        eos_token_ids=options.eos_token_ids,
     )
 
 
 def _check_fan_out(num_prompts: int, body: Sampling, served: ServedModel) -> None:
     """Before anything is copied."""
-    limit, width = served.settings.limits.sequences, max(body.n or 1, body.best_of or 1)
+    limits, width = served.settings.limits, max(body.n or 1, body.best_of or 1)
+    limit = limits.sequences
+    if num_prompts > limits.in_flight:
+        raise Problem(
+            400,
+            f"{num_prompts} prompts are more than the {limits.in_flight} that this server runs at once; send several "
+            "requests",
+            param="prompt",
+        )
     if num_prompts * width > limit:
         raise Problem(
             400,
@@ -189,6 +259,17 @@ def _num_logprobs(body: CompletionRequest | ChatRequest, served: ServedModel) ->
             400, f"{name}={asked}: at most {served.settings.limits.logprobs} alternatives are returned", param=name
         )
     return asked
+
+
+def _check_scores(count: int, served: ServedModel) -> None:
+    limit = served.settings.limits.scores
+    if count > limit:
+        raise Problem(
+            400,
+            f"up to {count} log-probabilities, alternatives and all sequences included, are more than the {limit} that "
+            "one answer may have; lower logprobs, n or max_tokens, or send several requests",
+            param="logprobs",
+        )
 
 
 def _new_tokens(prompt_length: int, limit: int | None, default: int, served: ServedModel) -> int:
@@ -220,14 +301,16 @@ def _salt(key_digest: bytes | None, cache_salt: str | None) -> str | None:
 class _Options:
     """The generation options of a request."""
 
-    def __init__(self, body: Sampling, served: ServedModel) -> None:
+    def __init__(self, body: Sampling, served: ServedModel, *, skip_special_tokens: bool) -> None:
         self._body = body
+        self._skip_special_tokens = skip_special_tokens
         self._served = served
         self._defaults = served.model.generation_config
         self._uses_checkpoint = served.settings.defaults == "auto"
         self.width = max(body.n or 1, body.best_of or 1)
         self._do_sample = self._samples()
         self.is_sure = not self._do_sample and not body.use_beam_search
+        self.eos_token_ids = tuple({*served.eos_token_ids, *(body.stop_token_ids or ())})
         self._fixed = {
             **self._lengths_and_width(),
             **self._sampling(),
@@ -258,7 +341,7 @@ class _Options:
                 body.stops,
                 prompt_length,
                 min_tokens=body.min_tokens,
-                skip_special_tokens=body.skip_special_tokens,
+                skip_special_tokens=self._skip_special_tokens,
             )
         ]
 

@@ -65,7 +65,10 @@ class StopText(StoppingCriteria):
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
     def _ends(self, token_ids: list[int]) -> bool:
-        text, before = self._decode(token_ids), self._decode(token_ids[:-1])
+        text = self._decode(token_ids)
+        if not any(stop in text for stop in self._stops):
+            return False
+        before = self._decode(token_ids[:-1])
         # Without the last token's text, but with what a character that it completes had shown until then.
         known = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))
         return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in self._stops)

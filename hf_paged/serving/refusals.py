@@ -8,11 +8,7 @@ from typing import Any
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.schema import ChatRequest, CompletionRequest, Message, OtherPart
 
-_TOOLS = "tool calls are not served; describe the tools in a message, and leave this field out"
-_GRAMMAR = (
-    "structured output is not served; generate with a constraint of your own through hf_paged.Engine "
-    "(logits_processor=...), or leave this field out"
-)
+_FUNCTIONS = "use tools and tool_choice, which replace it"
 _TEXT_ONLY = "only text is served; leave this field out"
 
 
@@ -20,18 +16,9 @@ def _given(value: Any) -> bool:
     return value not in (None, [], {}, False)
 
 
-def _not_text(value: Any) -> bool:
-    return value is not None and value != {"type": "text"}
-
-
 _CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "tools": (_given, _TOOLS),
-    "tool_choice": (lambda value: value not in (None, "none", "auto"), _TOOLS),
-    "functions": (_given, _TOOLS),
-    "function_call": (lambda value: value not in (None, "none", "auto"), _TOOLS),
-    "parallel_tool_calls": (lambda value: value is False, _TOOLS),
-    "response_format": (_not_text, _GRAMMAR),
-    "structured_outputs": (_given, _GRAMMAR),
+    "functions": (_given, _FUNCTIONS),
+    "function_call": (lambda value: value not in (None, "none", "auto"), _FUNCTIONS),
     "reasoning_effort": (
         lambda value: value is not None,
         "this is an option of the chat template here; use chat_template_kwargs",
@@ -40,21 +27,20 @@ _CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "modalities": (lambda value: value not in (None, ["text"]), _TEXT_ONLY),
     "audio": (_given, _TEXT_ONLY),
     "prediction": (_given, "predicted outputs are not served; leave this field out"),
-    "web_search_options": (_given, "this server fetches nothing; leave this field out"),
+    "web_search_options": (lambda value: value is not None, "this server fetches nothing; leave this field out"),
     "store": (_given, "nothing is stored; leave this field out"),
     "metadata": (_given, "nothing is stored; leave this field out"),
     "service_tier": (lambda value: value not in (None, "auto", "default"), "there is one tier; leave this field out"),
-    "safety_identifier": (_given, "nothing is stored; `user` stands in the log"),
+    "safety_identifier": (_given, "nothing is stored; `user` stands in the log, so use that"),
     "prompt_cache_key": (_given, "common prefixes are found by content; use cache_salt to keep prefixes apart"),
 }
 
 _COMPLETION: dict[str, tuple[Callable[[Any], bool], str]] = {
     "suffix": (_given, "completions within a text are not served; leave this field out"),
-    "response_format": (_not_text, _GRAMMAR),
-    "structured_outputs": (_given, _GRAMMAR),
 }
 
-_MESSAGE = ("tool_calls", "tool_call_id", "function_call", "refusal", "audio")
+_MESSAGE = ("function_call", "refusal", "audio")
+_ROLES = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
 
 
 def check_served(body: ChatRequest | CompletionRequest) -> None:
@@ -67,16 +53,19 @@ def check_served(body: ChatRequest | CompletionRequest) -> None:
 
 
 def check_messages(messages: list[Message]) -> None:
-    """Raises Problem (400) for messages with anything but text."""
+    """Raises Problem (400) for messages with anything but text and tool calls."""
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
-        if message.role in ("tool", "function"):
-            raise not_served(f"{where}.role={message.role!r}: tool calls are not served", param="messages")
+        if message.role == "function":
+            raise not_served(f"{where}.role='function': use the role 'tool', which replaces it", param="messages")
+        for name, role in _ROLES.items():
+            if _given(getattr(message, name)) and message.role != role:
+                raise Problem(400, f"{where}.{name} is for messages of the role {role!r}", param="messages")
         for name in _MESSAGE:
             if _given(getattr(message, name)):
                 raise not_served(f"{where}.{name}: only text is served", param="messages")
         for part in message.content if isinstance(message.content, list) else ():
             if isinstance(part, OtherPart):
                 raise not_served(f"{where}: a part of type {part.type!r}; only text is served", param="messages")
-        if message.content is None:
+        if message.content is None and not message.tool_calls:
             raise Problem(400, f"{where} has no content", param="messages")

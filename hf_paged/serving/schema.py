@@ -33,15 +33,51 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampling(Body):
-    """What both kinds of completions take."""
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Body):
+    """vLLM's constraints. Exactly one is given."""
+
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    grammar: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        given = [name for name, value in self if value not in (None, False)]
+        if len(given) != 1:
+            raise ValueError("give one of json, json_object, regex, grammar and choice")
+        return self
+
+
+class Options(Body):
+    """What all requests for text take."""
 
     model: str | None = None
-    n: AtLeastOne | None = None
-    best_of: AtLeastOne | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
     min_tokens: Count = 0
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -50,37 +86,52 @@ class Sampling(Body):
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
-    allowed_token_ids: TokenIds | None = None
-    use_beam_search: bool = False
-    length_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    skip_special_tokens: bool = True
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
     user: Annotated[str, Field(max_length=1024)] | None = None
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _ids_as_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                raise ValueError(f"the key {key[:40]!r} is no token id")
-        return value
 
     @field_validator("temperature")
     @classmethod
     def _no_tiny_temperature(cls, value: float | None) -> float | None:
         if value is not None and 0 < value < 1e-3:
             raise ValueError(f"temperature={value} is so low that scores overflow; use 0, which is greedy search")
+        return value
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(dict.fromkeys(self.stop or ()))
+
+
+class Sampling(Options):
+    """What both kinds of completions take."""
+
+    n: AtLeastOne | None = None
+    best_of: AtLeastOne | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    include_stop_str_in_output: bool = False
+    bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids_as_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise ValueError(f"the key {key[:40]!r} is not a token id")
         return value
 
     @model_validator(mode="after")
@@ -98,11 +149,9 @@ class Sampling(Body):
             for name in ("length_penalty", "early_stopping"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} needs use_beam_search=true")
+        if self.structured_outputs is not None and not isinstance(self.response_format, TextFormat | None):
+            raise ValueError("response_format and structured_outputs exclude each other")
         return self
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(dict.fromkeys(self.stop or ()))
 
 
 class CompletionRequest(Sampling):
@@ -116,8 +165,6 @@ class CompletionRequest(Sampling):
     prompt_logprobs: Count | None = None
     add_special_tokens: bool = True
     suffix: str | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
 
 
 class TextPart(Body):
@@ -134,17 +181,68 @@ class OtherPart(BaseModel):
 
 
 Content = Text | list[TextPart | OtherPart]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class CalledFunction(Body):
+    name: FunctionName
+    arguments: Text
+
+
+class ToolCall(Body):
+    """A call that an assistant's message of the conversation has."""
+
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Count | None = None  # clients send back what they have got
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     function_call: dict[str, Any] | None = None
     refusal: str | None = None
     audio: dict[str, Any] | None = None
+
+
+class FunctionDefinition(Body):
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionNamed(Body):
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """One function, which is to be called."""
+
+    type: Literal["function"]
+    function: FunctionNamed
+
+
+class ToolChoices(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Body):
+    """Some of the functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolChoices
 
 
 class Templated(Body):
@@ -155,7 +253,7 @@ class Templated(Body):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _one_end(self) -> Templated:
@@ -172,12 +270,12 @@ class ChatRequest(Sampling, Templated):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None
+    ) = None
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
@@ -197,6 +295,8 @@ class ChatRequest(Sampling, Templated):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError(f"max_tokens={both[0]} and max_completion_tokens={both[1]} contradict each other")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice needs tools")
         return self
 
 
@@ -211,6 +311,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from hf_paged.generation.validation import position_limit
+from hf_paged.model.adapters import BASE
+from hf_paged.serving.answer_format import AnswerFormat, template_of
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.schema import Message
+from hf_paged.serving.schema import Message, Tool
 from hf_paged.serving.settings import Settings
 
-BASE = "__base__"
-"""The engine's name for the model without adapters."""
+log = logging.getLogger("hf_paged.serving")
+
+_SHORTENING = 4  # characters that normalization may make one of
 
 # What only the operator may decide, and what would change the type of the result.
 _RESERVED = (
@@ -37,7 +44,8 @@ _RESERVED = (
 
 @dataclass(slots=True)
 class ServedModel:
-    """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer; None = no limit known.
+    """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer; most_characters: a text
+    of more than these, white space aside, has more tokens. None = no limit known. answers: of chats.
 
     The tokenizer is used by one thread at a time where it encodes; decoding may run beside that.
     """
@@ -46,14 +54,16 @@ class ServedModel:
     tokenizer: Any
     settings: Settings
     max_length: int | None
+    most_characters: int | None
     vocab_size: int
     eos_token_ids: frozenset[int]
     created: int
+    answers: AnswerFormat = field(default_factory=AnswerFormat)
     adapters: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, settings: Settings, *, created: int) -> ServedModel:
-        """Raises ValueError for a max_model_len beyond the model's positions."""
+        """Raises ValueError for a max_model_len beyond the model's positions, or a response template of no use."""
         native, asked = position_limit(model), settings.max_model_len
         if native is not None and asked is not None and asked > native:
             raise ValueError(f"--max-model-len {asked} is more than the model's {native} positions; lower it")
@@ -63,14 +73,19 @@ class ServedModel:
             # Left over from training, they would cut or fill prompts; changing them later is not thread-safe.
             backend.no_truncation()
             backend.no_padding()
+        template, source = template_of(model, tokenizer, settings.response_template)
+        answers = AnswerFormat.of(template)
+        log.info("response template: %s%s", source, "" if answers.call else "; forced tool calls are written as JSON")
         return cls(
             model,
             tokenizer,
             settings,
             max_length=asked or native,
+            most_characters=_most_characters(tokenizer, asked or native),
             vocab_size=model.get_input_embeddings().weight.shape[0],
             eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
             created=created,
+            answers=answers,
         )
 
     @property
@@ -88,7 +103,26 @@ class ServedModel:
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
+    def check_size(self, text: str) -> None:
+        """Raises Problem (400) for a text that is too long in any case, without encoding it."""
+        most = self.most_characters
+        if most is None or len(text) <= most:
+            return
+        count = sum(map(len, text.split()))
+        if count > most:
+            raise Problem(
+                400,
+                f"the prompt has {count} characters, more than the model's {self.max_length} tokens can be; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises Problem (400) for text that is no Unicode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise Problem(400, f"the text is not valid Unicode: {error}") from error
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -105,6 +139,7 @@ class ServedModel:
         add_generation_prompt: bool,
         continue_final_message: bool,
         kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """The prompt that the chat template makes of messages. Raises Problem (400)."""
         import jinja2
@@ -124,6 +159,7 @@ class ServedModel:
             return str(
                 self.tokenizer.apply_chat_template(
                     [_as_dict(message) for message in messages],
+                    tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
                     chat_template=self.settings.chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -136,9 +172,44 @@ class ServedModel:
             raise Problem(400, f"the chat template refuses these messages: {error}", param="messages") from error
 
 
+def _most_characters(tokenizer: Any, max_length: int | None) -> int | None:
+    """None also for a tokenizer that has one token for any unknown word."""
+    vocab = tokenizer.get_vocab()
+    letters = bytes_to_unicode().values()  # type: ignore[no-untyped-call]
+    has_all = all(each in vocab for each in letters) or all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    if max_length is None or not has_all:
+        return None
+    return _SHORTENING * max_length * max(map(len, vocab))
+
+
 def _as_dict(message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)  # type: ignore[union-attr]
-    made = {"role": message.role, "content": content}
-    return made if message.name is None else {**made, "name": message.name}
+    made: dict[str, Any] = {"role": message.role, "content": content or ""}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if getattr(message, name) is not None:
+            made[name] = getattr(message, name)
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                # As chat templates expect them; OpenAI's clients send them as text.
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return made
+
+
+def _arguments(text: str) -> Any:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise Problem(
+            400, f"messages: the arguments {text[:100]!r} of a tool call are not a JSON object", param="messages"
+        )
+    return arguments

@@ -1,32 +1,40 @@
-"""Runs the application with uvicorn: signals, draining, and an exit status that says whether the engine lived."""
+"""Runs the application with uvicorn: sockets, signals, draining, and an exit status for an engine that has died."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.serving.app import create_app
+from hf_paged.serving.connections import BoundedProtocol
 from hf_paged.serving.service import Service
 from hf_paged.serving.settings import Settings
 
 log = logging.getLogger("hf_paged.serving")
 
 EXIT_ENGINE_DIED = 1
+_LAST_SECONDS = 5.0  # from the end of the requests to the end of their connections
+_OTHER_FILES = 256  # open files that are no connections
 
 
 class Server(uvicorn.Server):
     """uvicorn's, with signals of its own: the first one drains, the second one ends what is running."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, *, drain_seconds: float) -> None:
         super().__init__(config)
         self._service = service
+        self._drain_seconds = drain_seconds
+        self._num_signals = 0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -43,14 +51,90 @@ class Server(uvicorn.Server):
             for each in caught:
                 loop.remove_signal_handler(each)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in self.servers:
+            for one in each.sockets:
+                host, port = one.getsockname()[:2]
+                log.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
+
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Take no further requests, finish those that run. A second signal ends them."""
-        if self.should_exit:
+        """Take no further requests and finish those that run, for a while. A second signal ends them, a third one ends
+        the connections too. Called on the event loop."""
+        self._num_signals += 1
+        if self._num_signals == 1:
+            log.info("signal %d: draining, %d requests in flight", sig, self._service.worker.num_in_flight)
+            self._service.drain()
+            asyncio.get_running_loop().call_later(self._drain_seconds, self._end_requests)
+            self.should_exit = True
+        elif self._num_signals == 2:
+            self._end_requests()
+        else:
             self.force_exit = True
-            return
-        log.info("signal %d: draining, %d requests in flight", sig, self._service.worker.num_in_flight)
-        self._service.is_draining = True
-        self.should_exit = True
+
+    def _end_requests(self) -> None:
+        """Their clients get an error, for which they have some seconds."""
+        log.info("ending %d requests", self._service.worker.num_in_flight)
+        self._service.worker.end()
+        asyncio.get_running_loop().call_later(_LAST_SECONDS, setattr, self, "force_exit", True)
+
+
+def make_server(
+    service: Service, *, host: str, port: int, drain_seconds: float = 30.0, log_level: str = "info"
+) -> Server:
+    """A server that ends when the service's engine dies. Run it with `run` or `serve`."""
+    limits = service.settings.limits
+    config = uvicorn.Config(
+        create_app(service),
+        host=host,
+        port=port,
+        log_level=log_level,
+        access_log=False,  # the service logs each request
+        timeout_graceful_shutdown=drain_seconds + 2 * _LAST_SECONDS,  # type: ignore[arg-type]  # a number for asyncio
+        timeout_keep_alive=5,
+        h11_max_incomplete_event_size=64 * 1024,
+        http=partial(BoundedProtocol, limits=limits),  # type: ignore[arg-type]  # which is called
+        ws="none",
+        server_header=False,
+    )
+    server = Server(config, service, drain_seconds=drain_seconds)
+
+    def on_death(error: BaseException) -> None:
+        server.should_exit = True
+
+    service.on_death = on_death
+    return server
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets for all addresses of the host, bound, so that a port in use is found before a model is loaded.
+
+    Raises OSError with the address.
+    """
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        try:
+            one = socket.socket(family, kind, protocol)
+            sockets.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind((address[0], port or sockets[0].getsockname()[1], *address[2:]))
+        except OSError as error:
+            missing = error
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # the name may have other addresses
+                break
+            sockets.remove(one)
+            one.close()
+    else:
+        if sockets:
+            return sockets
+    for one in sockets:
+        one.close()
+    raise OSError(f"cannot listen on {host}:{port}: {missing}")
 
 
 def run_server(
@@ -58,38 +142,33 @@ def run_server(
     tokenizer: Any,
     settings: Settings,
     *,
-    host: str,
-    port: int,
+    sockets: Sequence[socket.socket],
     adapters: Mapping[str, str] | None = None,
     drain_seconds: int = 30,
     log_level: str = "info",
-    max_connections: int = 1024,
 ) -> int:
     """Serve until a signal, or until the engine's thread ends. Returns the exit status.
 
-    adapters: name -> folder of those that the model has. drain_seconds: how long requests may take to finish after the
-    first signal; then they are aborted.
+    sockets: of `listen`. adapters: name -> folder of those that the model has. drain_seconds: how long requests may
+    take to finish after the first signal; then they end with an error.
     """
     service = Service(engine, tokenizer, settings, adapters)
-    config = uvicorn.Config(
-        create_app(service),
-        host=host,
-        port=port,
-        log_level=log_level,
-        access_log=False,  # the service logs each request
-        timeout_graceful_shutdown=drain_seconds,
-        timeout_keep_alive=5,
-        limit_concurrency=max_connections,
-        h11_max_incomplete_event_size=64 * 1024,
-        http="h11",
-        ws="none",
-        server_header=False,
-    )
-    server = Server(config, service)
-
-    def on_death(error: BaseException) -> None:
-        server.should_exit = True
-
-    service.on_death = on_death
-    server.run()
+    host, port = sockets[0].getsockname()[:2]
+    server = make_server(service, host=host, port=port, drain_seconds=drain_seconds, log_level=log_level)
+    _allow_files(settings.limits.connections + _OTHER_FILES)
+    server.run(sockets=list(sockets))
     return EXIT_ENGINE_DIED if service.worker.error is not None or not server.started else 0
+
+
+def _allow_files(count: int) -> None:
+    """Each connection is an open file, and often no more than 1,024 are allowed at first."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < count:
+        log.warning("this process may have %d open files, fewer than %d: raise `ulimit -n`", most, count)

@@ -5,29 +5,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.stats import EngineStats
+from hf_paged.generation.sampling.grammar import vocabulary_of
+from hf_paged.generation.sampling.request import Request as EngineRequest
+from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter
-from hf_paged.serving.answers import JobAnswer, Outcome
+from hf_paged.serving.answers import JobAnswer, Outcome, unless_gone
 from hf_paged.serving.choices import Choices
 from hf_paged.serving.forms import Form
+from hf_paged.serving.grammars import Grammars
+from hf_paged.serving.latencies import Latencies
+from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
-from hf_paged.serving.worker import EngineStopped, EngineWorker
+from hf_paged.serving.tracing import RequestSpan
+from hf_paged.serving.worker import EngineStopped, EngineWorker, Job
 
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
 _LOG_SECONDS = 10.0
+_CLIENT_GONE = 499  # nginx's status for the log; no client sees it
 
 
 class Service:
@@ -48,16 +60,26 @@ class Service:
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
+        latencies = Latencies(self.metrics)
+        self.live = Live(engine, self.served, latencies)
+        self._engine = engine
         self.worker = EngineWorker(
             engine,
             max_in_flight=settings.limits.in_flight,
             on_death=self._died,
-            on_output=_Watch(self.metrics).observe,
+            on_output=latencies.observe,
         )
         self.is_draining = False
         self.on_death: Callable[[BaseException], None] = lambda error: None
         # One thread: a tokenizer is not safe in several, and long prompts are not to hold up the event loop.
         self._tokenizing = ThreadPoolExecutor(1, "hf-paged-tokenizer")
+        marks = self.served.answers.special_marks(tokenizer)
+        self._grammars = Grammars(
+            partial(vocabulary_of, tokenizer, marks),
+            max_bytes=settings.limits.grammar,
+            seconds=settings.limits.grammar_seconds,
+        )
+        self._num_preparing = 0
         self._reporter: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -69,6 +91,7 @@ class Service:
             self._reporter.cancel()
         await self.worker.stop()
         self._tokenizing.shutdown(wait=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._grammars.close)
 
     def check_alive(self) -> None:
         """Raises Problem (503) if the engine's thread has ended."""
@@ -77,73 +100,118 @@ class Service:
             cause = "" if error is None else f": {type(error).__name__}: {error}"
             raise Problem(503, f"the engine has stopped{cause}", code="engine_stopped")
 
-    def check_ready(self) -> None:
-        """Raises Problem (503) if new requests should go elsewhere."""
+    def check_open(self) -> None:
+        """Raises Problem (503) if no requests are taken."""
         self.check_alive()
         if self.is_draining:
             raise Problem(503, "the server is shutting down", code="draining")
+
+    def check_ready(self) -> None:
+        """Raises Problem (503) if new requests should go elsewhere."""
+        self.check_open()
+        if self.worker.is_paused:
+            raise Problem(503, "the server is paused; requests wait for /resume", code="paused")
+
+    def drain(self) -> None:
+        """Take no further requests, and let the others finish, also those that a pause has kept."""
+        self.is_draining = True
+        self.worker.resume_now()
 
     async def prepared(self, what: Callable[[], _Result]) -> _Result:
         """The result of something that tokenizes."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, what)
 
     async def answer(
-        self, make_plan: Callable[[], Plan], form_of: Callable[[Plan, Any, str, int], Form], name: str, request_id: str
-    ) -> JobAnswer:
+        self, make_plan: Callable[[], Plan], form_of: Callable[[Plan, Any, str, int], Form], name: str, request: Request
+    ) -> Response:
         """Queue the requests of a plan; raises Problem if it cannot be served. name: how the answer's id begins."""
-        began = time.monotonic()
-        self.check_ready()
+        began, request_id = asyncio.get_running_loop().time(), request.state.request_id
+        limit = self.settings.limits.request_seconds
+        self.check_open()
+        span = RequestSpan(name, request.headers)
         try:
-            plan = await self.prepared(make_plan)
-            job = await self.call_engine(self.worker.open(plan.submissions)) if plan.submissions else None
+            opened = await self._opened(make_plan, request)
         except Problem as problem:
             log.info("request=%s refused status=%d reason=%r", request_id, problem.status, problem.message)
+            span.refused(problem.status, problem.message)
             raise
-        form = form_of(plan, self.served.tokenizer, f"{name}-{request_id}", int(time.time()))
+        except BaseException:
+            span.refused(500, "the request was not queued")
+            raise
+        if opened is None:
+            log.info("request=%s status='disconnected' before it was queued", request_id)
+            span.refused(_CLIENT_GONE, "disconnected")
+            return Response(status_code=_CLIENT_GONE)
+        plan, job = opened
+        answer_id = f"{name}-{request_id}"
+        form = form_of(plan, self.served.tokenizer, answer_id, int(time.time()))
+        span.planned(plan, answer_id)
 
         def ended(outcome: Outcome) -> None:
-            log.info(
-                "request=%s model=%s status=%r prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish=%s "
-                "seconds=%.3f",
-                request_id,
-                plan.model,
-                outcome.status,
-                outcome.prompt_tokens,
-                outcome.cached_tokens,
-                outcome.completion_tokens,
-                ",".join(outcome.finish_reasons) or "-",
-                time.monotonic() - began,
-            )
+            seconds = asyncio.get_running_loop().time() - began
+            span.ended(outcome, seconds)
+            _log_end(request_id, plan, outcome, seconds)
 
         return JobAnswer(
             plan,
             job,
             Choices(plan, self.served.tokenizer),
             form,
-            send_seconds=self.settings.limits.send_seconds,
+            ends_at=None if limit is None else began + limit,
             on_end=ended,
         )
 
+    async def _opened(self, make_plan: Callable[[], Plan], request: Request) -> tuple[Plan, Job | None] | None:
+        """The plan and its job, None without submissions. None if the client has gone before its turn.
+
+        Requests that are prepared have a place each, so that no more of them wait than may run. Raises Problem.
+        """
+        limit = self.settings.limits.in_flight
+
+        with _refusals():
+            if self.worker.num_in_flight + self._num_preparing >= limit:
+                raise self.worker.full()
+            self._num_preparing += 1
+            try:
+                done = await unless_gone(self._requests(make_plan), request.receive)
+            finally:
+                self._num_preparing -= 1
+            if done is None:
+                return None
+            plan, requests = done
+            return plan, await self.worker.open(requests) if requests else None
+
+    async def _requests(self, make_plan: Callable[[], Plan]) -> tuple[Plan, list[EngineRequest]]:
+        def prepare() -> tuple[Plan, list[EngineRequest] | None]:
+            plan = make_plan()
+            return plan, None if plan.constraint is not None else self.worker.prepare(plan.submissions)
+
+        plan, requests = await self.prepared(prepare)
+        if requests is None:
+            plan = plan.constrained(await self._grammars.compiled(plan.constraint))
+            requests = await self.prepared(partial(self.worker.prepare, plan.submissions))
+        return plan, requests
+
     async def call_engine(self, awaitable: Any) -> Any:
         """The result of what the engine was asked for, its refusals as Problems."""
-        try:
+        with _refusals():
             return await awaitable
-        except QueueFull as error:
-            raise Problem(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
-        except ValueError as error:
-            raise Problem(400, str(error)) from error
-        except EngineStopped as error:
-            raise Problem(503, str(error), code="engine_stopped") from error
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self.call_engine(self.worker.call(lambda engine: engine.stats()))
-        return stats
+        """The engine's figures now. Does not wait for a step. Raises Problem (503) if the engine has stopped."""
+        self.check_alive()
+        return await asyncio.to_thread(self._engine.stats)
+
+    async def live_body(self) -> tuple[str, bytes]:
+        """See `Live.body`. Raises Problem (503) if the engine has stopped."""
+        self.check_alive()
+        return await asyncio.to_thread(self.live.body)
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Raises Problem if it cannot be loaded; the model is then unchanged."""
-        if name in self.settings.names or name in self.served.adapters:
+        if name in (BASE, *self.settings.names, *self.served.adapters):
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")
         try:
             check_adapter(folder)
@@ -190,24 +258,39 @@ class Service:
             before, then = stats, now
 
 
-class _Watch:
-    """Turns the outputs of requests into times between tokens."""
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """The engine's refusals, as Problems."""
+    try:
+        yield
+    except QueueFull as error:
+        raise Problem(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
+    except ValueError as error:
+        raise Problem(400, str(error)) from error
+    except EngineStopped as error:
+        raise Problem(503, str(error), code="engine_stopped") from error
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._seen: dict[str, tuple[float, int]] = {}  # when, and how many tokens there were
 
-    def observe(self, outputs: Mapping[str, RequestOutput]) -> None:
-        """Called with the latest state of the requests that have changed; of each request until it has finished."""
-        now = time.monotonic()
-        for request_id, output in outputs.items():
-            count = max((each.num_tokens for each in output.outputs), default=0)
-            then, before = self._seen.get(request_id, (now, 0))
-            if before == 0 and count:
-                self._metrics.observe_first(output)
-            elif count > before:
-                self._metrics.observe_gap(now - then, count - before)
-            self._seen[request_id] = now, count
-            if output.finished:
-                self._metrics.observe_end(output)
-                del self._seen[request_id]
+def _log_end(request_id: str, plan: Plan, outcome: Outcome, seconds: float) -> None:
+    if outcome.cause is not None:
+        log.error("request=%s failed: %s", request_id, outcome.status, exc_info=outcome.cause)
+    log.info(
+        "request=%s model=%s status=%r prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish=%s preemptions=%d "
+        "queue=%s first_token=%s seconds=%.3f user=%r",
+        request_id,
+        plan.model,
+        outcome.status,
+        outcome.prompt_tokens,
+        outcome.cached_tokens,
+        outcome.completion_tokens,
+        ",".join(outcome.finish_reasons) or "-",
+        outcome.preemptions,
+        _seconds(outcome.queue_seconds),
+        _seconds(outcome.first_token_seconds),
+        seconds,
+        plan.user,
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

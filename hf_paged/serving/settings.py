@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 DefaultsFrom = Literal["auto", "vllm"]
 
@@ -13,31 +13,45 @@ DefaultsFrom = Literal["auto", "vllm"]
 class Limits:
     """What a client may ask for. Counts, except where a unit is given.
 
-    body: bytes of a request's body. body_seconds: until the body has arrived. send_seconds: until a client has taken
-    what was sent to it. sequences: samples and beams of one HTTP request, over all its prompts. logprobs: alternatives
-    for each token. in_flight: prompts that run or wait, over all clients; further requests get 429. new_tokens: of a
-    chat request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
+    in_flight: prompts that run or wait, over all clients; further requests get 429. spare_connections: that may be
+    open beyond these, for refusals, /health and clients that wait. head_seconds: until the head of a connection's next
+    request has arrived. body: bytes of a request's body. body_seconds: until the body has arrived. send_seconds: how
+    long a client may take nothing of what was sent to it. sequences: samples and beams of one HTTP request, over all
+    its prompts. logprobs: alternatives for each token. scores: log-probabilities in one answer. new_tokens: of a chat
+    request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
+    grammar: bytes of a schema, regular expression or grammar. grammar_seconds: to compile one (0: they are not served).
     """
 
+    in_flight: int = 1024
+    spare_connections: int = 256
+    head_seconds: float = 15.0
     body: int = 4 * 2**20
     body_seconds: float = 30.0
     send_seconds: float = 60.0
     sequences: int = 128
     logprobs: int = 20
-    in_flight: int = 1024
+    scores: int = 2**21
     new_tokens: int = 1024
     request_seconds: float | None = None
+    grammar: int = 64 * 2**10
+    grammar_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("body", "sequences", "in_flight", "new_tokens"):
+        for name in ("in_flight", "spare_connections", "body", "sequences", "scores", "new_tokens", "grammar"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
         if isinstance(self.logprobs, bool) or not isinstance(self.logprobs, int) or self.logprobs < 0:
             raise ValueError(f"logprobs={self.logprobs!r}: an integer of at least 0 is needed")
-        for name in ("body_seconds", "send_seconds", "request_seconds"):
+        for name in ("head_seconds", "body_seconds", "send_seconds", "request_seconds"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r}: a number of seconds above 0 is needed")
+        if not 0 <= self.grammar_seconds < float("inf"):
+            raise ValueError(f"grammar_seconds={self.grammar_seconds!r}: a number of seconds, or 0, is needed")
+
+    @property
+    def connections(self) -> int:
+        return self.in_flight + self.spare_connections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +61,9 @@ class Settings:
     max_model_len: tokens of prompt and answer together (None: as many as the model has positions). defaults: where
     sampling options that a request leaves out come from: "auto" is the checkpoint's generation config, as `generate`
     has it; "vllm" is OpenAI's values, that is sampling at temperature 1. chat_template: Jinja text in place of the
-    tokenizer's. admin: serve the routes that change the server (/pause, adapters and so on).
+    tokenizer's. response_template: where an answer's reasoning and tool calls stand, in transformers' format, in place
+    of the tokenizer's. admin_key: for the routes that change the server (None: they are off). priorities: requests may
+    have one.
     """
 
     names: tuple[str, ...]
@@ -55,18 +71,33 @@ class Settings:
     max_model_len: int | None = None
     defaults: DefaultsFrom = "auto"
     chat_template: str | None = None
-    admin: bool = False
+    response_template: dict[str, Any] | None = None
+    admin_key: str | None = None
+    priorities: bool = False
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
             raise ValueError(f"names={self.names!r}: the served model needs a name")
-        if not all(key.strip() for key in self.api_keys):
-            raise ValueError("an API key is empty; leave it out, or give one that cannot be guessed")
+        for key in self.api_keys:
+            _check_key("an API key", key)
+        if self.admin_key is not None:
+            _check_key("the admin key", self.admin_key)
+            if self.admin_key in self.api_keys:
+                raise ValueError("the admin key is an API key too; give it to those who may change the server only")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len}: at least 2 tokens are needed")
         if self.defaults not in ("auto", "vllm"):
             raise ValueError(f"defaults={self.defaults!r}: use 'auto' or 'vllm'")
+
+
+def _check_key(what: str, key: str) -> None:
+    if not key.strip():
+        raise ValueError(f"{what} is empty; leave it out, or give one that cannot be guessed")
+    if not (key.isascii() and key.isprintable()) or key != key.strip():
+        raise ValueError(
+            f"{what} has spaces around it, or characters that no header can have; use ASCII letters, digits"
+        )
 
 
 def check_exposure(host: str, api_keys: tuple[str, ...], *, allow_no_key: bool) -> None:

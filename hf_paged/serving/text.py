@@ -13,6 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _MAX_UTF8 = 4  # bytes of a character
+_LONG_RUN = 64  # tokens
 
 
 class Detokenizer:
@@ -24,6 +25,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._ignored = _skipped_ids(tokenizer) if skip_special_tokens else frozenset()
         self._ids: list[int] = []
         # Tokens of the window: those before `_read` are context, whose text, `_context` characters, has been returned.
         self._start = self._read = self._context = 0
@@ -33,13 +35,14 @@ class Detokenizer:
         """The text that these further tokens add, as far as no later token can change it."""
         shown = ""
         for token in token_ids:  # one by one: after each whole character there is less to hold back
-            self._ids.append(token)
-            shown += self._advance()
+            if token not in self._ignored:
+                self._ids.append(token)
+                shown += self._advance()
         return shown
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
         """The rest, with these last tokens; no more follow."""
-        self._ids += token_ids
+        self._ids += (token for token in token_ids if token not in self._ignored)
         if self._read == len(self._ids):
             return ""
         return self._decode(self._start, len(self._ids))[self._context + self._emitted :]
@@ -55,10 +58,23 @@ class Detokenizer:
             return ""
         if end < len(text):
             self._emitted += end - begin
+            if (len(self._ids) - self._read) % _LONG_RUN == 0:
+                self._shorten(text)
         else:
             self._start, self._read, self._emitted = self._read, len(self._ids), 0
             self._context = len(self._decode(self._start, self._read))
         return text[begin:end]
+
+    def _shorten(self, text: str) -> None:
+        """Move the window, whose text this is, within a long run of broken characters: to where no character is."""
+        end = len(self._ids)
+        for read in range(end - 2 * _MAX_UTF8, end - 3 * _MAX_UTF8, -1):
+            start = read - 2 * _MAX_UTF8
+            parts = [self._decode(*each) for each in ((self._start, start), (start, read), (read, end))]
+            emitted = self._context + self._emitted - len(parts[0]) - len(parts[1])
+            if "".join(parts) == text and emitted >= 0:
+                self._start, self._read, self._context, self._emitted = start, read, len(parts[1]), emitted
+                break
 
     def _decode(self, start: int, end: int) -> str:
         return str(
@@ -66,6 +82,13 @@ class Detokenizer:
                 self._ids[start:end], skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
             )
         )
+
+
+@lru_cache(maxsize=1)
+def _skipped_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that decoding skips as if they were not there."""
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return frozenset(special if tokenizer.is_fast else special & set(tokenizer.all_special_ids))
 
 
 class StopSearch:

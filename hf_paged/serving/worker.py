@@ -16,8 +16,10 @@ from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from hf_paged.errors import QueueFull
+from hf_paged.generation.engine.admission import RequestOptions
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.sampling.request import Request
 from hf_paged.serving.plan import Submission
 
 _Result = TypeVar("_Result")
@@ -43,6 +45,13 @@ class _Command:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
+
+
+async def _unless_cancelled(future: Future[_Result]) -> _Result:
+    """The result of a future of the thread, which is not cancelled with the caller: the thread sets it in any case."""
+    wrapped = asyncio.wrap_future(future)
+    wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, also if nothing awaits it
+    return await asyncio.shield(wrapped)
 
 
 class Job:
@@ -109,7 +118,7 @@ class EngineWorker:
         self._max_in_flight = max_in_flight
         self._on_death = on_death
         self._on_output = on_output
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # safe in several threads
         self._jobs: dict[str, Job] = {}  # by request id; the event loop's
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="hf-paged-engine", daemon=True)
@@ -121,7 +130,7 @@ class EngineWorker:
         self.error: BaseException | None = None
         # The thread's own.
         self._is_paused = False
-        self._pausing: Future[None] | None = None  # `pause("wait")`: no request is added until the others have ended
+        self._pausing: Future[None] | None = None  # a pause that has not begun: no request is added until then
         self._held: list[_Command] = []
         self._running: set[str] = set()  # ids of requests that have not finished
 
@@ -139,16 +148,35 @@ class EngineWorker:
     def num_in_flight(self) -> int:
         return len(self._jobs)
 
-    async def open(self, submissions: Sequence[Submission]) -> Job:
-        """Add all of these requests, or none. Raises what `Engine.add_request` does; QueueFull beyond max_in_flight."""
-        if len(self._jobs) + len(submissions) > self._max_in_flight:
-            raise QueueFull(
-                f"{len(self._jobs)} requests run or wait, and {self._max_in_flight} may; send it again later"
+    def prepare(self, submissions: Sequence[Submission]) -> list[Request]:
+        """The longer part of adding requests, in any thread. Raises what `Engine.add_request` does."""
+        return [
+            self._engine.prepare_request(
+                each.prompt_ids,
+                each.config,
+                RequestOptions(
+                    request_id=f"req-{next(self._numbers)}",
+                    priority=each.priority,
+                    logits_processor=each.processors or None,
+                    stopping_criteria=each.criteria or None,
+                    adapter=each.adapter,
+                    cache_salt=each.cache_salt,
+                    logprobs=each.logprobs,
+                    prompt_logprobs=each.prompt_logprobs,
+                    deadline=each.deadline,
+                ),
             )
-        job = Job([f"req-{next(self._numbers)}" for _ in submissions], self._abandon)
+            for each in submissions
+        ]
+
+    async def open(self, requests: Sequence[Request]) -> Job:
+        """Add all of these requests, or none. Raises what `Engine.submit` does; QueueFull beyond max_in_flight."""
+        if len(self._jobs) + len(requests) > self._max_in_flight:
+            raise self.full()
+        job = Job([request.request_id for request in requests], self._abandon)
         self._jobs.update(dict.fromkeys(job.ids, job))
         try:
-            await self._do(lambda: self._add(job.ids, submissions), is_addition=True)
+            await self._do(lambda: self._add(requests), is_addition=True)
         except asyncio.CancelledError:
             job.close()  # the commands run in order: after it was added
             raise
@@ -157,32 +185,50 @@ class EngineWorker:
             raise
         return job
 
+    def full(self) -> QueueFull:
+        return QueueFull(f"{len(self._jobs)} requests run or wait, and {self._max_in_flight} may; send it again later")
+
     async def call(self, what: Callable[[Engine], _Result]) -> _Result:
         """The result of `what`, which the engine's thread calls between two steps. Raises EngineStopped."""
         return await self._do(lambda: what(self._engine))
 
+    @property
+    def is_paused(self) -> bool:
+        """True from the beginning of `pause` to `resume`."""
+        return self._is_paused or self._pausing is not None
+
     async def pause(self, mode: PauseMode) -> None:
         """Run no further step. Requests in flight are aborted, or awaited ("wait"), or kept for `resume` ("keep")."""
-        await asyncio.wrap_future(await self._do(lambda: self._pause(mode)))
+        await _unless_cancelled(await self._do(lambda: self._pause(mode)))
 
     async def resume(self) -> None:
         await self._do(self._resume)
 
-    async def stop(self) -> None:
-        """Abort everything, close the engine and end the thread. Idempotent."""
+    def resume_now(self) -> None:
+        """As `resume`; nothing waits for it."""
+        with suppress(EngineStopped):
+            self._leave(_Command(self._resume))
+
+    def end(self) -> None:
+        """Begin `stop`: after the step in progress, readers of unfinished requests get EngineStopped."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
+
+    async def stop(self) -> None:
+        """Abort everything, close the engine and end the thread. Idempotent."""
+        self.end()
         await asyncio.to_thread(self._thread.join)
+
+    def join(self) -> None:
+        """`stop` for callers that cannot await it; from any thread."""
+        self.end()
+        self._thread.join()
 
     async def _do(self, call: Callable[[], _Result], *, is_addition: bool = False) -> _Result:
         command = _Command(call, is_addition=is_addition)
         self._leave(command)
-        future = asyncio.wrap_future(command.future)
-        # Not cancelled with the caller: the command runs in any case. Its error is read, also if nothing awaits it.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        result: _Result = await asyncio.shield(future)
-        return result
+        return await _unless_cancelled(command.future)
 
     def _leave(self, command: _Command) -> None:
         with self._wake:
@@ -229,8 +275,7 @@ class EngineWorker:
                 if self._can_step():
                     self._publish(self._engine.step())
                 if self._pausing is not None and not self._engine.has_unfinished_requests():
-                    self._is_paused, pausing, self._pausing = True, self._pausing, None
-                    pausing.set_result(None)
+                    self._have_paused()
             self._end(None)
         except BaseException as error:  # whatever it is, no request may wait for ever
             self._end(error)
@@ -255,28 +300,9 @@ class EngineWorker:
     def _can_step(self) -> bool:
         return not self._is_paused and self._engine.has_unfinished_requests()
 
-    def _add(self, ids: Sequence[str], submissions: Sequence[Submission]) -> None:
-        added: list[str] = []
-        try:
-            for request_id, each in zip(ids, submissions):
-                self._engine.add_request(
-                    each.prompt_ids,
-                    each.config,
-                    request_id=request_id,
-                    priority=each.priority,
-                    logits_processor=each.processors or None,
-                    stopping_criteria=each.criteria or None,
-                    adapter=each.adapter,
-                    cache_salt=each.cache_salt,
-                    logprobs=each.logprobs,
-                    prompt_logprobs=each.prompt_logprobs,
-                    deadline=each.deadline,
-                )
-                added.append(request_id)
-        except BaseException:
-            self._abort(added)
-            raise
-        self._running.update(added)
+    def _add(self, requests: Sequence[Request]) -> None:
+        self._engine.submit(requests)
+        self._running.update(request.request_id for request in requests)
 
     def _abort(self, ids: Sequence[str]) -> None:
         for request_id in ids:
@@ -291,21 +317,28 @@ class EngineWorker:
             self._tell(self._deliver)
 
     def _pause(self, mode: PauseMode) -> Future[None]:
-        done: Future[None] = Future()
-        if mode == "wait" and not self._is_paused:
-            if self._pausing is None:
-                self._pausing = done
-            return self._pausing
+        """The future is done when the pause has begun."""
+        if self._pausing is None:
+            self._pausing = Future()
+        begun = self._pausing
         if mode == "abort":
             self._abort(sorted(self._running))
             while self._engine.has_unfinished_requests():
                 self._publish(self._engine.step())
+        if mode != "wait" or self._is_paused:
+            self._have_paused()
+        return begun
+
+    def _have_paused(self) -> None:
         self._is_paused = True
-        done.set_result(None)
-        return done
+        self._go_on()
 
     def _resume(self) -> None:
         self._is_paused = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """A pause has begun or ended: tell those that wait for it, and queue the requests that it has held back."""
         pausing, self._pausing = self._pausing, None
         if pausing is not None:
             pausing.set_result(None)
@@ -331,6 +364,5 @@ class EngineWorker:
         self._tell(lambda: self._all_ended(reason))
 
     def _tell(self, callback: Callable[..., Any]) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback)

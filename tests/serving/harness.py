@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,18 +19,17 @@ from typing import Any
 import httpx
 import openai
 import torch
-import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
-from hf_paged.serving.app import create_app
-from hf_paged.serving.server import Server
+from hf_paged.serving.server import Server, make_server
 from hf_paged.serving.service import Service
 from hf_paged.serving.settings import Settings
 
 QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 NAME = "pydoc"
 KEY = "a-key-of-the-tests"
+ADMIN = "the-admin-key-of-the-tests"
 
 
 @cache
@@ -58,23 +62,51 @@ def text_of(token_ids: list[int]) -> str:
     return str(tokenizer().decode(token_ids, skip_special_tokens=True))
 
 
+def must(is_done: bool, otherwise: str) -> None:
+    """Not an `assert`, which `python -O` removes together with the waiting in it."""
+    if not is_done:
+        raise AssertionError(otherwise)
+
+
 class Running:
     """A server that runs, and its clients."""
 
     def __init__(self, server: Server, service: Service, engine: hf_paged.Engine, url: str) -> None:
         self.server, self.service, self.engine, self.url = server, service, engine, url
         self.loop: Any = None
-        keys = service.settings.api_keys
-        self.headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-        self.http = httpx.Client(base_url=url, headers=self.headers, timeout=60)
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0] if keys else "none", max_retries=0)
+        self.thread: Any = None
+        self._connections: list[socket.socket] = []
+        key = next((key for key in (service.settings.admin_key, *service.settings.api_keys) if key), "none")
+        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+    def connect(self) -> socket.socket:
+        """A bare connection, that ends with the test at the latest."""
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=60)
+        self._connections.append(connection)
+        return connection
+
+    def send_signal(self) -> None:
+        """What SIGTERM does in a process of its own."""
+        self.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
+
+    def on_loop(self, what: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Start it on the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(what, self.loop)
 
     def call(self, what: Callable[[hf_paged.Engine], Any]) -> Any:
         """Run it in the engine's thread, after everything that was asked of it before."""
-        return asyncio.run_coroutine_threadsafe(self.service.worker.call(what), self.loop).result(60)
+        return self.on_loop(self.service.worker.call(what)).result(60)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
+
+    def close(self) -> None:
+        self.http.close()
+        self.client.close()
+        for connection in self._connections:
+            connection.close()
 
     def assert_idle(self) -> None:
         """No request is left, and no block is used but by the prefix cache."""
@@ -90,47 +122,49 @@ def serving(
     scheduler_config: Any = None,
     model: Any = None,
     adapters: dict[str, str] | None = None,
-    drain_seconds: int = 30,
+    drain_seconds: float = 30,
+    admin: bool = False,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Start a server, and stop it as a signal would. model: None = the one that all tests share."""
+    """Start a server, and stop it as a signal would. model: None = the one that all tests share. admin: with an admin
+    key, which the clients send."""
     engine = hf_paged.Engine(
         model or shared_model(), cache_config or hf_paged.CacheConfig(num_blocks=1024), scheduler_config
     )
-    service = Service(engine, tokenizer(), Settings(names=(NAME,), **settings), adapters)
-    config = uvicorn.Config(
-        create_app(service),
-        host="127.0.0.1",
-        port=0,
-        log_level="warning",
-        http="h11",
-        ws="none",
-        timeout_graceful_shutdown=drain_seconds,
+    service = Service(
+        engine, tokenizer(), Settings(names=(NAME,), admin_key=ADMIN if admin else None, **settings), adapters
     )
-    server = Server(config, service)
+    server = make_server(service, host="127.0.0.1", port=0, drain_seconds=drain_seconds, log_level="warning")
     started, loops = threading.Event(), []
     begin = server.startup
 
-    async def startup(**kwargs: Any) -> None:
-        await begin(**kwargs)
+    async def startup(*args: Any, **kwargs: Any) -> None:
+        await begin(*args, **kwargs)
         loops.append(asyncio.get_running_loop())
         started.set()
 
     server.startup = startup  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, name="test-server")
     thread.start()
-    assert started.wait(60)
+    must(started.wait(60), "the server has not started")
     port = server.servers[0].sockets[0].getsockname()[1]
     running = Running(server, service, engine, f"http://127.0.0.1:{port}")
-    running.loop = loops[0]
+    running.loop, running.thread = loops[0], thread
     try:
         yield running
     finally:
-        running.http.close()
-        running.client.close()
+        running.close()
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that has no event of its own."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it has not happened within a minute"
+        time.sleep(0.005)
 
 
 class Ended(logging.Handler):
@@ -141,16 +175,18 @@ class Ended(logging.Handler):
         self._words = words
         self._found = threading.Semaphore(0)
         self.lines: list[str] = []
+        self.traces: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
         if all(word in line for word in self._words):
             self.lines.append(line)
+            self.traces.append("".join(traceback.format_exception(record.exc_info[1])) if record.exc_info else "")
             self._found.release()
 
     def wait(self, count: int = 1) -> None:
         for _ in range(count):
-            assert self._found.acquire(timeout=60), f"no log line with {self._words}"
+            must(self._found.acquire(timeout=60), f"no log line with {self._words}")
 
     def __enter__(self) -> Ended:
         log = logging.getLogger("hf_paged.serving")
@@ -172,8 +208,11 @@ class Gate:
         engine.step = self._gated  # type: ignore[method-assign]
 
     def _gated(self) -> Any:
-        assert self._permits.acquire(timeout=120)
+        must(self._permits.acquire(timeout=120), "the gate was never opened")
         return self._step()
+
+    def pass_on(self, steps: int) -> None:
+        self._permits.release(steps)
 
     def open(self) -> None:
         self._engine.step = self._step  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ import openai
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hf_paged.serving.adapters import check_adapter, load_adapter
 from tests.serving.harness import NAME, Running, new_model, plain, serving
@@ -113,7 +114,12 @@ def test_the_first_adapter_may_come_later(folders: dict[str, str]) -> None:
 
 
 def test_what_is_no_adapter_is_refused(adapted: Running, folders: dict[str, str], tmp_path: Path) -> None:
-    for path, words in {"/no/such/folder": "adapter_config.json", str(tmp_path): "adapter_config.json"}.items():
+    for path, words in {
+        "/no/such/folder": "adapter_config.json",
+        str(tmp_path): "adapter_config.json",
+        "x" * 4096: "not a folder",
+        "\0": "adapter_config.json",
+    }.items():
         refused = adapted.post("/v1/load_lora_adapter", lora_name="x", lora_path=path)
         assert refused.status_code == 400 and words in refused.json()["error"]["message"]
     pickled = tmp_path / "pickled"
@@ -126,11 +132,43 @@ def test_what_is_no_adapter_is_refused(adapted: Running, folders: dict[str, str]
     broken.mkdir()
     (broken / "adapter_config.json").write_text((Path(folders["sql"]) / "adapter_config.json").read_text())
     (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
-    refused = adapted.post("/v1/load_lora_adapter", lora_name="x", lora_path=str(broken))
-    assert refused.status_code == 400 and "cannot be loaded" in refused.json()["error"]["message"]
+    for _ in range(2):  # the name is free after a failure
+        refused = adapted.post("/v1/load_lora_adapter", lora_name="x", lora_path=str(broken))
+        assert refused.status_code == 400 and "cannot be loaded" in refused.json()["error"]["message"]
+        assert "SafetensorError" in refused.json()["error"]["message"]
     assert tokens(adapted, "sql") == alone(folders["sql"])
     assert answer(adapted, "x").status_code == 404
     assert adapted.post("/v1/load_lora_adapter", lora_name=NAME, lora_path=folders["sql"]).status_code == 400
+
+
+def test_an_adapter_of_another_model_is_refused(adapted: Running, folders: dict[str, str], tmp_path: Path) -> None:
+    """PEFT would load it with a warning, and its requests would get the base model's answers."""
+    weights = load_file(Path(folders["sql"]) / "adapter_model.safetensors")
+    other = {key.replace("layers.", "blocks."): value for key, value in weights.items()}
+    some = dict(list(weights.items())[::2])
+    more = {**weights, **{key.replace("layers.", "layers.4"): value.clone() for key, value in weights.items()}}
+    for name, changed in {"other": other, "some_": some, "more": more}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text((Path(folders["sql"]) / "adapter_config.json").read_text())
+        save_file(changed, folder / "adapter_model.safetensors")
+        refused = adapted.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
+        assert refused.status_code == 400 and "not one of this model" in refused.json()["error"]["message"]
+        assert answer(adapted, name).status_code == 404
+    assert adapted.post("/v1/load_lora_adapter", lora_name="some_", lora_path=folders["late"]).status_code == 200
+    assert tokens(adapted, "some_") == alone(folders["late"])
+    assert adapted.post("/v1/unload_lora_adapter", lora_name="some_").status_code == 200
+
+
+def test_a_first_adapter_that_fails(folders: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text((Path(folders["sql"]) / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    model = new_model()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_adapter(model, "sql", str(tmp_path))
+    load_adapter(model, "sql", folders["sql"])
+    with pytest.raises(ValueError, match="stands for the model without adapters"):
+        load_adapter(model, "__base__", folders["sql"])
 
 
 @pytest.mark.slow

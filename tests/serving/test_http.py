@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import hmac
 import socket
 import subprocess
 import sys
+import threading
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,12 @@ import openai
 import pytest
 
 import hf_paged
+from hf_paged.cli import serve
 from hf_paged.cli.main import main
+from hf_paged.serving import forms
+from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits, Settings, check_exposure
-from tests.serving.harness import KEY, NAME, QA, Gate, Running, serving, tokenizer
+from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Gate, Running, serving, tokenizer, until
 
 ROOT = Path(hf_paged.__file__).parent
 PROMPT = "A list is"
@@ -59,6 +66,46 @@ def test_keys_keep_their_prefixes_apart() -> None:
         assert [cached(KEY), cached(KEY), cached("another"), cached("another")] == [0, 32, 0, 32]
 
 
+def test_the_admin_key() -> None:
+    """A browser sends no such header for another site's page, and who may generate may not stop others."""
+    with serving(api_keys=(KEY,), admin=True) as running:
+        for path in ("/pause", "/resume", "/reset_prefix_cache"):
+            for headers, status in (
+                ({"authorization": f"Bearer {ADMIN}"}, 200),
+                ({"authorization": f"Bearer {KEY}"}, 403),
+                ({"authorization": f"Basic {ADMIN}"}, 401),
+            ):
+                assert running.http.post(path, headers=headers).status_code == status, (path, headers)
+        load = {"lora_name": "a", "lora_path": "b"}
+        answer = running.http.post("/v1/load_lora_adapter", json=load, headers={"authorization": f"Bearer {KEY}"})
+        assert answer.status_code == 403 and "admin key" in message(answer)
+    with serving(admin=True) as running:  # no key for the other routes
+        bare = httpx.Client(base_url=running.url)
+        assert bare.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
+        assert bare.post("/pause").status_code == 403
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of equal length, by the function made for it, and all of them whichever matches."""
+    compared: list[tuple[int, int]] = []
+    compare = hmac.compare_digest
+
+    def noted(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return compare(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", noted)
+    with serving(api_keys=(KEY, "another"), admin=True) as running:
+        for key in (KEY, "another", ADMIN, "wrong"):
+            compared.clear()
+            running.http.get("/version", headers={"authorization": f"Bearer {key}"})
+            assert compared == [(32, 32)] * 3, key
+
+
+def test_the_server_listens_to_this_machine_unless_told_otherwise() -> None:
+    assert signature(serve.serve).parameters["host"].default == "127.0.0.1"
+
+
 def test_an_open_server_needs_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):
         with pytest.raises(ValueError, match="--api-key"):
@@ -73,6 +120,11 @@ def test_the_command_refuses_before_it_loads(capsys: pytest.CaptureFixture[str])
     for argv, words in {
         ("--host", "0.0.0.0"): "--api-key",
         ("--api-key", " "): "API key is empty",
+        ("--api-key", "abc "): "API key has spaces",
+        ("--api-key", "schlüssel"): "API key has spaces around it, or characters",
+        ("--admin-key", ""): "admin key is empty",
+        ("--api-key", "a", "--admin-key", "a"): "is an API key too",
+        ("--host", "192.0.2.1", "--api-key", "a"): "cannot listen on 192.0.2.1:8000",
         ("--adapter", "sql"): "NAME=FOLDER",
         ("--adapter", "sql=/no/such/folder"): "adapter_config.json",
         ("--chat-template", "/no/such/file"): "cannot be read",
@@ -86,7 +138,13 @@ def test_settings_are_checked() -> None:
     for wrong in ({"names": ()}, {"names": ("",)}, {"names": ("a",), "max_model_len": 1}):
         with pytest.raises(ValueError):
             Settings(**wrong)
-    for wrong in ({"body": 0}, {"sequences": True}, {"logprobs": -1}, {"send_seconds": float("nan")}):
+    for wrong in (
+        {"body": 0},
+        {"spare_connections": 0},
+        {"sequences": True},
+        {"logprobs": -1},
+        {"send_seconds": float("nan")},
+    ):
         with pytest.raises(ValueError):
             Limits(**wrong)
 
@@ -126,6 +184,32 @@ def test_what_goes_beyond_the_context_is_refused_with_both_numbers(server: Runni
     assert server.post("/v1/completions", prompt=[5] * 1020, ignore_eos=True).json()["usage"]["completion_tokens"] == 4
 
 
+def test_an_answer_without_a_limit_has_the_servers() -> None:
+    with serving(limits=Limits(new_tokens=3)) as running:
+        answer = running.post("/v1/chat/completions", messages=HELLO, ignore_eos=True)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        answer = running.post("/v1/completions", prompt=PROMPT, ignore_eos=True)
+        assert answer.json()["usage"]["completion_tokens"] == 16  # OpenAI's default
+
+
+def test_text_that_is_too_long_in_any_case_is_not_tokenized(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest token decides; white space may be a part of a special token."""
+    longest = max(map(len, tokenizer().get_vocab()))
+    most = server.service.served.most_characters
+    assert most == 4 * 1024 * longest
+    token = max((each for each in tokenizer().get_vocab() if each.isascii() and each.isalpha()), key=len)
+    fitting = token * 1000
+    assert len(tokenizer()(fitting)["input_ids"]) <= 1001 and len(fitting) < most
+    monkeypatch.setattr(ServedModel, "encode", lambda *args, **options: pytest.fail("it was tokenized"))
+    for path, body in {
+        "/v1/completions": {"prompt": "x" * (most + 1)},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * (most + 1)}]},
+    }.items():
+        answer = server.post(path, **body)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+        assert str(most + 1) in message(answer) or "chat" in path
+
+
 def test_what_does_not_fit_the_memory_is_refused() -> None:
     with serving(cache_config=hf_paged.CacheConfig(num_blocks=8)) as running:
         answer = running.post("/v1/completions", prompt=[5] * 100, max_tokens=100)
@@ -145,6 +229,106 @@ def test_a_full_queue_is_429() -> None:
         assert list(stream)
         assert running.post("/v1/completions", prompt=PROMPT).status_code == 200
         running.assert_idle()
+
+
+def test_a_body_that_can_never_be_queued_is_400() -> None:
+    with serving(limits=Limits(in_flight=2)) as running:
+        answer = running.post("/v1/completions", prompt=["a", "b", "c"], max_tokens=1)
+        assert answer.status_code == 400 and "3 prompts" in message(answer) and "2" in message(answer)
+        assert running.post("/v1/completions", prompt=["a", "b"], max_tokens=1).status_code == 200
+
+
+def test_requests_have_a_place_before_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the server has not the room for costs it nothing, and neither does what a client no longer waits for."""
+    encoded, go_on = [], threading.Event()
+    encode = ServedModel.encode
+
+    def slow(self: Any, text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        assert go_on.wait(60)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(ServedModel, "encode", slow)
+    with serving(limits=Limits(in_flight=2)) as running, Ended("before it was queued") as gone:
+        answers: list[httpx.Response] = []
+        first = threading.Thread(target=lambda: answers.append(running.post("/v1/completions", prompt="first")))
+        first.start()
+        until(lambda: encoded == ["first"])
+        second = running.connect()
+        body = b'{"prompt": "second"}'
+        second.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        second.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        until(lambda: running.service._num_preparing == 2)
+        answer = running.post("/v1/completions", prompt="third")
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        second.close()
+        gone.wait()
+        go_on.set()
+        first.join(60)
+        assert answers[0].status_code == 200
+        assert running.post("/v1/completions", prompt="fourth").status_code == 200
+        assert encoded == ["first", "fourth"]
+
+
+def test_an_error_of_the_server_is_answered_as_every_other_one(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **options: Any) -> list[int]:
+        raise ZeroDivisionError("a fault in a tokenizer")
+
+    monkeypatch.setattr(ServedModel, "encode", broken)
+    with Ended("request=mine-7 failed") as logged:
+        answer = server.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine-7"})
+        logged.wait()
+    assert answer.status_code == 500 and "mine-7" in message(answer) and answer.headers["x-request-id"] == "mine-7"
+    monkeypatch.undo()
+    assert 'http_requests_total{route="/v1/completions",status="500"} 1.0' in server.http.get("/metrics").text
+
+
+def test_text_that_is_no_unicode() -> None:
+    with serving(chat_template="{{ flavour }}") as running:
+        body = '{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"flavour": "\\ud800"}}'
+        answer = running.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and "Unicode" in message(answer)
+        for path in ("/v1/completions", "/tokenize"):
+            answer = running.http.post(
+                path, content='{"prompt": "\\ud800"}', headers={"content-type": "application/json"}
+            )
+            assert answer.status_code in (400, 422), path
+
+
+# -- log-probabilities ---------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_have_a_limit() -> None:
+    with serving(limits=Limits(scores=1000)) as running:
+        fields: dict[str, Any] = {"prompt": [5] * 40, "temperature": 1, "max_tokens": 10}
+        for wrong in ({"logprobs": 4, "n": 21}, {"logprobs": 4, "echo": True, "n": 5}, {"logprobs": 0, "n": 101}):
+            answer = running.post("/v1/completions", **{**fields, **wrong})
+            assert answer.status_code == 400 and "1000" in message(answer)
+            assert answer.json()["error"]["param"] == "logprobs"
+        assert running.post("/v1/completions", **fields, logprobs=4, n=20).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_each_token_is_decoded_once_and_not_on_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A prompt's scores stand in each of its choices."""
+    decoded: list[tuple[int, bool]] = []
+    decode = forms.token_text
+    loop = server.thread.ident
+
+    def counted(tokenizer: Any, token: int) -> str:
+        decoded.append((token, threading.get_ident() == loop))
+        return decode(tokenizer, token)
+
+    monkeypatch.setattr(forms, "token_text", counted)
+    fields = {"prompt": list(range(100, 140)), "echo": True, "logprobs": 5, "n": 8, "temperature": 1, "max_tokens": 1}
+    assert server.post("/v1/completions", **fields, stream=stream).status_code == 200
+    tokens = [token for token, _ in decoded]
+    assert len(tokens) > 40 and len(set(tokens)) == len(tokens)
+    assert not any(is_on_loop for _, is_on_loop in decoded)
 
 
 # -- fields --------------------------------------------------------------------------------------------------------
@@ -179,9 +363,9 @@ WRONG: list[tuple[dict[str, Any], int]] = [
     ({"prompt": None}, 422),
     ({"model": "gpt-4"}, 404),
     ({"suffix": "x"}, 400),
-    ({"response_format": {"type": "json_object"}}, 400),
-    ({"structured_outputs": {"regex": "a"}}, 400),
     ({"logprobs": 21}, 400),
+    ({"priority": -1}, 400),
+    ({"max_tokens": 0}, 400),
 ]
 
 
@@ -189,7 +373,7 @@ WRONG: list[tuple[dict[str, Any], int]] = [
 def test_wrong_fields_are_refused_by_name(server: Running, fields: dict[str, Any], status: int) -> None:
     answer = server.post("/v1/completions", **{"prompt": PROMPT, **fields})
     assert answer.status_code == status
-    assert next(iter(fields)) in message(answer) or status in (400, 404)
+    assert next(iter(fields)) in (answer.json()["error"]["param"] or "") + message(answer)
 
 
 def test_numbers_that_are_not_finite(server: Running) -> None:
@@ -203,16 +387,12 @@ def test_numbers_that_are_not_finite(server: Running) -> None:
 
 HELLO = [{"role": "user", "content": "Hello"}]
 UNSERVED: list[dict[str, Any]] = [
-    {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    {"tool_choice": "required"},
     {"functions": [{"name": "f"}]},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
-    {"structured_outputs": {"choice": ["a"]}},
     {"reasoning_effort": "low"},
     {"modalities": ["text", "audio"]},
-    {"web_search_options": {}, "store": True},
-    {"messages": [{"role": "tool", "content": "1", "tool_call_id": "x"}]},
-    {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]},
+    {"web_search_options": {}},
+    {"store": True},
+    {"messages": [{"role": "function", "content": "1", "name": "x"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}]},
 ]
 
@@ -221,6 +401,30 @@ UNSERVED: list[dict[str, Any]] = [
 def test_what_is_not_served_says_so(server: Running, fields: dict[str, Any]) -> None:
     answer = server.post("/v1/chat/completions", **{"messages": HELLO, **fields})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "not_served"
+
+
+def test_alternatives_have_a_limit(server: Running) -> None:
+    answer = server.post("/v1/chat/completions", messages=HELLO, logprobs=True, top_logprobs=21)
+    assert answer.status_code == 400 and "top_logprobs=21" in message(answer) and "20" in message(answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_options_that_leave_no_token_are_the_clients_mistake(server: Running, stream: bool) -> None:
+    fields = {"prompt": PROMPT, "allowed_token_ids": [2], "min_tokens": 2, "max_tokens": 5, "stream": stream}
+    answer = server.post("/v1/completions", **fields)
+    assert answer.status_code == (200 if stream else 400) and "no_token_left" in answer.text
+
+
+def test_priorities_are_the_operators_decision(server: Running) -> None:
+    assert server.post("/v1/completions", prompt=PROMPT, priority=0, max_tokens=1).status_code == 200
+    with serving(priorities=True) as running:
+        assert running.post("/v1/completions", prompt=PROMPT, priority=-5, max_tokens=1).status_code == 200
+
+
+def test_the_user_stands_in_the_log(server: Running) -> None:
+    with Ended("user='an\\nother'") as logged:
+        server.post("/v1/completions", prompt=PROMPT, max_tokens=1, user="an\nother")
+        logged.wait()
 
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
@@ -283,7 +487,7 @@ def test_version_and_state(server: Running) -> None:
 
 
 def test_routes_that_are_not_served(server: Running) -> None:
-    for path in ("/v1/embeddings", "/v1/responses", "/v1/messages", "/sleep"):
+    for path in ("/v1/embeddings", "/v1/messages", "/sleep"):
         answer = server.post(path)
         assert answer.status_code == 501 and path in message(answer)
     assert server.http.get("/nothing/here").status_code == 404
@@ -323,11 +527,34 @@ def test_metrics(server: Running) -> None:
 
 
 def test_no_pickle_and_no_torch_load_on_the_way_in() -> None:
-    for path in (ROOT / "serving").glob("*.py"):
-        text = path.read_text()
-        assert not any(word in text for word in ("pickle", "torch.load", "eval(", "exec(", "assert ")) or path.name in (
-            "worker.py",
-        ), path.name
+    """And no check that `python -O` would leave out."""
+    files = sorted((ROOT / "serving").rglob("*.py"))
+    assert len(files) > 15
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.Assert), f"{path.name}:{node.lineno}"
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {node.module}
+            elif isinstance(node, ast.Call):
+                names = {ast.unparse(node.func)}
+            else:
+                continue
+            assert not names & {"pickle", "marshal", "torch.load", "eval", "exec"}, f"{path.name}:{node.lineno}"
+
+
+@pytest.mark.slow
+def test_what_is_refused_is_refused_without_assertions_too() -> None:
+    """`python -O` removes every `assert` but those of test modules, which pytest rewrites."""
+    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning"]
+    done = subprocess.run(
+        [sys.executable, "-O", "-m", "pytest", *options, "tests/serving/test_http.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT.parent,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_command_says_what_to_install() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import hf_paged
 from hf_paged.serving.settings import Limits
-from tests.serving.harness import NAME, QA, Ended, Gate, Running, plain, serving, tokenizer
+from tests.serving.harness import NAME, QA, Ended, Gate, Running, plain, serving, tokenizer, until
 
 ROOT = Path(hf_paged.__file__).parent.parent
 PROMPT = "A list is"
@@ -86,22 +86,6 @@ def test_a_hundred_clients_that_go_away_beside_others(server: Running) -> None:
     server.assert_idle()
 
 
-def test_a_reader_that_does_not_read_is_cut_off() -> None:
-    """What is sent to it is bounded by the sockets' buffers, and the requests that it left do not run on."""
-    with serving(limits=Limits(send_seconds=0.3)) as running, Ended("status='slow'") as ended:
-        host, port = running.url.removeprefix("http://").split(":")
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.connect((host, int(port)))
-        fields = {**LONG, "n": 64, "temperature": 1.0, "logprobs": 5, "return_token_ids": True, "stream": True}
-        body = httpx.Request("POST", running.url, json=fields).content
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
-        connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
-        ended.wait()
-        running.assert_idle()
-        connection.close()
-
-
 # -- pauses --------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +114,35 @@ def test_pause(server: Running, mode: str) -> None:
     assert chunks[1].json()["usage"]["completion_tokens"] == 3
 
 
+def test_a_pause_whose_caller_has_gone(server: Running) -> None:
+    gate = Gate(server.engine, 0)
+    stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
+    pause = server.on_loop(server.service.worker.pause("wait"))
+    begun = server.on_loop(server.service.worker.call(lambda engine: None))  # after the pause, between the same steps
+    until(lambda: server.service.worker._commands or begun.done())
+    gate.pass_on(1)
+    begun.result(60)
+    pause.cancel()
+    gate.open()
+    assert list(stream)
+    assert server.http.post("/resume").status_code == 200
+    assert server.post("/v1/completions", prompt=PROMPT, max_tokens=2).status_code == 200
+
+
+def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
+    gate = Gate(server.engine, 0)
+    stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
+    first = server.on_loop(server.service.worker.pause("wait"))
+    second = server.on_loop(server.service.worker.pause("keep"))
+    gate.open()
+    first.result(60), second.result(60)
+    answer = server.http.get("/ready")
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "paused"
+    assert server.http.get("/health").status_code == 200
+    server.http.post("/resume")
+    assert list(stream) and server.http.get("/ready").status_code == 200
+
+
 def test_reset_prefix_cache(server: Running) -> None:
     fields = {"prompt": list(range(100, 140)), "max_tokens": 2}
 
@@ -153,7 +166,7 @@ def test_routes_that_change_the_server_are_off_by_default() -> None:
             "/v1/unload_lora_adapter": {"lora_name": "a"},
         }.items():
             answer = running.http.post(path, json=body)
-            assert answer.status_code == 403 and "--admin-routes" in answer.json()["error"]["message"]
+            assert answer.status_code == 403 and "--admin-key" in answer.json()["error"]["message"]
 
 
 # -- errors --------------------------------------------------------------------------------------------------------
@@ -169,7 +182,10 @@ def test_a_request_that_fails_fails_alone(server: Running, monkeypatch: pytest.M
     good = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, stream=True)
     monkeypatch.setattr(OccurrencePenalty, "__call__", broken)
     gate.open()
-    answer = server.post("/v1/completions", prompt=PROMPT, presence_penalty=1.0)
+    with Ended("failed", "a broken processor") as logged:
+        answer = server.post("/v1/completions", prompt=PROMPT, presence_penalty=1.0)
+        logged.wait()
+    assert "in broken\n" in logged.traces[0]  # where it was raised
     assert answer.status_code == 500 and "a broken processor" in answer.json()["error"]["message"]
     with pytest.raises(openai.APIError, match="a broken processor"):
         list(server.client.completions.create(model=NAME, prompt=PROMPT, presence_penalty=1.0, stream=True))
@@ -213,6 +229,15 @@ def test_a_deadline() -> None:
         threading.Timer(0.2, gate.open).start()  # not before the deadline has passed
         with pytest.raises(openai.APIError, match="longer than the server allows"):
             list(stream)
+        running.assert_idle()
+
+
+def test_a_deadline_while_the_server_is_paused() -> None:
+    with serving(admin=True, limits=Limits(request_seconds=0.05)) as running:
+        running.http.post("/pause", params={"mode": "keep"})
+        answer = running.post("/v1/completions", prompt=PROMPT)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline"
+        running.http.post("/resume")
         running.assert_idle()
 
 

@@ -83,6 +83,39 @@ def test_a_run_of_broken_bytes_is_shown_before_its_end() -> None:
     assert sum(map(len, shown[:-1])) > 20
 
 
+class Counting:
+    """A tokenizer that says how many tokens it has decoded at once."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind, self.most = kind, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kind, name)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.most = max(self.most, len(ids))
+        return str(self._kind.decode(ids, **options))
+
+
+@pytest.mark.parametrize("text", ["<|end|>", "日", "🙂"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_long_run_without_text_costs_no_more_for_each_token(text: str, skip: bool) -> None:
+    """Tokens that are skipped, and tokens that are no characters."""
+    counting = Counting(tokenizer())
+    first = 2 if text == "<|end|>" else tokenizer()(text, add_special_tokens=False)["input_ids"][0]
+    ids = [*tokenizer()("a list", add_special_tokens=False)["input_ids"], *[first] * 500]
+    ids += tokenizer()(" of日 words", add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(counting, ids, [1, 3], skip)) == tokenizer().decode(ids, skip_special_tokens=skip)
+    assert counting.most < 150
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2047), min_size=1, max_size=4), st.lists(st.integers(0, 2047), max_size=8))
+def test_runs_of_any_tokens(run: list[int], rest: list[int]) -> None:
+    ids = run * 80 + rest
+    assert "".join(pieces(tokenizer(), ids, [1, 3], True)) == tokenizer().decode(ids, skip_special_tokens=True)
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     st.text("ab\n", max_size=24),

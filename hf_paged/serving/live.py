@@ -1,0 +1,117 @@
+"""The JSON that the live page shows. It is made only while a page asks for it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any
+
+import hf_paged
+from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView
+from hf_paged.serving.latencies import Latencies
+from hf_paged.serving.served import ServedModel
+
+
+class Live:
+    """What the live page shows of one server. Any thread may use it."""
+
+    def __init__(self, engine: Engine, served: ServedModel, latencies: Latencies) -> None:
+        self._engine = engine
+        self._served = served
+        self._latencies = latencies
+        self._began = time.monotonic()
+        self._run = secrets.token_hex(4)
+        self._made: tuple[str, bytes] = ("", b"")
+
+    def body(self) -> tuple[str, bytes]:
+        """A tag, and JSON that is the same as long as the tag is. Does not wait for a step."""
+        snapshot = self._engine.snapshot()
+        # Latencies are read with every snapshot, so that they are recorded while a page looks.
+        tag = f'"{self._run}-{"none" if snapshot is None else snapshot.number}"'
+        latency = {
+            "first_token": self._latencies.first_token.quantiles(0.5, 0.95),
+            "between_tokens": self._latencies.between.quantiles(0.5, 0.95),
+        }
+        made = self._made
+        if snapshot is None or made[0] != tag:
+            value = {
+                "server": self._server(),
+                "engine": None if snapshot is None else self._engine_json(snapshot),
+                "latency": latency,
+            }
+            made = self._made = tag, json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+        return made
+
+    def _server(self) -> dict[str, Any]:
+        served, config = self._served, self._engine.scheduler_config
+        return {
+            "version": hf_paged.__version__,
+            "run": self._run,
+            "model": served.name,
+            "architecture": type(served.model).__name__,
+            "device": str(served.model.device),
+            "dtype": str(served.model.dtype).removeprefix("torch."),
+            "has_chat_template": bool(served.settings.chat_template or served.tokenizer.chat_template),
+            "max_model_len": served.max_length,
+            "prefix_caching": config.prefix_caching,
+        }
+
+    def _engine_json(self, snapshot: EngineSnapshot) -> dict[str, Any]:
+        return {
+            "number": snapshot.number,
+            "time": round(snapshot.time - self._began, 3),
+            "pools": [_pool(pool) for pool in snapshot.pools],
+            "requests": [_request(request) for request in snapshot.requests],
+            "waiting": snapshot.num_waiting,
+            "events": snapshot.events,
+            "steps": snapshot.steps,
+            "prompt_tokens": snapshot.prompt_tokens,
+            "generated_tokens": snapshot.generated_tokens,
+            "cow_copies": snapshot.cow_copies,
+            "preemptions_recompute": snapshot.preemptions_recompute,
+            "preemptions_swap": snapshot.preemptions_swap,
+            "blocks_swapped_out": snapshot.blocks_swapped_out,
+            "blocks_swapped_in": snapshot.blocks_swapped_in,
+            "prefix_query_tokens": snapshot.prefix_cache_query_tokens,
+            "prefix_hit_tokens": snapshot.prefix_cache_hit_tokens,
+            "prefix_evictions": snapshot.prefix_cache_evictions,
+        }
+
+
+def _pool(pool: PoolView) -> dict[str, Any]:
+    return {
+        "blocks": pool.num_blocks,
+        "touched": pool.num_touched,
+        "block_size": pool.block_size,
+        "bytes": pool.bytes_per_block,
+        "window": pool.sliding_window,
+        "cached": pool.cached,
+        "pinned": pool.pinned,
+        "host_blocks": pool.num_host_blocks,
+        "host_used": pool.num_host_used,
+    }
+
+
+def _request(view: RequestView) -> dict[str, Any]:
+    return {
+        "id": view.request_id,
+        "status": view.status,
+        "prompt": view.prompt_tokens,
+        "limit": view.max_length,
+        "width": view.width,
+        "priority": view.priority,
+        "cached": view.cached_tokens,
+        "preemptions": view.preemptions,
+        "seconds": round(view.seconds, 2),
+        "sequences": [
+            {
+                "id": seq.seq_id,
+                "tokens": seq.num_tokens,
+                "computed": seq.num_computed_tokens,
+                "tables": [table.tolist() for table in seq.tables],
+            }
+            for seq in view.sequences
+        ],
+    }

@@ -1,0 +1,417 @@
+"""What the server answers, as schemas for /openapi.json: OpenAI's objects with the fields of vLLM's that it has too.
+
+The answers themselves are built in forms.py; the tests compare the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Reply(BaseModel):
+    """An answer has these fields and no others. A field with a default may be missing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetails(Reply):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Reply):
+    error: ErrorDetails
+
+
+# -- completions ---------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Reply):
+    cached_tokens: int
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Reply):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Reply):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(Reply):
+    """Whole: with `usage` and finished choices. A chunk of a stream has the choices that have grown."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ChatToken(Reply):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(Reply):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+
+
+class ToolCall(Reply):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Reply):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Reply):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Reply):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class FunctionPart(Reply):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallPart(Reply):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionPart
+
+
+class MessagePart(Reply):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+
+
+class ChatChunkChoice(Reply):
+    index: int
+    delta: MessagePart
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Reply):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+# -- responses -----------------------------------------------------------------------------------------------------
+
+
+class OutputText(Reply):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[ChatLogprob]
+
+
+class ReasoningText(Reply):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ResponseMessage(Reply):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseReasoning(Reply):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[None]
+    content: list[ReasoningText]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseCall(Reply):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+ResponseItem = ResponseMessage | ResponseReasoning | ResponseCall
+
+
+class IncompleteDetails(Reply):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(Reply):
+    code: str
+    message: str
+
+
+class InputTokensDetails(Reply):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Reply):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Reply):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseReasoningOptions(Reply):
+    effort: None
+    summary: None
+
+
+class ResponseText(Reply):
+    format: dict[str, Any]
+    verbosity: str | None
+
+
+class ResponseObject(Reply):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    model: str
+    output: list[ResponseItem]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: ResponseReasoningOptions
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float | None
+    text: ResponseText
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseEvent(Reply):
+    """type: such as response.output_text.delta, which says which of the other fields there are."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item_id: str | None = None
+    item: ResponseItem | None = None
+    part: OutputText | ReasoningText | None = None
+    delta: str | None = None
+    text: str | None = None
+    logprobs: list[ChatLogprob] | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+
+# -- other routes --------------------------------------------------------------------------------------------------
+
+
+class ModelCard(Reply):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["hf-paged"]
+    root: str
+    parent: str | None
+    max_model_len: int | None
+
+
+class ModelList(Reply):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokenized(Reply):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Reply):
+    prompt: str
+
+
+class LiveServer(Reply):
+    """run: changes when the server starts again."""
+
+    version: str
+    run: str
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    has_chat_template: bool
+    max_model_len: int | None
+    prefix_caching: bool
+
+
+class LivePool(Reply):
+    """The blocks of the layers that share block tables: those with full attention, or with one window."""
+
+    blocks: int
+    touched: int
+    block_size: int
+    bytes: int
+    window: int | None
+    cached: list[int]
+    pinned: list[int]
+    host_blocks: int
+    host_used: int
+
+
+class LiveSequence(Reply):
+    """tables: block ids for each pool; of host blocks if the request is swapped out."""
+
+    id: int
+    tokens: int
+    computed: int
+    tables: list[list[int]]
+
+
+class LiveRequest(Reply):
+    id: str
+    status: Literal["waiting", "running", "swapped"]
+    prompt: int
+    limit: int
+    width: int
+    priority: int
+    cached: int
+    preemptions: int
+    seconds: float
+    sequences: list[LiveSequence]
+
+
+class LiveEngine(Reply):
+    """events: number, step, kind, request and blocks of each; see `snapshots.Event`."""
+
+    number: int
+    time: float
+    pools: list[LivePool]
+    requests: list[LiveRequest]
+    waiting: int
+    events: list[tuple[int, int, str, str | None, list[int]]]
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    cow_copies: int
+    preemptions_recompute: int
+    preemptions_swap: int
+    blocks_swapped_out: int
+    blocks_swapped_in: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    prefix_evictions: int
+
+
+class LiveLatency(Reply):
+    """Median and 95 % of the last seconds; null if there was nothing."""
+
+    first_token: list[float] | None
+    between_tokens: list[float] | None
+
+
+class LiveState(Reply):
+    """engine: null until the first step has ended."""
+
+    server: LiveServer
+    engine: LiveEngine | None
+    latency: LiveLatency
+
+
+class Status(Reply):
+    status: str
+
+
+class AdapterStatus(Status):
+    name: str
+
+
+class Version(Reply):
+    version: str

@@ -1,0 +1,321 @@
+"""POST /v1/responses: what clients send, and the chat request that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.schema import (
+    AtLeastOne,
+    Body,
+    ChatRequest,
+    Count,
+    FunctionDefinition,
+    FunctionName,
+    NamedSchema,
+    Options,
+    StructuredOutputs,
+    Text,
+)
+
+_LOGPROBS = "message.output_text.logprobs"
+Id = Annotated[str, Field(max_length=256)]
+
+
+class TextContent(Body):
+    """A part of a message. What an answer's part has beside its text changes no prompt."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class OtherContent(BaseModel):
+    """A part that is no text. It is parsed to be refused by name, as the other classes with such a name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["input_image", "input_file", "input_audio", "refusal"]
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextContent | OtherContent]
+    id: Id | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(Body):
+    """A call that the model has made earlier."""
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: FunctionName
+    arguments: Text
+    id: Id | None = None
+    status: str | None = None
+
+
+class CallOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Text | list[TextContent | OtherContent]
+    id: Id | None = None
+    status: str | None = None
+
+
+class ReasoningContent(Body):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class ReasoningItem(Body):
+    """What the model has thought earlier. Most chat templates leave it out of the prompt."""
+
+    type: Literal["reasoning"]
+    id: Id | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: list[ReasoningContent] | None = None
+    encrypted_content: None = None
+    status: str | None = None
+
+
+class OtherItem(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "item_reference",
+        "file_search_call",
+        "web_search_call",
+        "computer_call",
+        "computer_call_output",
+        "code_interpreter_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "compaction",
+    ]
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem | OtherItem
+
+
+class FunctionTool(FunctionDefinition):
+    type: Literal["function"]
+
+
+class OtherTool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "file_search",
+        "web_search",
+        "web_search_preview",
+        "computer",
+        "computer_use_preview",
+        "code_interpreter",
+        "image_generation",
+        "local_shell",
+        "shell",
+        "apply_patch",
+        "mcp",
+        "custom",
+    ]
+
+
+class ToolName(Body):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class ToolNames(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolName], Field(min_length=1, max_length=128)]
+
+
+class PlainFormat(Body):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
+
+
+class TextOptions(Body):
+    format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: str | None = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(Options):
+    """POST /v1/responses."""
+
+    input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    instructions: Text | None = None
+    max_output_tokens: AtLeastOne | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool | OtherTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | ToolNames | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], Field(max_length=16)] | None = None
+    top_logprobs: Count | None = None
+    stream_options: ResponseStreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    # Refused unless they ask for nothing.
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    max_tool_calls: Count | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @model_validator(mode="after")
+    def _scores_are_asked_for(self) -> ResponsesRequest:
+        if self.top_logprobs is not None and _LOGPROBS not in (self.include or ()):
+            raise ValueError(f"top_logprobs needs include=[{_LOGPROBS!r}]")
+        return self
+
+
+_STORED = "nothing is stored; send the whole conversation as input"
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "previous_response_id": (lambda value: value is not None, _STORED),
+    "conversation": (lambda value: value is not None, _STORED),
+    "store": (lambda value: value is True, "nothing is stored; leave this field out"),
+    "prompt": (lambda value: value is not None, "no prompts are stored; send instructions and input"),
+    "background": (lambda value: value is True, "answers are not kept; leave this field out, or use stream=true"),
+    "reasoning": (
+        lambda value: any(each is not None for each in (value or {}).values()),
+        "this is an option of the chat template here; use chat_template_kwargs",
+    ),
+    "include": (lambda value: any(each != _LOGPROBS for each in value or ()), f"only {_LOGPROBS!r} is served"),
+    "max_tool_calls": (lambda value: value is not None, "this server runs no tools; leave this field out"),
+    "truncation": (lambda value: value not in (None, "disabled"), "shorten the input, or leave this field out"),
+    "service_tier": (lambda value: value not in (None, "auto", "default"), "there is one tier; leave this field out"),
+    "safety_identifier": (lambda value: value is not None, "`user` stands in the log, so use that"),
+    "prompt_cache_key": (lambda value: value is not None, "prefixes are found by content; cache_salt keeps them apart"),
+    "prompt_cache_retention": (lambda value: value is not None, "prefixes are kept while memory lasts; leave it out"),
+}
+
+
+def chat_of(body: ResponsesRequest) -> ChatRequest:
+    """The chat request for the same answer. Raises Problem."""
+    for name, (is_asked, remedy) in _REFUSED.items():
+        if is_asked(getattr(body, name)):
+            raise not_served(f"{name}: {remedy}", param=name)
+    fields = {name: getattr(body, name) for name in Options.model_fields}
+    options = body.text or TextOptions()
+    scored = _LOGPROBS in (body.include or ())
+    try:
+        return ChatRequest.model_validate(
+            {
+                **fields,
+                "messages": _messages(body),
+                "max_completion_tokens": body.max_output_tokens,
+                "response_format": _format(options),
+                "structured_outputs": body.structured_outputs,
+                "verbosity": options.verbosity,
+                "tools": _tools(body),
+                "tool_choice": _choice(body.tool_choice),
+                "parallel_tool_calls": body.parallel_tool_calls,
+                "logprobs": scored or None,
+                "top_logprobs": body.top_logprobs,
+                "chat_template_kwargs": body.chat_template_kwargs,
+            }
+        )
+    except ValidationError as error:
+        message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise Problem(422, message, code="invalid_field") from error
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """An answer's reasoning, text and calls, which are items of their own here, are one message."""
+    made: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        made.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*made, {"role": "user", "content": body.input}]
+    reasoning: str | None = None
+    for number, item in enumerate(body.input):
+        where = f"input[{number}]"
+        if isinstance(item, OtherItem):
+            raise not_served(f"{where}: an item of type {item.type!r}; only text and functions are", param="input")
+        if isinstance(item, ReasoningItem):
+            reasoning = "".join(part.text for part in item.content or ())
+            continue
+        if isinstance(item, CallOutputItem):
+            output = _text(item.output, f"{where}.output")
+            made.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            continue
+        if isinstance(item, MessageItem):
+            made.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
+        elif not made or made[-1]["role"] != "assistant" or reasoning is not None:
+            made.append({"role": "assistant"})
+        if isinstance(item, CallItem):
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            made[-1].setdefault("tool_calls", []).append(call)
+        if reasoning and made[-1]["role"] == "assistant":
+            made[-1]["reasoning_content"] = reasoning
+        reasoning = None
+    return made
+
+
+def _text(content: str | list[Any], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if isinstance(part, OtherContent):
+            raise not_served(f"{where}: a part of type {part.type!r}; only text is served", param="input")
+    return "\n".join(part.text for part in content)
+
+
+def _format(options: TextOptions) -> dict[str, Any] | None:
+    if isinstance(options.format, SchemaFormat):
+        given = options.format.model_dump(by_alias=True, exclude={"type"})
+        return {"type": "json_schema", "json_schema": given}
+    return None if options.format is None else {"type": options.format.type}
+
+
+def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+    for tool in body.tools or ():
+        if isinstance(tool, OtherTool):
+            raise not_served(f"tools: this server runs no tools, so it has no {tool.type!r}", param="tools")
+    if body.tools is None:
+        return None
+    return [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools]
+
+
+def _choice(given: Any) -> Any:
+    if isinstance(given, ToolName):
+        return {"type": "function", "function": {"name": given.name}}
+    if isinstance(given, ToolNames):
+        tools = [_choice(tool) for tool in given.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.mode, "tools": tools}}
+    return given

@@ -1,0 +1,185 @@
+"""Connections that send nothing, take nothing, or are too many; and how all of them end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from hf_paged.serving.server import listen
+from hf_paged.serving.settings import Limits
+from tests.serving.harness import NAME, Ended, Gate, Running, serving, until
+
+PROMPT = "A list is"
+
+
+def request_of(fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def was_reset(connection: socket.socket) -> bool:
+    """Reads to the end."""
+    try:
+        while connection.recv(2**16):
+            pass
+    except ConnectionResetError:
+        return True
+    return False
+
+
+# -- heads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nhost"], ids=["silent", "half a head"])
+def test_a_connection_without_a_head_is_closed(begun: bytes) -> None:
+    with serving(limits=Limits(head_seconds=0.05)) as running:
+        connection = running.connect()
+        connection.sendall(begun)
+        assert connection.recv(1) == b""
+
+
+def test_the_head_after_an_answer_has_a_limit_of_time_too() -> None:
+    with serving(limits=Limits(head_seconds=0.5)) as running:
+        connection = running.connect()
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        while b"ok" not in connection.recv(4096):  # head and body may come apart
+            pass
+        connection.sendall(b"GET /hea")
+        assert connection.recv(4096) == b""
+
+
+def test_a_head_that_comes_byte_by_byte_gets_no_further_time() -> None:
+    with serving(limits=Limits(head_seconds=0.05)) as running:
+        connection = running.connect()
+        connection.settimeout(0.01)
+        for _ in range(6000):
+            try:
+                connection.sendall(b"x")
+                if connection.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("the connection is open after a minute")
+
+
+def test_the_head_has_a_limit_of_size(shared_server: Running) -> None:
+    connection = shared_server.connect()
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nlong: " + b"x" * 2**17)
+    assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+# -- number --------------------------------------------------------------------------------------------------------
+
+
+def test_connections_that_wait_make_room_for_others() -> None:
+    """Neither they nor requests that are refused take /health down."""
+    with serving(limits=Limits(in_flight=1, spare_connections=4, head_seconds=600)) as running:
+        gate = Gate(running.engine, 0)
+        stream = running.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, stream=True)
+        silent = [running.connect() for _ in range(12)]
+        assert running.http.get("/health").status_code == 200
+        assert silent[0].recv(1) == b"" and silent[5].recv(1) == b""
+        answer = running.post("/v1/completions", prompt=PROMPT)
+        assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
+        gate.open()
+        assert list(stream)
+
+
+# -- readers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_reader_that_does_not_read_is_cut_off(stream: bool) -> None:
+    """The requests that it left do not run on, and the server does not keep what the client did not take."""
+    with serving(limits=Limits(send_seconds=0.1)) as running, Ended("status='slow'") as ended:
+        # What the kernel takes for a client; connections inherit it.
+        running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
+        # Two of the prompts generate for long; what the others echo is more than the kernel takes.
+        fields = {"prompt": [[5] * 900] * 30, "echo": True, "max_tokens": 100 if stream else 0, "ignore_eos": True}
+        connection.sendall(request_of({**fields, "return_token_ids": True, "stream": stream}))
+        ended.wait()
+        running.assert_idle()
+        assert was_reset(connection)
+        connection.close()
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["drain", "signal"])
+def test_requests_that_the_end_cuts_get_an_error(how: str) -> None:
+    with (
+        serving(drain_seconds=0.05 if how == "drain" else 600) as running,
+        Ended("ending 2 requests") as ended,
+        Ended("status='the server is stopping'") as told,
+    ):
+        gate = Gate(running.engine, 3)
+        fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+        stream = running.client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        whole: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: whole.append(running.post("/v1/completions", **fields)))
+        asking.start()
+        until(lambda: running.service.worker.num_in_flight == 2)
+        added = running.on_loop(running.service.worker.call(lambda engine: None))
+        until(lambda: running.service.worker._commands or added.done())  # it is carried out after the step in progress
+        gate.pass_on(1)
+        added.result(60)
+        running.send_signal()
+        if how == "signal":
+            running.send_signal()
+        ended.wait()
+        gate.open()
+        with pytest.raises(openai.APIError, match="the server is stopping"):
+            list(stream)
+        asking.join(60)
+        assert whole[0].status_code == 503 and whole[0].json()["error"]["code"] == "engine_stopped"
+        told.wait(2)
+
+
+def test_a_third_signal_ends_the_connections_and_the_engine() -> None:
+    with serving(limits=Limits(body_seconds=600)) as running:
+        connection = running.connect()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")  # the rest never
+        for _ in range(3):
+            running.send_signal()
+        running.thread.join(60)
+        assert not running.thread.is_alive()
+        assert not running.service.worker.is_alive
+        with pytest.raises(RuntimeError, match="closed"):
+            running.engine.step()
+
+
+def test_a_drain_ends_a_pause() -> None:
+    with serving(admin=True) as running:
+        stream = running.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=20, stream=True)
+        running.http.post("/pause", params={"mode": "keep"})
+        running.send_signal()
+        assert list(stream)[-1].choices[0].finish_reason is not None
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
+    (taken,) = listen("127.0.0.1", 0)
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
+        listen("127.0.0.1", port)
+    taken.close()
+    for one in listen("localhost", 0):
+        one.close()

@@ -1,0 +1,446 @@
+"""Structured output and tool calls over HTTP: what plain `generate` gives with the same grammar, as OpenAI's clients
+read it; and grammars that are meant to do harm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+import hf_paged
+from hf_paged.cli.main import main
+from hf_paged.serving.answer_format import AnswerFormat
+from hf_paged.serving.settings import Limits
+from tests.serving.harness import NAME, QA, Running, plain, serving, text_of, tokenizer
+
+QUESTION: list[Any] = [{"role": "user", "content": "What does str.capitalize() do?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+REGEX = r"[A-C]{2,4}-\d{2}!"
+EBNF = 'root ::= "str" | "list" (", " "int"){1,2}'
+
+
+def tool(name: str, **more: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "description": f"does {name}", "parameters": SCHEMA, **more}}
+
+
+TOOLS = [tool("look_up"), tool("add")]
+
+
+def chat_ids(messages: list[Any] = QUESTION) -> list[int]:
+    text = tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def expected(length: int, seed: int | None = None, eos: Any = 2, **options: Any) -> list[str]:
+    """The texts of `generate` with a grammar; `options` of both."""
+    names = ("json_schema", "json_object", "regex", "grammar", "choice")
+    made = hf_paged.grammar(tokenizer(), **{name: options.pop(name) for name in names if name in options})
+    rows = plain(
+        chat_ids(), max_new_tokens=length, seed=seed, logits_processor=[made], **{"do_sample": False, **options}
+    )
+    return [text_of(row) for row in rows]
+
+
+# -- structured output ---------------------------------------------------------------------------------------------
+
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "json_schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"json_schema": SCHEMA},
+    ),
+    "json_object": ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    "json": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
+    "regex": ({"structured_outputs": {"regex": REGEX}}, {"regex": REGEX}),
+    "grammar": ({"structured_outputs": {"grammar": EBNF}}, {"grammar": EBNF}),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ["yes", "no"]}),
+}
+SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 0}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_answers_are_those_of_generate(server: Running, case: str) -> None:
+    fields, options = ASKED[case]
+    create = server.client.chat.completions.create
+    one = create(model=NAME, messages=QUESTION, max_tokens=60, extra_body=fields).choices[0]
+    assert [one.message.content] == expected(60, **options)
+    extra = {**fields, "seed": 3}
+    several = create(model=NAME, messages=QUESTION, max_tokens=60, n=3, temperature=1.5, extra_body=extra).choices
+    assert [choice.message.content for choice in several] == expected(
+        60, seed=3, num_return_sequences=3, **SAMPLED, **options
+    )
+    extra = {**fields, "use_beam_search": True}
+    beams = create(model=NAME, messages=QUESTION, max_tokens=60, n=2, extra_body=extra).choices
+    assert [choice.message.content for choice in beams] == expected(60, num_beams=2, num_return_sequences=2, **options)
+
+
+def test_the_clients_own_parsing(server: Running) -> None:
+    class Entry(BaseModel):
+        word: Annotated[str, Field(max_length=5)]  # the toy model might write one word for ever
+        is_known: bool
+
+    parsed = server.client.chat.completions.parse(model=NAME, messages=QUESTION, response_format=Entry, max_tokens=60)
+    assert isinstance(parsed.choices[0].message.parsed, Entry)
+    assert parsed.choices[0].finish_reason == "stop"
+
+
+def test_streams_say_the_same(server: Running) -> None:
+    create = server.client.chat.completions.create
+    for case in ("json_schema", "choice"):
+        fields, options = ASKED[case]
+        extra = {**fields, "seed": 3}
+        chunks = list(
+            create(model=NAME, messages=QUESTION, max_tokens=60, n=3, temperature=1.5, stream=True, extra_body=extra)
+        )
+        texts = ["", "", ""]
+        for chunk in chunks:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == expected(60, seed=3, num_return_sequences=3, **SAMPLED, **options)
+
+
+def test_completions_take_them_too(server: Running) -> None:
+    extra = {"structured_outputs": {"regex": REGEX}, "stop_token_ids": [301]}
+    answer = server.client.completions.create(model=NAME, prompt=["A list", "x"], max_tokens=40, extra_body=extra)
+    for choice in answer.choices:
+        assert re.fullmatch(REGEX, choice.text) and choice.finish_reason == "stop"
+
+
+def test_many_at_once(server: Running) -> None:
+    async def ask() -> list[Any]:
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        async with client:
+            asked = []
+            for number in range(24):
+                fields, _ = list(ASKED.values())[number % len(ASKED)]
+                extra = {**fields, "seed": number} if number % 4 else {"seed": number}
+                asked.append(
+                    client.chat.completions.create(
+                        model=NAME, messages=QUESTION, max_tokens=30, temperature=1.2, extra_body=extra
+                    )
+                )
+            return list(await asyncio.gather(*asked))
+
+    options = {"do_sample": True, "temperature": 1.2, "top_k": 0}
+    for number, answer in enumerate(asyncio.run(ask())):
+        _, given = list(ASKED.values())[number % len(ASKED)]
+        wanted = (
+            expected(30, seed=number, **options, **given)
+            if number % 4
+            else [text_of(plain(chat_ids(), max_new_tokens=30, seed=number, **options)[0])]
+        )
+        assert [answer.choices[0].message.content] == wanted, number
+
+
+REFUSED: list[tuple[dict[str, Any], int]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}}, 400),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, 422),
+    ({"response_format": {"type": "xml"}}, 422),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, 422),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 3}, 400),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400),
+    ({"structured_outputs": {}}, 422),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422),
+    ({"structured_outputs": {"regex": "(a"}}, 400),
+    ({"structured_outputs": {"grammar": "root ::= other"}}, 400),
+    ({"structured_outputs": {"json": "{"}}, 400),
+    ({"structured_outputs": {"json": "[" * 100_000}}, 400),
+    ({"tool_choice": "required"}, 422),
+    ({"tools": [tool("f"), tool("f")]}, 400),
+    ({"tools": [tool("f", parameters={"type": "no"})], "tool_choice": "required"}, 400),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, 400),
+    ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, 400),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, 422),
+    ({"tools": [tool("a b")]}, 422),
+]
+
+
+@pytest.mark.parametrize(("fields", "status"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_cannot_be_followed_is_refused(server: Running, fields: dict[str, Any], status: int) -> None:
+    answer = server.post("/v1/chat/completions", messages=QUESTION, max_tokens=5, **fields)
+    assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_hostile_grammars_do_no_harm(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused or followed; the server serves the next request."""
+    wide = {f"p{i}": {"type": ["string", "null"]} for i in range(900)}
+    hostile: dict[str, dict[str, Any]] = {
+        "slow to follow": {"grammar": "root ::= root root | root root root | [a-z]*"},
+        "slow to compile": {"json": json.dumps({"type": "object", "properties": wide, "minProperties": 450})},
+        "parentheses": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
+        "schemas": {"json": '{"items": ' * 900 + "{}" + "}" * 900},
+        "numbers": {"json": json.dumps({"type": "integer", "minimum": -(10**300), "maximum": 10**308})},
+        "repetitions": {"regex": "((a{1,900}){1,900}){1,900}"},
+        "doubling": {
+            "grammar": "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(60)), 'a60 ::= "x"'])
+        },
+        "left recursion": {"json": '{"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"}'},
+        "size": {"regex": "a" * 70_000},
+    }
+    monkeypatch.setattr(server.service._grammars._process, "_seconds", 0.25)
+    found = {}
+    for name, outputs in hostile.items():
+        body = {"messages": QUESTION, "max_tokens": 3, "structured_outputs": outputs}
+        answer = server.post("/v1/chat/completions", **body)
+        found[name] = answer.status_code
+        if name == "slow to follow":
+            assert "within 0.25 seconds" in answer.json()["error"]["message"]
+    refused = ("slow to follow", "parentheses", "schemas", "numbers", "size")
+    assert set(found.values()) <= {200, 400} and all(found[name] == 400 for name in refused), found
+    assert server.http.get("/health").status_code == 200
+    body = {"messages": QUESTION, "structured_outputs": {"choice": ["still", "there"]}}
+    assert server.post("/v1/chat/completions", **body).status_code == 200
+
+
+def test_the_process_that_compiles_may_die(server: Running) -> None:
+    def ask(word: str) -> Any:
+        fields = {"structured_outputs": {"choice": [word]}}
+        return server.post("/v1/chat/completions", messages=QUESTION, **fields).json()["choices"][0]["message"][
+            "content"
+        ]
+
+    assert ask("before") == "before"
+    process = server.service._grammars._process._process
+    process.kill()
+    process.wait()
+    assert ask("before") == "before"  # kept
+    assert ask("after") == "after"
+    assert server.service._grammars._process._process is not process
+
+
+def test_they_can_be_switched_off() -> None:
+    with serving(limits=Limits(grammar_seconds=0)) as running:
+        answer = running.post("/v1/chat/completions", messages=QUESTION, response_format={"type": "json_object"})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "not_served"
+        assert running.post("/v1/chat/completions", messages=QUESTION, max_tokens=2, tools=TOOLS).status_code == 200
+
+
+# -- tools, with a model that has no format for them ---------------------------------------------------------------
+
+
+def calls_of(message: Any) -> list[tuple[str, dict[str, Any]]]:
+    made = []
+    for call in message.tool_calls or []:
+        arguments = json.loads(call.function.arguments)
+        jsonschema.validate(arguments, SCHEMA)
+        assert call.type == "function" and call.id.startswith("call_")
+        made.append((call.function.name, arguments))
+    return made
+
+
+def test_calls_are_forced(server: Running) -> None:
+    create = server.client.chat.completions.create
+    for fields, names in (
+        ({"tool_choice": "required", "parallel_tool_calls": False}, {"look_up", "add"}),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, {"add"}),
+    ):
+        answer = create(model=NAME, messages=QUESTION, tools=TOOLS, max_tokens=80, **fields)
+        (choice,) = answer.choices
+        ((name, _),) = calls_of(choice.message)
+        assert name in names and choice.finish_reason == "tool_calls" and choice.message.content is None
+        several = create(model=NAME, messages=QUESTION, tools=TOOLS, max_tokens=80, n=3, temperature=1.5, **fields)
+        assert all(len(calls_of(choice.message)) == 1 for choice in several.choices)
+    only = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]},
+    }
+    fields = {"tools": TOOLS, "tool_choice": only, "parallel_tool_calls": False, "max_tokens": 80}
+    message = server.post("/v1/chat/completions", messages=QUESTION, **fields).json()["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
+
+
+def test_streamed_calls(server: Running) -> None:
+    """The client puts the parts together; each call's first part has its id and name."""
+    create = server.client.chat.completions.create
+    for fields in (
+        {"tool_choice": "required", "temperature": 1.5, "seed": 4, "max_tokens": 150},  # several, the last one cut
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 80},
+    ):
+        whole = create(model=NAME, messages=QUESTION, tools=TOOLS, **fields).choices[0]
+        read = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+        chunks = list(create(model=NAME, messages=QUESTION, tools=TOOLS, stream=True, **fields))
+        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
+        assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+        for index, (name, arguments) in enumerate(read):
+            first, *rest = [part for part in parts if part.index == index]
+            assert first.id and first.function.name == name and first.type == "function"
+            assert rest and all(part.id is None and part.function.name is None for part in rest)
+            assert "".join(part.function.arguments for part in [first, *rest]) == arguments
+    assert whole.finish_reason == "tool_calls" and len(read) == 1
+
+
+def test_the_clients_own_streams(server: Running) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 80}
+    with server.client.chat.completions.stream(model=NAME, messages=QUESTION, **fields) as stream:
+        kinds = {event.type for event in stream}
+        (choice,) = stream.get_final_completion().choices
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    assert len(calls_of(choice.message)) == 1 and choice.finish_reason == "tool_calls"
+
+
+def test_where_the_model_is_free_it_writes_text(server: Running) -> None:
+    create = server.client.chat.completions.create
+    alone = create(model=NAME, messages=QUESTION, max_tokens=30).choices[0].message.content
+    for choice in ("auto", "none"):
+        answer = create(model=NAME, messages=QUESTION, max_tokens=30, tools=TOOLS, tool_choice=choice).choices[0]
+        assert answer.message.content == alone and answer.message.tool_calls is None
+
+
+# -- a model with a format -----------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|assistant|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[{{ c.function.name }} {{ c.function.arguments.n + 1 }}]{% endfor %}{{ eos_token }}"
+    "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if thinking %}<think>\n{% endif %}{% endif %}"
+)
+RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*(?:<\|eos\|>)", "content": "text"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def shared_format() -> Iterator[Running]:
+    with serving(chat_template=TEMPLATE, response_template=RESPONSES) as running:
+        yield running
+
+
+@pytest.fixture
+def formatted(shared_format: Running) -> Iterator[Running]:
+    yield shared_format
+    shared_format.assert_idle()
+
+
+def said(text: str) -> dict[str, Any]:
+    """Has the model say it, where nothing is allowed beside."""
+    return {"structured_outputs": {"choice": [text]}}
+
+
+@pytest.fixture
+def content_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars leave out reasoning and tool calls, which a model is free to add."""
+    monkeypatch.setattr(AnswerFormat, "constraint", lambda self, prompt, content, calls: content)
+
+
+ANSWERS: dict[str, tuple[str, str | None, str | None, list[tuple[str, str]]]] = {
+    "content": (" hello\n", "hello", None, []),
+    "reasoning": ("<think>\nhm, so\n</think>\n\nyes", "yes", "hm, so", []),
+    "call": ('<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>', None, None, [("add", '{"n": 1}')]),
+    "all": (
+        '<think>a</think>let me\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "add", "arguments": {"s": "é"}}\n</tool_call>',
+        "let me",
+        "a",
+        [("add", "{}"), ("add", '{"s": "é"}')],
+    ),
+    "no call": ("x <tool_call>{nonsense</tool_call> y", "x<tool_call>{nonsense</tool_call> y", None, []),
+    "no name": ('x <tool_call>{"n": 1}</tool_call>', 'x<tool_call>{"n": 1}</tool_call>', None, []),
+    "no end": ('x <tool_call>{"name": "add", "argum', 'x<tool_call>{"name": "add", "argum', None, []),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_answers_are_taken_apart(formatted: Running, content_alone: None, case: str) -> None:
+    text, content, reasoning, calls = ANSWERS[case]
+    fields: dict[str, Any] = {"model": NAME, "messages": QUESTION, "tools": TOOLS, "max_tokens": 200}
+    answer = formatted.client.chat.completions.create(**fields, extra_body=said(text))
+    message = answer.choices[0].message
+    read = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    assert (message.content, getattr(message, "reasoning_content", None), read) == (content, reasoning, calls)
+    assert answer.choices[0].finish_reason == ("tool_calls" if calls else "stop")
+    streamed: dict[str, str] = {"content": "", "reasoning_content": ""}
+    parts, reasons = [], []
+    for chunk in formatted.client.chat.completions.create(**fields, stream=True, extra_body=said(text)):
+        delta = chunk.choices[0].delta
+        for name in streamed:
+            streamed[name] += getattr(delta, name, None) or ""
+        parts += [(part.index, part.function.name, part.function.arguments) for part in delta.tool_calls or []]
+        reasons.append(chunk.choices[0].finish_reason)
+    assert streamed == {"content": content or "", "reasoning_content": reasoning or ""}
+    assert parts == [(index, *call) for index, call in enumerate(calls)]
+    assert reasons[-1] == answer.choices[0].finish_reason and set(reasons[:-1]) == {None}
+
+
+def test_without_tools_a_call_is_text(formatted: Running, content_alone: None) -> None:
+    text = ANSWERS["call"][0]
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        body = {"messages": QUESTION, "max_tokens": 100, **said(text), **fields}
+        message = formatted.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+        assert message["content"] == text and "tool_calls" not in message
+
+
+def test_forced_calls_have_the_models_format(formatted: Running) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    body = {
+        "messages": QUESTION,
+        "max_tokens": 120,
+        "return_token_ids": True,
+        "chat_template_kwargs": {"thinking": False},
+    }
+    answer = formatted.post("/v1/chat/completions", **body, **fields, logit_bias={"31": -100}).json()["choices"][0]
+    text = tokenizer().decode(answer["token_ids"])
+    if "<think>" not in text:  # the model is free to think first, and this one may never end
+        assert text.startswith('<tool_call>\n{"name": "') and answer["finish_reason"] == "tool_calls"
+        assert len(answer["message"]["tool_calls"]) == 1
+
+
+def test_conversations_with_calls(formatted: Running) -> None:
+    """Tools, calls and their results reach the template as it expects them: arguments as objects."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"n": 41}'}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "42"},
+    ]
+    ids = formatted.post("/tokenize", messages=messages, tools=TOOLS).json()["tokens"]
+    text = tokenizer().decode(ids)
+    assert "[add 42]" in text and "<|user|>42" in text and '"name": "look_up"' in text
+    assert formatted.post("/v1/chat/completions", messages=messages, tools=TOOLS, max_tokens=2).status_code == 200
+    call["function"]["arguments"] = "[1]"  # type: ignore[index]
+    wrong = formatted.post("/v1/chat/completions", messages=messages, max_tokens=2)
+    assert wrong.status_code == 400 and "JSON object" in wrong.json()["error"]["message"]
+    wrong = formatted.post("/v1/chat/completions", messages=[{**messages[1], "role": "user"}], max_tokens=2)
+    assert wrong.status_code == 400 and "assistant" in wrong.json()["error"]["message"]
+
+
+def test_a_wrong_response_template_is_refused_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="response_template"), serving(response_template={"fields": {}}):
+        pass
+    path = tmp_path / "template.json"
+    for text, words in (
+        ("{", "cannot be used"),
+        ('{"fields": {}}', "non-empty"),
+        ("[]", "must be a dict"),
+        (None, "cannot be read"),
+    ):
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        assert main(["serve", QA, "--response-template", str(path)]) == 2
+        assert words in capsys.readouterr().err

@@ -1,0 +1,256 @@
+"""The live page's files and data, metrics during a step, log lines and traces."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from typing import Any
+
+import httpx
+import pytest
+
+import hf_paged
+from hf_paged.generation.engine import snapshots
+from hf_paged.serving import replies, tracing
+from hf_paged.serving.latencies import Recent
+from hf_paged.serving.page_files import PAGE_FILES
+from tests.serving.harness import KEY, NAME, Ended, Gate, Running, serving
+
+FOLDER = files("hf_paged.serving") / "page"
+SOURCES = {name: (FOLDER / name).read_text() for name in PAGE_FILES.values()}
+
+
+# -- the files -----------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_open_and_the_data_is_not() -> None:
+    with serving(api_keys=(KEY,)) as running:
+        bare = httpx.Client(base_url=running.url)
+        for path in PAGE_FILES:
+            answer = bare.get(path)
+            policy = answer.headers["content-security-policy"]
+            assert answer.status_code == 200 and answer.text == SOURCES[PAGE_FILES[path]]
+            assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        assert bare.get("/live").status_code == bare.get("/page/").status_code == 401
+        assert bare.post("/").status_code == 405
+        assert running.http.get("/live").status_code == 200
+
+
+def test_the_page_brings_everything_with_it() -> None:
+    """No address of another host, nothing inline, and nothing that makes elements of text."""
+    index = SOURCES["index.html"]
+    assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=|javascript:", index)
+    for name, source in SOURCES.items():
+        addresses = set(re.findall(r"https?://[\w./]+", source)) - {"http://www.w3.org/2000/svg"}
+        assert not addresses, name
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+            "srcdoc",
+        ):
+            assert word not in source, (name, word)
+        for used in re.findall(r'(?:src|href)="(page/[^"]+)"|from "\./([^"]+)"', source):
+            assert "".join(used).removeprefix("page/") in SOURCES, (name, used)
+    assert len(set(re.findall(r'id="([\w-]+)"', index))) == len(re.findall(r'id="([\w-]+)"', index))
+    for name in re.findall(r'\$\("([\w-]+)"\)', "".join(SOURCES.values())):
+        assert f'id="{name}"' in index, name
+
+
+# -- the data ------------------------------------------------------------------------------------------------------
+
+
+def in_flight(server: Running, **options: Any) -> Any:
+    body = {"max_tokens": 40, "stream": True, "extra_body": {"ignore_eos": True}, **options}
+    return server.client.completions.create(model=NAME, prompt=[5] * 20, **body)
+
+
+def test_neither_live_nor_metrics_waits_for_a_step(server: Running) -> None:
+    """While the engine's thread is held up, what would run between two steps does not run."""
+    gate = Gate(server.engine, 1)
+    stream = in_flight(server)
+    try:
+        next(stream)
+        figures = server.http.get("/metrics")
+        live = server.http.get("/live").json()
+    finally:
+        gate.open()
+        list(stream)
+    assert figures.status_code == 200 and f'num_requests_running{{model_name="{NAME}"}} 1.0' in figures.text
+    replies.LiveState.model_validate(live)
+    (request,) = live["engine"]["requests"]
+    assert (request["status"], request["prompt"], request["limit"]) == ("running", 20, 60)
+    assert [len(table) for table in request["sequences"][0]["tables"]] == [2]
+
+
+def test_an_idle_server_repeats_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
+    server.post("/v1/completions", prompt=[7] * 40, max_tokens=2)
+    server.http.get("/live")
+    first = server.http.get("/live")
+    again = server.http.get("/live", headers={"if-none-match": first.headers["etag"]})
+    assert again.status_code == 304 and again.content == b""
+    live = first.json()
+    assert live["server"]["model"] == NAME and live["server"]["version"] == hf_paged.__version__
+    assert live["engine"]["requests"] == [] and live["engine"]["pools"][0]["cached"]
+
+
+def test_an_answer_names_its_requests(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=["a", "b"], max_tokens=1)
+    assert re.fullmatch(r"req-\d+,req-\d+", answer.headers["x-engine-request-ids"])
+    body = {"prompt": "a", "max_tokens": 1, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as stream:
+        assert re.fullmatch(r"req-\d+", stream.headers["x-engine-request-ids"])
+        stream.read()
+
+
+def test_latencies_are_kept_only_while_they_are_read() -> None:
+    recent = Recent(1000.0)
+    recent.add(0.0, 1.0)
+    assert recent.quantiles(0.5) is None
+    now = recent._until
+    for value in range(10):
+        recent.add(now, float(value))
+    assert recent.quantiles(0.5, 0.95) == [5.0, 9.0]
+    recent._until = now - 1
+    recent.add(now, 100.0)
+    assert recent.quantiles(1.0) == [9.0]
+
+
+# -- metrics and logs ----------------------------------------------------------------------------------------------
+
+
+def test_time_in_the_queue(server: Running) -> None:
+    def sums() -> dict[str, float]:
+        lines = [line.rsplit(" ", 1) for line in server.http.get("/metrics").text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, value in lines if NAME in name}
+
+    name = f'hf_paged:request_queue_time_seconds_count{{model_name="{NAME}"}}'
+    before = sums()
+    with Ended("request=timed") as log:
+        server.http.post(
+            "/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 3}, headers={"x-request-id": "timed"}
+        )
+        log.wait()
+    after = sums()
+    assert after[name] == before[name] + 2
+    fields = dict(part.split("=", 1) for part in log.lines[0].split())
+    waited, first, seconds = (float(fields[name]) for name in ("queue", "first_token", "seconds"))
+    assert 0 <= waited <= first <= seconds and fields["preemptions"] == "0" and fields["completion_tokens"] == "6"
+
+
+# -- traces --------------------------------------------------------------------------------------------------------
+
+
+class FakeSpan:
+    def __init__(self, name: str, context: Any) -> None:
+        self.name, self.context = name, context
+        self.attributes: dict[str, Any] = {}
+        self.status: Any = None
+        self.num_ends = 0
+
+    def is_recording(self) -> bool:
+        return self.num_ends == 0
+
+    def update_name(self, name: str) -> None:
+        self.name = name
+
+    def set_attributes(self, attributes: dict[str, Any]) -> None:
+        self.attributes |= attributes
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        self.attributes[name] = value
+
+    def set_status(self, status: Any) -> None:
+        self.status = status
+
+    def end(self) -> None:
+        self.num_ends += 1
+
+
+class FakeOpenTelemetry:
+    """As much of `opentelemetry.trace` and `opentelemetry.propagate` as the server uses."""
+
+    class SpanKind:
+        SERVER = "server"
+
+    class StatusCode:
+        ERROR = "error"
+
+    def __init__(self) -> None:
+        self.spans: list[FakeSpan] = []
+
+    def Status(self, code: str, text: str) -> tuple[str, str]:
+        return code, text
+
+    def get_tracer(self, name: str) -> FakeOpenTelemetry:
+        return self
+
+    def start_span(self, name: str, *, context: Any, kind: str) -> FakeSpan:
+        self.spans.append(FakeSpan(name, context))
+        return self.spans[-1]
+
+    def extract(self, headers: Any) -> Any:
+        return headers.get("traceparent")
+
+
+def test_a_span_for_each_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeOpenTelemetry()
+    monkeypatch.setattr(tracing, "trace", fake)
+    monkeypatch.setattr(tracing, "propagate", fake)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with Ended("request=traced") as log:
+        server.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 5, "temperature": 0.5},
+            headers={"x-request-id": "traced", "traceparent": parent},
+        )
+        log.wait()
+    server.post("/v1/completions", prompt="a", model="nobody")
+    good, bad = fake.spans
+    assert (good.name, good.context, good.status, good.num_ends) == (f"chat {NAME}", parent, None, 1)
+    wanted = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "hf_paged",
+        "gen_ai.request.model": NAME,
+        "gen_ai.response.id": "chatcmpl-traced",
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": 5,
+        "gen_ai.request.stream": False,
+    }
+    assert wanted.items() <= good.attributes.items()
+    assert 1 <= good.attributes["gen_ai.usage.output_tokens"] <= 4 and good.attributes["gen_ai.usage.input_tokens"] > 1
+    assert good.attributes["gen_ai.latency.time_to_first_token"] <= good.attributes["gen_ai.latency.e2e"]
+    assert not any(value == "hi" for value in good.attributes.values())
+    assert bad.status[0] == "error" and bad.attributes["error.type"] == "404" and bad.num_ends == 1
+
+
+def test_spans_reach_the_sdk(server: Running) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    with Ended("request=") as log:
+        server.post("/v1/completions", prompt="a", max_tokens=2, n=2, temperature=1, stop=["zzz"])
+        log.wait()
+    spans = [span for span in exporter.get_finished_spans() if span.instrumentation_scope.name == "hf_paged"]
+    (span,) = spans  # transformers makes spans of its own
+    assert span.name == f"text_completion {NAME}" and span.attributes is not None
+    assert span.attributes["gen_ai.request.choice.count"] == 2
+    assert span.attributes["gen_ai.request.stop_sequences"] == ("zzz",)
+    assert len(span.attributes["gen_ai.response.finish_reasons"]) == 2  # type: ignore[arg-type]
+
+
+def test_without_opentelemetry_nothing_happens(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "trace", None)
+    assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200

@@ -1,0 +1,372 @@
+"""Every combination of the options that clients combine, whole and streamed: the cases of the test suites of other
+servers (SGLang's and vLLM's of completions and chat, llama.cpp's of its server), with the answers of plain `generate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.serving.harness import KEY, NAME, Running, plain, serving, shared_model, text_of, tokenizer
+
+TEXTS = ("The capital of", "A list is")
+QUESTION = [{"role": "user", "content": "What is a list?"}]
+LENGTH = 5
+SEED = 11
+
+
+@cache
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(tokenizer()(text)["input_ids"])
+
+
+@cache
+def chat_ids() -> tuple[int, ...]:
+    text = tokenizer().apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+@cache
+def rows_of(ids: tuple[int, ...], n: int, length: int = LENGTH) -> list[list[int]]:
+    """What plain `generate` draws, or chooses for one answer."""
+    options: dict[str, Any] = {"do_sample": False}
+    if n > 1:
+        options = {"do_sample": True, "top_k": 0, "temperature": 1.0, "num_return_sequences": n, "seed": SEED}
+    return plain(list(ids), max_new_tokens=length, **options)
+
+
+@cache
+def scores_of(ids: tuple[int, ...]) -> torch.Tensor:
+    """Log-probabilities [length, vocab] of the token after each one."""
+    with torch.no_grad():
+        return shared_model()(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    """The chunks of a stream, which has to end with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def completed(server: Running, stream: bool, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The choices of a completion, put together if they are streamed, and the usage."""
+    if not stream:
+        answer = server.post("/v1/completions", **fields).json()
+        return answer["choices"], answer["usage"]
+    fields["stream_options"] = {"include_usage": True}
+    *chunks, last = chunks_of(server.post("/v1/completions", stream=True, **fields).text)
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        (part,) = chunk["choices"]
+        known = choices.setdefault(part["index"], part)
+        if known is not part:
+            known["text"] += part["text"]
+            for name in ("finish_reason", "stop_reason"):
+                known[name] = part[name]
+            if "token_ids" in part:
+                known["token_ids"] += part["token_ids"]
+                assert part["prompt_token_ids"] is None
+            for name, values in (part["logprobs"] or {}).items():
+                known["logprobs"][name] = None if values is None else known["logprobs"][name] + values
+    return [choices[index] for index in sorted(choices)], last["usage"]
+
+
+def assert_scores(scores: dict[str, Any], prompt: tuple[int, ...], answer: list[int], echo: bool, top: int) -> None:
+    """The scores of OpenAI's completions: of the answer's tokens, and of the prompt's with `echo`."""
+    whole = prompt + tuple(answer)
+    begin = 0 if echo else len(prompt)
+    names = [tokenizer().decode([token]) for token in whole[begin:]]
+    assert scores["tokens"] == names
+    ends = [sum(map(len, names[:place])) for place in range(len(names))]
+    assert scores["text_offset"] == ends
+    table = scores_of(whole)
+    for place, token in enumerate(whole[begin:], begin):
+        logprob = scores["token_logprobs"][place - begin]
+        if place == 0:
+            assert logprob is None and (not top or scores["top_logprobs"][0] is None)
+            continue
+        assert logprob == pytest.approx(float(table[place - 1, token]), abs=1e-4)
+        if top:
+            likeliest = table[place - 1].topk(top)
+            wanted = {tokenizer().decode([other]) for other in (*likeliest.indices.tolist(), token)}
+            found = scores["top_logprobs"][place - begin]
+            assert set(found) == wanted and found[names[place - begin]] == pytest.approx(logprob, abs=1e-4)
+    if not top:
+        assert scores["top_logprobs"] is None
+
+
+# -- SGLang's matrix of completions --------------------------------------------------------------------------------
+
+MATRIX = list(product((False, True), (None, 0, 3), (1, 2), (1, 2), (False, True), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("echo", "logprobs", "num_prompts", "n", "as_ids", "stream"),
+    MATRIX,
+    ids=lambda value: str(value)[:1],
+)
+def test_completions(
+    server: Running, echo: bool, logprobs: int | None, num_prompts: int, n: int, as_ids: bool, stream: bool
+) -> None:
+    prompts = [ids_of(text) for text in TEXTS[:num_prompts]]
+    given: Any = [list(ids) for ids in prompts] if as_ids else list(TEXTS[:num_prompts])
+    fields: dict[str, Any] = {"echo": echo, "max_tokens": LENGTH, "n": n, "return_token_ids": True}
+    if logprobs is not None:
+        fields["logprobs"] = logprobs
+    if n > 1:
+        fields |= {"temperature": 1.0, "seed": SEED}
+    choices, usage = completed(server, stream, prompt=given[0] if num_prompts == 1 else given, **fields)
+    assert [choice["index"] for choice in choices] == list(range(num_prompts * n))
+    for place, choice in enumerate(choices):
+        prompt, row = prompts[place // n], rows_of(prompts[place // n], n)[place % n]
+        shown = (tokenizer().decode(prompt) if as_ids else TEXTS[place // n]) if echo else ""
+        assert choice["text"] == shown + text_of(row)
+        assert choice["token_ids"] == row and choice["prompt_token_ids"] == list(prompt)
+        assert choice["finish_reason"] == ("stop" if row[-1] == 2 else "length")
+        if logprobs is None:
+            assert choice["logprobs"] is None
+        else:
+            assert_scores(choice["logprobs"], prompt, row, echo, logprobs)
+    assert usage["prompt_tokens"] == sum(map(len, prompts))
+    assert usage["completion_tokens"] == sum(len(row) for ids in prompts for row in rows_of(ids, n))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+# -- chat ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 3])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("return_ids", [None, False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat(server: Running, logprobs: int | None, n: int, return_ids: bool | None, stream: bool) -> None:
+    fields: dict[str, Any] = {"messages": QUESTION, "max_tokens": LENGTH, "n": n, "return_token_ids": return_ids}
+    if logprobs is not None:
+        fields |= {"logprobs": True, "top_logprobs": logprobs}
+    if n > 1:
+        fields |= {"temperature": 1.0, "seed": SEED}
+    texts, ids, scores = [""] * n, [list[int]() for _ in range(n)], [list[Any]() for _ in range(n)]
+    reasons: list[Any] = [None] * n
+    if stream:
+        chunks = chunks_of(server.post("/v1/chat/completions", stream=True, **fields).text)
+        prompt_ids = chunks[0].get("prompt_token_ids")
+        assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+        parts = [(choice["delta"], choice) for chunk in chunks for choice in chunk["choices"]]
+        assert [part["role"] for part, _ in parts if "role" in part] == ["assistant"] * n
+    else:
+        answer = server.post("/v1/chat/completions", **fields).json()
+        prompt_ids = answer.get("prompt_token_ids")
+        parts = [(choice["message"], choice) for choice in answer["choices"]]
+    for part, choice in parts:
+        index = choice["index"]
+        texts[index] += part.get("content") or ""
+        ids[index] += choice.get("token_ids") or []
+        scores[index] += (choice["logprobs"] or {"content": []})["content"]
+        reasons[index] = choice["finish_reason"]
+    rows = rows_of(chat_ids(), n)
+    assert texts == [text_of(row) for row in rows]
+    assert prompt_ids == (list(chat_ids()) if return_ids else None)
+    assert ids == (rows if return_ids else [[]] * n)
+    assert reasons == ["stop" if row[-1] == 2 else "length" for row in rows]
+    for row, found in zip(rows, scores):
+        assert [each["token"] for each in found] == (
+            [] if logprobs is None else [tokenizer().decode([token]) for token in row]
+        )
+        for place, each in enumerate(found):
+            table = scores_of(chat_ids() + tuple(row))[len(chat_ids()) - 1 + place]
+            assert each["logprob"] == pytest.approx(float(table[row[place]]), abs=1e-4)
+            assert [top["logprob"] for top in each["top_logprobs"]] == pytest.approx(
+                table.topk(logprobs).values.tolist(), abs=1e-4
+            )
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("usage", [None, False, True])
+@pytest.mark.parametrize("continuous", [None, False, True])
+def test_stream_options(server: Running, route: str, usage: bool | None, continuous: bool | None) -> None:
+    """`continuous_usage_stats` adds to `include_usage` and does nothing alone."""
+    body: dict[str, Any] = {"prompt": TEXTS[0]} if route == "/v1/completions" else {"messages": QUESTION}
+    options = {"include_usage": usage, "continuous_usage_stats": continuous}
+    chunks = chunks_of(server.post(route, stream=True, max_tokens=LENGTH, stream_options=options, **body).text)
+    *parts, last = chunks
+    if not usage:
+        assert last["choices"] and all("usage" not in chunk for chunk in chunks)
+        return
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] <= LENGTH
+    if continuous:
+        counts = [chunk["usage"]["completion_tokens"] for chunk in parts]
+        assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"]
+    else:
+        assert all(chunk["usage"] is None for chunk in parts)
+    refused = server.post(route, max_tokens=1, stream_options=options, **body)
+    assert refused.status_code == 422 and "stream=true" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "top_logprobs"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_alternatives_than_the_server_gives(server: Running, name: str, stream: bool) -> None:
+    """Refused before the stream begins."""
+    if name == "logprobs":
+        answer = server.post("/v1/completions", prompt=TEXTS[0], logprobs=21, stream=stream)
+    else:
+        fields = {"messages": QUESTION, "logprobs": True, "top_logprobs": 21}
+        answer = server.post("/v1/chat/completions", stream=stream, **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+    assert server.post("/v1/completions", prompt=TEXTS[0], max_tokens=1).status_code == 200  # it lives on
+
+
+# -- lengths, seeds, biases ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 7, None])
+def test_lengths(server: Running, max_tokens: int | None, stream: bool) -> None:
+    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    ((choice,), usage) = completed(server, stream, prompt=TEXTS[1], ignore_eos=True, **limit)
+    assert usage["completion_tokens"] == (max_tokens or 16) and usage["prompt_tokens"] == len(ids_of(TEXTS[1]))
+    assert choice["finish_reason"] == "length"
+
+
+def test_seeds_repeat_among_other_requests(server: Running) -> None:
+    """Equal seeds give equal answers, other seeds others, however many requests run beside them."""
+
+    async def ask(seeds: list[int]) -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            fields: dict[str, Any] = {"model": NAME, "prompt": TEXTS[1], "max_tokens": 12, "temperature": 1.2}
+            answers = await asyncio.gather(*(client.completions.create(seed=seed, **fields) for seed in seeds))
+            return [answer.choices[0].text for answer in answers]
+
+    alone = {seed: asyncio.run(ask([seed]))[0] for seed in (1, 2, 3)}
+    assert len(set(alone.values())) == 3
+    seeds = [1, 2, 3, 1, 1, 2, 3, 3]
+    assert asyncio.run(ask(seeds)) == [alone[seed] for seed in seeds]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_biases(server: Running, stream: bool) -> None:
+    """A token that is forced comes again and again, and one that is forbidden never."""
+    token = ids_of(" list")[-1]
+    forced = completed(
+        server, stream, prompt=TEXTS[0], logit_bias={str(token): 100}, max_tokens=LENGTH, return_token_ids=True
+    )
+    assert forced[0][0]["token_ids"] == [token] * LENGTH
+    (first, *_), _ = completed(server, stream, prompt=TEXTS[0], max_tokens=1, return_token_ids=True)
+    (without, *_), _ = completed(
+        server,
+        stream,
+        prompt=TEXTS[0],
+        max_tokens=LENGTH,
+        return_token_ids=True,
+        logit_bias={str(first["token_ids"][0]): -100},
+    )
+    assert first["token_ids"][0] not in without["token_ids"]
+    for wrong in ({"one": 1}, {"1": "x"}, {"1": 101}, {"-1": 1}, [[1, 1]]):
+        assert server.post("/v1/completions", prompt=TEXTS[0], logit_bias=wrong).status_code == 422
+
+
+def test_a_prefix_is_found_again(server: Running) -> None:
+    """The second answer is the first one, with fewer tokens to compute."""
+    long = [token for _ in range(8) for token in ids_of(TEXTS[1])[1:]]
+    fields = {"prompt": [7, *long], "max_tokens": 6, "return_token_ids": True}
+    (first,), before = completed(server, False, **fields)
+    (second,), after = completed(server, False, **fields)
+    assert before["prompt_tokens_details"]["cached_tokens"] == 0
+    assert after["prompt_tokens_details"]["cached_tokens"] == len(fields["prompt"]) // 16 * 16  # type: ignore[arg-type]
+    assert first["token_ids"] == second["token_ids"]
+
+
+# -- what is no request --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        "string",
+        {},
+        [],
+        [[]],
+        ["hello"],
+        [{}],
+        [{"role": "user"}],
+        [{"content": "x"}],
+        [{"role": "nobody", "content": "x"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "unknown", "text": "x"}]}],
+        [{"role": "user", "content": "x", "unknown": 1}],
+    ],
+    ids=str,
+)
+def test_messages_that_are_none(server: Running, messages: Any) -> None:
+    answer = server.post("/v1/chat/completions", messages=messages)
+    assert answer.status_code in (400, 422) and set(answer.json()) == {"error"}
+
+
+@pytest.mark.parametrize("body", ["", "{", "[]", "null", "1", '"x"', '{"prompt": "x"', "\x00", '{"prompt": "x"}}'])
+def test_bodies_that_are_none(server: Running, body: str) -> None:
+    headers = {"content-type": "application/json"}
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        answer = server.http.post(route, content=body, headers=headers)
+        assert answer.status_code in (400, 422) and set(answer.json()) == {"error"}, route
+
+
+# -- tokens --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("text", ["", "a list", "日本語 🙂 é", " \n\t ", "<|eos|> x"])
+def test_tokens_and_back(server: Running, text: str, special: bool, pieces: bool) -> None:
+    wanted = tokenizer()(text, add_special_tokens=special)["input_ids"]
+    fields = {"prompt": text, "add_special_tokens": special, "return_token_strs": pieces}
+    answer = server.post("/tokenize", **fields).json()
+    assert answer["tokens"] == wanted and answer["count"] == len(wanted)
+    assert answer["token_strs"] == (tokenizer().convert_ids_to_tokens(wanted) if pieces else None)
+    assert server.post("/detokenize", tokens=wanted).json()["prompt"] == tokenizer().decode(wanted)
+
+
+# -- keys ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Running]:
+    with serving(api_keys=(KEY,)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("header", "is_right"),
+    [
+        (f"Bearer {KEY}", True),
+        (f"bearer {KEY}", True),
+        (f"Bearer  {KEY}", True),
+        ("", False),
+        ("Bearer", False),
+        (f"Bearer {KEY}x", False),
+        (f"Bearer {KEY[:-1]}", False),
+        (f"Basic {KEY}", False),
+        (KEY, False),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_keys(guarded: Running, header: str, is_right: bool, route: str) -> None:
+    body = {"prompt": "x", "messages": QUESTION, "input": "x"}
+    name = {"/v1/chat/completions": "messages", "/v1/responses": "input"}.get(route, "prompt")
+    fields: dict[str, Any] = {name: body[name]}
+    if route != "/tokenize":
+        fields["max_output_tokens" if route == "/v1/responses" else "max_tokens"] = 1
+    answer = guarded.http.post(route, json=fields, headers={"authorization": header})
+    assert answer.status_code == (200 if is_right else 401)

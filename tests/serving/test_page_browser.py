@@ -1,0 +1,112 @@
+"""The live page in a real browser: a conversation, a load, the API key, and the keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+import hf_paged
+from tests.serving import browser as browsers
+from tests.serving.harness import KEY, serving
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(browsers.missing() is not None, reason=browsers.missing() or ""),
+]
+QUESTION = "What does str.capitalize() do?"
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[browsers.Browser]:
+    with browsers.browsing() as browser:
+        yield browser
+
+
+def problems(tab: browsers.Browser, url: str) -> list[str]:
+    """Of this server; the page of the one before may still ask for it."""
+    return [line for line in tab.log() if url in line]
+
+
+def tile(tab: browsers.Browser, index: int) -> str:
+    return str(tab.run("return document.querySelectorAll('#tiles .big')[arguments[0]].textContent", index))
+
+
+def test_a_conversation(tab: browsers.Browser) -> None:
+    """With a key: the page asks for it, refuses a wrong one, and shows an answer and the blocks that it took."""
+    with serving(api_keys=(KEY,)) as running:
+        tab.open(running.url + "/")
+        tab.wait("return document.activeElement.id === 'key'")
+        assert tab.run("return document.getElementById('main').hidden")
+        tab.type("#key", "wrong\ue007")
+        tab.wait("return document.getElementById('key-note').textContent.includes('does not know')")
+        tab.type("#key", KEY + "\ue007")
+        tab.wait("return document.getElementById('state').textContent === 'idle'")
+        tab.type("#ask-text", QUESTION + "\ue007")
+        foot = tab.wait("const f = document.querySelector('#talk .foot'); return f && f.textContent")
+        assert "prompt tokens" in foot
+        own = running.client.chat.completions.create(
+            model="pydoc", messages=[{"role": "user", "content": QUESTION}], max_tokens=96
+        )
+        tab.wait("return document.querySelectorAll('#table td.block').length")  # of the request, though it was short
+        shown = tab.run("return document.querySelector('#talk .answer .turn').textContent")
+        assert shown == (own.choices[0].message.content or "").strip()
+        tab.type("#ask-text", "And str.title()?\ue007")
+        tab.wait(
+            "return document.querySelectorAll('#talk .foot').length === 2 && "
+            "document.querySelectorAll('#talk .foot')[1].textContent"
+        )
+        again = tab.run("return document.querySelectorAll('#talk .foot')[1].textContent")
+        assert " 0 of them" not in again  # the second turn begins with blocks of the first
+        assert tab.run("return sessionStorage.getItem('hf-paged-key')") == KEY
+        assert [
+            line for line in problems(tab, running.url) if "401" not in line
+        ] == []  # no script, style or connection was refused
+
+
+def load(url: str, **more: Any) -> httpx.Response:
+    prompts = [f"The built-in function number {index} returns" for index in range(24)]
+    body = {"prompt": prompts, "n": 2, "temperature": 1, "max_tokens": 64, "ignore_eos": True, "seed": 3, **more}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+
+
+def test_it_shows_a_load(tab: browsers.Browser) -> None:
+    """Requests, shared blocks and preemptions appear, and the figures are those of the engine."""
+    small = hf_paged.CacheConfig(num_blocks=96, block_size=16)
+    with serving(cache_config=small, scheduler_config=hf_paged.SchedulerConfig(preemption="swap")) as running:
+        tab.open(running.url + "/")
+        tab.wait("return document.getElementById('state').textContent === 'idle'")
+        tab.run(
+            "window.seen = {rows: 0, shared: 0};"
+            "new MutationObserver(() => {"
+            " seen.rows = Math.max(seen.rows, document.querySelectorAll('.request').length);"
+            " seen.shared = Math.max(seen.shared, document.querySelectorAll('#table td.block').length);"
+            "}).observe(document.body, {subtree: true, childList: true});"
+        )
+        assert load(running.url).status_code == 200
+        tab.wait("return document.getElementById('state').textContent === 'idle' && seen.rows > 1 && seen.shared > 1")
+        stats = running.engine.stats()
+        assert tile(tab, 4) == str(stats.preemptions_swap + stats.preemptions_recompute)
+        assert tile(tab, 5) == f"{stats.cow_copies:,}"
+        tab.wait("return document.querySelectorAll('#tiles .big')[1].textContent === '0'")
+        assert problems(tab, running.url) == []
+
+
+def test_the_map_by_keyboard(tab: browsers.Browser) -> None:
+    with serving(cache_config=hf_paged.CacheConfig(num_blocks=20_000, block_size=16)) as running:
+        load(running.url, max_tokens=2)
+        tab.open(running.url + "/")
+        tab.wait("return document.getElementById('map').getAttribute('aria-label').includes('20000')")
+        tab.run("document.getElementById('map').focus()")
+        tab.press("\ue014", "\ue014")  # right, twice
+        described = tab.run("return document.getElementById('map-status').textContent")
+        assert described.startswith("Blocks ") and not tab.run("return document.getElementById('tip').hidden")
+        assert tab.run("return document.getElementById('map').clientHeight") <= 440
+        tab.run("document.getElementById('help-button').click()")
+        assert tab.run("return document.getElementById('help-button').getAttribute('aria-expanded')") == "true"
+        for _ in range(2):
+            tab.click("#theme")
+        assert tab.run("return document.documentElement.dataset.theme") == "dark"
+        assert problems(tab, running.url) == []

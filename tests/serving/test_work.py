@@ -1,0 +1,85 @@
+"""Where the server's work is done: not on the event loop, not between steps, and not again for what is known."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from hf_paged.generation.engine.outputs import CompletionOutput, View
+from hf_paged.generation.prepare import Preparer
+from hf_paged.serving.choices import Choice, Delta, joined
+from hf_paged.serving.plan import completion_plan
+from hf_paged.serving.schema import CompletionRequest
+from tests.serving.harness import Running, tokenizer
+
+PROMPT = "A list is"
+
+
+def test_requests_are_prepared_in_the_thread_that_tokenizes(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps they would hold up the others: those with stop strings or penalties are prepared one by one."""
+    threads: list[str] = []
+    prepare = Preparer._prepare
+
+    def noted(self: Preparer, *args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return prepare(self, *args)
+
+    monkeypatch.setattr(Preparer, "_prepare", noted)
+    answer = server.post(
+        "/v1/completions", prompt=["one", "two", "three"], presence_penalty=0.5, stop="x", max_tokens=2
+    )
+    assert answer.status_code == 200
+    assert len(threads) == 3 and all(name.startswith("hf-paged-tokenizer") for name in threads)
+
+
+def test_token_strings_are_made_there_too(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    kind = type(server.service.served.tokenizer)
+    convert = kind.convert_ids_to_tokens
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return convert(self, *args, **options)
+
+    monkeypatch.setattr(kind, "convert_ids_to_tokens", noted)
+    assert server.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()["token_strs"]
+    assert threads and all(name.startswith("hf-paged-tokenizer") for name in threads)
+
+
+def plan_of(server: Running, **fields: Any) -> Any:
+    return completion_plan(CompletionRequest(prompt=PROMPT, **fields), server.service.served, None)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": "never"}, {"logprobs": 1}], ids=str)
+def test_an_update_copies_only_what_is_new(server: Running, fields: dict[str, Any]) -> None:
+    ids = tokenizer()("The list is a sequence of items that may be changed", add_special_tokens=False)["input_ids"]
+    logprobs, tops = [-1.0] * len(ids), [[(5, -1.0)]] * len(ids)
+    choice, deltas = Choice(0, plan_of(server, **fields), tokenizer()), []
+    for end in range(1, len(ids) + 1):
+        lists = [View(ids, 0, end), View(logprobs, 0, end), None, View(tops, 0, end)]
+        output = CompletionOutput(0, lists, 0.0, None, "length" if end == len(ids) else None)
+        if delta := choice.update(output):
+            deltas.append(delta)
+            assert len(delta.token_ids) == 1
+        assert [type(each) for each in output._lists] == [View, View, type(None), View]
+    (whole,) = joined(deltas, 1)
+    assert whole.token_ids == ids and whole.text == tokenizer().decode(ids) and whole.finish_reason == "length"
+    assert len(whole.logprobs) == len(whole.top_logprobs) == (len(ids) if fields.get("logprobs") else 0)
+
+
+def test_an_output_without_its_beginning() -> None:
+    tokens = [1, 2, 3, 4, 5]
+    for lists in ([View([0, *tokens, 6], 1, 6), None], [list(tokens), None]):
+        output = CompletionOutput(3, lists, -2.0, None, "length", 4)
+        rest = output.since(2)
+        assert (rest.token_ids, rest.new_token_ids, rest.num_tokens, rest.index) == ([3, 4, 5], [5], 3, 3)
+        assert output.since(9).token_ids == [] and output.token_ids == tokens
+
+
+def test_choices_without_a_delta_are_empty() -> None:
+    deltas = [Delta(1, "a", [1], []), Delta(1, "b", [2], [], finish_reason="stop", stop_reason="x")]
+    empty, whole = joined(deltas, 2)
+    assert (empty.text, empty.token_ids, empty.finish_reason) == ("", [], None)
+    assert (whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason) == ("ab", [1, 2], "stop", "x")
