@@ -1,10 +1,11 @@
 """What options of generation cost: the throughput of one engine's load under each set of options, as a ratio to greedy
-decoding without any.
+decoding without any, and beside vLLM with its equivalent options.
 
-The sets run in turns, so that a change of the machine's speed meets all of them. No option ends a request early: all
-runs generate the same number of tokens.
+The sets, and the two systems, run in turns, so that a change of the machine's speed meets all of them. No option ends a
+request early: all runs generate the same number of tokens.
 
     python benchmarks/options.py --model 135m --requests 64 --scale 0.25 --threads 1
+    python benchmarks/options.py --threads 1 --vllm-python /path/to/venv/bin/python
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import throughput
 import torch
 import transformers
 import workloads
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
+from vllm_peer import Vllm
 
 import hf_paged
 
@@ -40,7 +42,9 @@ def tokenizer(vocab_size: int) -> Any:
     words = {"7": 0, "<": 1, ".": EOS, "abcdef": 3}  # transformers asks for the text of "abcdef"
     while len(words) < vocab_size:
         words.setdefault("".join(rng.choices(letters, k=rng.randint(2, 9))), len(words))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="7")))
+    tokens = Tokenizer(models.WordLevel(words, unk_token="7"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokens)
 
 
 def bad_words(rng: random.Random, vocab_size: int) -> list[list[int]]:
@@ -78,6 +82,20 @@ def mixed(count: int, rng: random.Random, vocab_size: int) -> Options:
 SETS["mixed"] = mixed
 
 
+def sampling_params(options: Options, count: int, words: Any) -> dict[str, Any]:
+    """The options under the names of vLLM's `SamplingParams`, which has no `no_repeat_ngram_size`: left out."""
+    params: dict[str, Any] = {"max_tokens": count, "ignore_eos": True, "temperature": 0.0, "detokenize": False}
+    if options.get("do_sample"):
+        params |= {"temperature": options.get("temperature", 1.0), "top_k": options["top_k"]}
+    if "min_new_tokens" in options:
+        params |= {"min_tokens": count, "ignore_eos": False, "stop_token_ids": [EOS]}
+    if "stop_strings" in options:
+        params |= {"stop": options["stop_strings"], "detokenize": True}
+    if "bad_words_ids" in options:
+        params |= {"bad_words": [words.decode(ids) for ids in options["bad_words_ids"]]}
+    return params | {name: options[name] for name in ("top_p", "repetition_penalty") if name in options}
+
+
 def run(model: Any, prompts: list[list[int]], configs: list[Any], words: Any) -> float:
     """Tokens per second of all requests, which arrive together."""
     torch.manual_seed(0)
@@ -105,6 +123,8 @@ def main() -> None:
     parser.add_argument("--sets", default=",".join(SETS), help="comma-separated: " + ", ".join(SETS))
     parser.add_argument("--runs", type=int, default=3, help="the median run of each set is shown")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--vllm-python", help="the interpreter of vLLM's environment: run it beside ours")
+    parser.add_argument("--vllm-options", default="{}", help="further arguments of vllm.LLM as JSON")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
@@ -120,30 +140,58 @@ def main() -> None:
     prompts = workloads.prompts_for(requests, vocab_size, args.seed)
     words = tokenizer(vocab_size)
     rng = random.Random(args.seed)
+    names = list(dict.fromkeys(["bare", *args.sets.split(",")]))
+    lengths = [r.output_length for r in requests]
+    options = {name: [SETS[name](length, rng, vocab_size) for length in lengths] for name in names}
     configs = {
         name: [
-            transformers.GenerationConfig(
-                max_new_tokens=r.output_length, pad_token_id=0, **SETS[name](r.output_length, rng, vocab_size)
-            )
-            for r in requests
+            transformers.GenerationConfig(max_new_tokens=length, pad_token_id=0, **each)
+            for length, each in zip(lengths, options[name])
         ]
-        for name in dict.fromkeys(["bare", *args.sets.split(",")])
+        for name in names
     }
-    for each in configs.values():
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    peer, peer_speeds = None, {}
+    if args.vllm_python:
+        peer_options = {"dtype": args.dtype, "threads": args.threads or 1, "options": json.loads(args.vllm_options)}
+        peer = Vllm(args.vllm_python, model, tokenizer=words, **peer_options)
+        peer_speeds = {name: [] for name in names if name != "no_repeat_ngram"}
+    params = {
+        name: [sampling_params(each, length, words) for length, each in zip(lengths, options[name])]
+        for name in peer_speeds
+    }
+    for name, each in configs.items():
         run(model, prompts[:2], each[:2], words)
-    speeds: dict[str, list[float]] = {name: [] for name in configs}
+        if name in peer_speeds:
+            peer.run(prompts[:2], params[name][:2])
     for _ in range(args.runs):
         for name, each in configs.items():
             speeds[name].append(run(model, prompts, each, words))
             print(f"{name}: {speeds[name][-1]:.1f} tokens/s", file=sys.stderr)
+            if name in peer_speeds:
+                seconds, tokens = peer.run(prompts, params[name])
+                assert tokens == lengths, "an option has ended a request of vLLM early"
+                peer_speeds[name].append(sum(tokens) / seconds)
+                print(f"    vLLM: {peer_speeds[name][-1]:.1f} tokens/s", file=sys.stderr)
     medians = {name: statistics.median(each) for name, each in speeds.items()}
+    peer_medians = {name: statistics.median(each) for name, each in peer_speeds.items()}
     print(f"{len(requests)} requests of {args.workload} x {args.scale}; {throughput.machine(args)}\n")
-    print("| options | tokens/s | of bare |\n|---|---|---|")
+    print("| options | tokens/s | of bare |" + (" vLLM, tokens/s | ours is |" if peer else ""))
+    print("|---|---|---|" + ("---|---|" if peer else ""))
     for name, speed in medians.items():
-        print(f"| {name} | {speed:.1f} | {speed / medians['bare']:.2f} |")
+        row = f"| {name} | {speed:.1f} | {speed / medians['bare']:.2f} |"
+        if name in peer_medians:
+            row += f" {peer_medians[name]:.1f} | {speed / peer_medians[name]:.2f}x |"
+        elif peer:
+            row += " (no such option) | |"
+        print(row)
     if args.json:
         report = {"date": time.strftime("%Y-%m-%d"), "machine": throughput.machine(args), "tokens_per_s": speeds}
+        if peer:
+            report |= {"vllm": peer.version, "vllm_tokens_per_s": peer_speeds}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if peer:
+        peer.close()
 
 
 if __name__ == "__main__":

@@ -16,12 +16,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import transformers
 import workloads
+from vllm_peer import Vllm
 
 SHAPES: dict[str, dict[str, Any]] = {
     # SmolLM2-135M
@@ -206,49 +204,19 @@ def run_hf_cb(model: Any, requests: list[Any], prompts: list[list[int]], args: a
     return Result("hf-cb", seconds, done, start_up, has_times=False)
 
 
-VLLM = """
-import json, sys, time
-job = json.load(open(sys.argv[1]))
-from vllm import LLM, SamplingParams
-begin = time.perf_counter()
-llm = LLM(job["model"], skip_tokenizer_init=True, dtype=job["dtype"], enable_prefix_caching=False, **job["options"])
-start_up = time.perf_counter() - begin
-params = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.0, detokenize=False) for n in job["lengths"]]
-prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
-llm.generate(prompts[:1], params[:1], use_tqdm=False)
-begin = time.perf_counter()
-outputs = llm.generate(prompts, params, use_tqdm=False)
-seconds = time.perf_counter() - begin
-tokens = [len(o.outputs[0].token_ids) for o in outputs]
-import vllm
-answer = {"seconds": seconds, "start_up": start_up, "tokens": tokens, "version": vllm.__version__}
-json.dump(answer, open(sys.argv[2], "w"))
-"""
-
-
 def run_vllm(model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
     if args.vllm_python is None:
         raise SystemExit("vllm runs in an environment of its own: give its interpreter with --vllm-python")
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        job, out, script = Path(folder, "job.json"), Path(folder, "out.json"), Path(folder, "run.py")
-        job.write_text(
-            json.dumps(
-                {
-                    "model": folder,
-                    "dtype": args.dtype,
-                    "prompts": prompts,
-                    "lengths": [r.output_length for r in requests],
-                    "options": json.loads(args.vllm_options),
-                }
-            )
-        )
-        script.write_text(f"if __name__ == '__main__':\n    exec({VLLM!r})\n")
-        env = {**os.environ, "OMP_NUM_THREADS": str(args.threads or 1), "HF_HUB_OFFLINE": "1"}
-        subprocess.run([args.vllm_python, str(script), str(job), str(out)], check=True, env=env, stdout=sys.stderr)
-        answer = json.loads(out.read_text())
-    done = [Measured(0.0, answer["seconds"], answer["seconds"], tokens) for tokens in answer["tokens"]]
-    return Result("vllm", answer["seconds"], done, answer["start_up"], {"version": answer["version"]}, has_times=False)
+    options = json.loads(args.vllm_options)
+    vllm = Vllm(args.vllm_python, model, dtype=args.dtype, threads=args.threads or 1, options=options)
+    params = [
+        {"max_tokens": r.output_length, "ignore_eos": True, "temperature": 0.0, "detokenize": False} for r in requests
+    ]
+    vllm.run(prompts[:1], params[:1])
+    seconds, tokens = vllm.run(prompts, params)
+    vllm.close()
+    done = [Measured(0.0, seconds, seconds, count) for count in tokens]
+    return Result("vllm", seconds, done, vllm.start_up, {"version": vllm.version}, has_times=False)
 
 
 SYSTEMS = {"ours": run_ours, "plain": run_plain, "hf-cb": run_hf_cb, "vllm": run_vllm}

@@ -1,91 +1,13 @@
-"""Request lengths and arrivals, synthesised from the statistics of published traces.
+"""Request lengths and arrivals: those of `hf-paged bench serve`."""
 
-For ShareGPT and Alpaca as the paper uses them, only the means are published: the lengths are truncated log-normals with
-an assumed spread, rescaled to the exact means. For the Azure traces of 2023 (Azure/AzurePublicDataset), log-normals
-were fitted.
-"""
+from hf_paged.load.workloads import (
+    LONGEST,
+    WORKLOADS,
+    Lengths,
+    TraceRequest,
+    prompts_for,
+    read_trace,
+    synthesise,
+)
 
-from __future__ import annotations
-
-import dataclasses
-import json
-import math
-import random
-from pathlib import Path
-
-
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """A log-normal distribution of lengths in tokens. If `mean` is given, samples are rescaled to it.
-
-    `mu` and `sigma` are the mean and standard deviation of the logarithm.
-    """
-
-    sigma: float
-    mean: float | None = None
-    mu: float | None = None
-
-    def sample(self, count: int, rng: random.Random, longest: int) -> list[int]:
-        values = [rng.lognormvariate(self.mu or 0.0, self.sigma) for _ in range(count)]
-        if self.mean is None:
-            return [min(max(1, round(value)), longest) for value in values]
-        # Truncation and rounding shift the mean, so rescale repeatedly.
-        scale = self.mean * count / sum(values)
-        for _ in range(50):
-            lengths = [min(max(1, round(value * scale)), longest) for value in values]
-            error = self.mean * count / sum(lengths)
-            if abs(error - 1) < 0.002:
-                break
-            scale *= error
-        return lengths
-
-
-WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {
-    "sharegpt": (Lengths(1.2, mean=161), Lengths(0.9, mean=338)),
-    "alpaca": (Lengths(0.5, mean=19), Lengths(0.8, mean=58)),
-    "azure-conv": (Lengths(0.985, mu=6.633), Lengths(0.859, mu=5.019)),
-    "azure-code": (Lengths(1.360, mu=6.999), Lengths(0.847, mu=2.788)),
-}
-LONGEST = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class TraceRequest:
-    """One request: `arrival` in seconds after the start, lengths in tokens."""
-
-    arrival: float
-    input_length: int
-    output_length: int
-
-
-def synthesise(name: str, count: int, *, scale: float = 1.0, rate: float | None = None, seed: int = 0):
-    """`count` requests with lengths times `scale`; Poisson arrivals at `rate` per second (None: all at time 0)."""
-    rng = random.Random(seed)
-    inputs, outputs = WORKLOADS[name]
-    longest = max(2, int(LONGEST * scale))
-    scaled = [dataclasses.replace(l, mean=l.mean * scale if l.mean else None) for l in (inputs, outputs)]
-    shift = math.log(scale)
-    scaled = [dataclasses.replace(l, mu=l.mu + shift if l.mu else None) for l in scaled]
-    ins = scaled[0].sample(count, rng, longest - 1)
-    outs = [min(out, longest - n) for n, out in zip(ins, scaled[1].sample(count, rng, longest))]
-    arrival, requests = 0.0, []
-    for n, out in zip(ins, outs):
-        requests.append(TraceRequest(arrival, n, out))
-        if rate is not None:
-            arrival += rng.expovariate(rate)
-    return requests
-
-
-def read_trace(path: Path) -> list[TraceRequest]:
-    """A trace in Mooncake's JSON lines: `timestamp` (ms), `input_length`, `output_length`."""
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    first = min(line["timestamp"] for line in lines)
-    return [
-        TraceRequest((line["timestamp"] - first) / 1000, line["input_length"], line["output_length"]) for line in lines
-    ]
-
-
-def prompts_for(requests: list[TraceRequest], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Random token ids of the requested lengths."""
-    rng = random.Random(seed)
-    return [[rng.randrange(3, vocab_size) for _ in range(r.input_length)] for r in requests]
+__all__ = ["LONGEST", "WORKLOADS", "Lengths", "TraceRequest", "prompts_for", "read_trace", "synthesise"]
