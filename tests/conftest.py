@@ -29,12 +29,19 @@ from tests import models
 
 torch.set_num_threads(1)
 
-# A machine with a GPU may have no network, and then no hypothesis.
-collect_ignore = (
-    []
-    if importlib.util.find_spec("hypothesis")
-    else ["generation/test_arguments.py", "generation/test_scheduler_properties.py", "cache/test_state_machine.py"]
-)
+_GRAMMARS = ["generation/test_grammar.py", "generation/test_schemas.py", "serving/test_constrained.py"]
+_NEEDED = {
+    "hypothesis": [
+        "generation/test_arguments.py",
+        "generation/test_scheduler_properties.py",
+        "cache/test_state_machine.py",
+    ],
+    "xgrammar": _GRAMMARS,
+    "jsonschema": _GRAMMARS,
+}
+
+# A machine with a GPU may have no network, and then not all packages.
+collect_ignore = [path for name, paths in _NEEDED.items() if importlib.util.find_spec(name) is None for path in paths]
 
 _memories: weakref.WeakSet[memory_module.PagedMemory] = weakref.WeakSet()
 _init = memory_module.PagedMemory.__init__
@@ -72,12 +79,38 @@ SMOKE = (
     "tests/generation/test_engine.py::test_a_small_pool_changes_nothing[llama",
     "tests/generation/test_engine.py::test_a_cached_prefix_is_not_computed_again",
     "tests/generation/test_engine.py::test_streams",
+    "tests/serving/test_completions.py::test_completions[greedy",
+    "tests/serving/test_completions.py::test_streamed_completions[n",
     "tests/generation/test_engine.py::test_threads",
     "tests/generation/test_fork.py",
 )
 
 
+# Tests with so many cases that the suite keeps to those whose ids have one of these words. The others are slow tests,
+# which `.ci/run` runs.
+KEPT = {
+    "tests/generation/test_engine.py::test_groups_preempted_at_every_step_beside_twelve_others": ("llama", "gemma3"),
+    "tests/generation/test_engine.py::test_swaps_beside_the_steps_change_nothing": ("llama", "gemma3"),
+    "tests/generation/test_async.py::test_groups_preempted_at_every_step_beside_twelve_others": ("llama",),
+    "tests/generation/test_async.py::test_a_small_pool_changes_nothing": ("llama", "gemma3"),
+    "tests/kernels/test_triton.py::test_whole": ("decode", "head_dim=80", "window=20", "sinks=True,", "chunk_size=64"),
+    "tests/kernels/test_triton.py::test_split_decode": (
+        "head_dim=80",
+        "v_head_dim",
+        "window=20",
+        "sinks=True,",
+        "alibi",
+    ),
+    "tests/kernels/test_triton.py::test_launches_of_one_step_compute_any_other": ("options0", "options1", "options2"),
+    "tests/integration/test_interrupt.py::test_a_step": ("async",),
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        if name in KEPT and not any(word in case for word in KEPT[name]):
+            item.add_marker("slow")
     for item in items:
         if item.nodeid.startswith(SMOKE):
             item.add_marker(pytest.mark.smoke)

@@ -65,6 +65,7 @@ def test_engine_stream(run: Run) -> None:
     assert re.search(r"\d+ steps, \d+ tokens", out)
 
 
+@pytest.mark.slow
 def test_training_script(run: Run, tmp_path: Path) -> None:
     run("train_pydoc_lm.py", "--out", str(tmp_path), "--base-steps", "2", "--qa-steps", "2", "--threads", "1")
     for name in CHECKPOINTS:

@@ -63,6 +63,7 @@ def test_table(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "decode-step.json").read_text())["measured_on"] == about
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [[], pytest.param(["--profile"], marks=pytest.mark.slow)], ids=["time", "profile"])
 def test_decode_step(option: list[str], tmp_path: Path) -> None:
     out = tmp_path / "step.json"

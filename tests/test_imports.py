@@ -24,8 +24,10 @@ LAYERS = {
     "fused": 5,
     "generation": 6,
     "serving": 7,
-    "cli": 8,
-    "__main__": 9,
+    "bridges": 8,
+    "load": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 PURE = [
     "hf_paged.config",
@@ -100,7 +102,11 @@ def generation_rank(module: str) -> int | None:
     if parts[2] == "engine":
         return 1 if parts[3] in ("sequence", "outputs") else 4
     if parts[2] == "sampling":
-        return 2 if parts[3] in ("edits", "editors", "warpers", "processors", "beams") else 3
+        return (
+            2
+            if parts[3] in ("edits", "schemas", "constraints", "grammar", "editors", "warpers", "processors", "beams")
+            else 3
+        )
     return 5 if parts[2] in ("paged_generate", "routes") else 0
 
 

@@ -42,16 +42,26 @@ print("ok")
 """
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import hf_paged, transformers",
-        "import transformers, hf_paged",
-        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nimport hf_paged, transformers",
-    ],
-)
-def test_import_order(imports: str) -> None:
-    assert _run(imports + GENERATE).strip() == "ok"
+IMPORTS = [
+    "import hf_paged, transformers",
+    "import transformers, hf_paged",
+    "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nimport hf_paged, transformers",
+]
+
+
+def test_import_order() -> None:
+    """Each in a child of one process that has imported torch, which takes longest."""
+    code = f"""
+import os, sys, torch
+for imports in {IMPORTS!r}:
+    if os.fork() == 0:
+        assert not any(name in sys.modules for name in ("transformers", "hf_paged"))
+        exec(imports + {GENERATE!r})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0, imports
+"""
+    assert _run(code).split() == ["ok"] * len(IMPORTS)
 
 
 def test_uninstall_before_transformers_is_imported() -> None:

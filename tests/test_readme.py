@@ -73,6 +73,7 @@ def test_pages(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             assert all(output.error is None for output in engine.step())
 
 
+@pytest.mark.slow  # processes that import torch
 @pytest.mark.parametrize("command", COMMANDS)
 def test_other_commands(command: str) -> None:
     line = command.replace(".venv/bin/hf-paged", f"{shlex.quote(sys.executable)} -m hf_paged.cli")
