@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
-from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
+from hf_paged.errors import RankError
 from hf_paged.generation.engine.plan import StepPlan
-from hf_paged.generation.engine.ranks import Ranks, num_ranks
+from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
 from hf_paged.generation.engine.runner import Packed, Runner, StepResult
 from hf_paged.generation.engine.sequence import Plan
 from hf_paged.generation.engine.sizing import OpenedMemory
@@ -22,8 +22,7 @@ from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.packed import PackedModel
-from hf_paged.model.state import state_of
+from hf_paged.model.state import state_of, unwrapped
 
 
 class _Event(Enum):
@@ -35,8 +34,10 @@ class _Event(Enum):
 
 
 def check_parallel(model: Any, asked: SchedulerConfig, cuda_graphs: bool | None) -> None:
-    """Raises ValueError for an option that several ranks do not have."""
+    """Raises ValueError for an option that several ranks do not have, UnsupportedModelError for too many ranks."""
     size = num_ranks(model)
+    if size > 1:
+        check_heads(unwrapped(model), size)
     for name, value in (("async_scheduling", asked.async_scheduling), ("cuda_graphs", cuda_graphs)):
         if value and size > 1:
             raise ValueError(f"{name}=True: the model is on {size} ranks, where this is not implemented; leave it out")
@@ -44,29 +45,25 @@ def check_parallel(model: Any, asked: SchedulerConfig, cuda_graphs: bool | None)
 
 def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, cuda_graphs: bool | None) -> Runner:
     """The runner of this process."""
-    model, ranks = opened.model, opened.ranks
+    ranks = opened.ranks
     if ranks is None:
-        graphs = graphed_steps(model, max_num_seqs, cuda_graphs)
-        return Runner(model, opened.memory, opened.host_pools, adapters, graphs)
-    assert isinstance(model, PackedModel)
-    kind = DrivingRunner if ranks.is_driver else FollowingRunner
-    return kind(model, opened.memory, opened.host_pools, adapters, ranks)
+        graphs = graphed_steps(opened.model, max_num_seqs, cuda_graphs)
+        return Runner(opened.model, opened.memory, opened.host_pools, adapters, graphs)
+    return (DrivingRunner if ranks.is_driver else FollowingRunner)(opened, adapters, ranks)
 
 
-class DrivingRunner(Runner):
+class _RankRunner(Runner):
+    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+        super().__init__(opened.model, opened.memory, opened.host_pools, adapters)
+        self._ranks = ranks
+        self._weights = state_of(opened.model.model).weights
+
+
+class DrivingRunner(_RankRunner):
     """The runner of rank 0. If a step fails on any rank, no rank runs another one."""
 
-    def __init__(
-        self,
-        model: PackedModel,
-        memory: PagedMemory,
-        host_pools: list[HostPool],
-        adapters: Adapters,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__(model, memory, host_pools, adapters)
-        self._ranks = ranks
-        self._weights = state_of(model.model).weights
+    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+        super().__init__(opened, adapters, ranks)
         self._packed: deque[Packed] = deque()  # of the step that is prepared
 
     def check_model(self) -> None:
@@ -107,26 +104,17 @@ class DrivingRunner(Runner):
         self._ranks.check_same_messages()
 
     def close(self) -> None:
-        if self._ranks.failure is None:
+        with suppress(RankError):
             self._ranks.send(_Event.CLOSE)
         self._ranks.close(is_done=True)
         super().close()
 
 
-class FollowingRunner(Runner):
+class FollowingRunner(_RankRunner):
     """The runner of a rank that does what the driver tells it."""
 
-    def __init__(
-        self,
-        model: PackedModel,
-        memory: PagedMemory,
-        host_pools: list[HostPool],
-        adapters: Adapters,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__(model, memory, host_pools, adapters)
-        self._ranks = ranks
-        self._weights = state_of(model.model).weights
+    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+        super().__init__(opened, adapters, ranks)
         self._epoch: int | None = None
         self._is_done = False
 

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +41,17 @@ def num_ranks(model: Any) -> int:
     """The number of processes over which transformers has spread a model."""
     mesh = getattr(unwrapped(model), "_device_mesh", None)
     return 1 if mesh is None else int(mesh.size())
+
+
+def check_heads(model: Any, size: int) -> None:
+    """Raises UnsupportedModelError if transformers' plan divides K/V heads that so many ranks cannot share."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    divided = any(name.endswith((".k_proj", ".qkv_proj")) and way == "colwise" for name, way in model.tp_plan.items())
+    if divided and heads % size:
+        raise UnsupportedModelError(
+            f"{heads} K/V heads cannot be divided among {size} ranks; use a number of ranks that divides {heads}"
+        )
 
 
 def ranks_of(model: Any) -> Ranks | None:
@@ -223,7 +235,7 @@ class Ranks:
 
     def _end_process(self) -> None:
         """An operation of gloo that waits for a rank which does not take part ends only with its process."""
-        threading.Event().wait(GRACE_SECONDS)
+        time.sleep(GRACE_SECONDS)
         if self._is_waiting:
             log.error("rank %d ends its process, because it waits for a rank that has failed", self.rank)
             os._exit(1)
@@ -257,9 +269,11 @@ class Ranks:
             self._is_closed = True
         if self.failure is not None:
             return  # the groups may be in use by threads that wait
-        self._finish_sending()
+        with suppress(RuntimeError):  # a rank has ended meanwhile
+            self._finish_sending()
         self._notify(_BYE)
         for thread in self._watchers:
-            thread.join()
-        distributed.destroy_process_group(self._messages)
-        distributed.destroy_process_group(self._notices)
+            thread.join(GRACE_SECONDS)
+        if not any(thread.is_alive() for thread in self._watchers):
+            distributed.destroy_process_group(self._messages)
+            distributed.destroy_process_group(self._notices)

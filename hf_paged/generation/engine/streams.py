@@ -1,10 +1,12 @@
-"""RequestStream: the outputs of some requests, for one reader."""
+"""RequestStream: the outputs of some requests, for one reader; and a progress bar."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from hf_paged.generation.engine.core import EngineCore, Inbox
 from hf_paged.generation.engine.outputs import RequestOutput
@@ -74,3 +76,10 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __del__(self) -> None:
         self.abandon()
+
+
+def progress_bar(total: int, wanted: bool | None) -> Any:
+    """A bar for `total` requests on stderr. None: only if that is a terminal."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit="request", disable=not (sys.stderr.isatty() if wanted is None else wanted))
