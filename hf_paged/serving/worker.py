@@ -182,7 +182,10 @@ class EngineWorker:
         ]
 
     async def open(self, requests: Sequence[Request], *, finals_only: bool = False) -> Job:
-        """Add all of these requests, or none. finals_only: see Job. Raises what `Engine.submit` does; QueueFull beyond max_in_flight."""
+        """Add all of these requests, or none. finals_only: see Job.
+
+        Raises what `Engine.submit` does, and QueueFull beyond max_in_flight.
+        """
         if len(self._jobs) + len(requests) > self._max_in_flight:
             raise self.full()
         job = Job([request.request_id for request in requests], self._abandon, finals_only=finals_only)
