@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -12,9 +13,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 import hf_paged
-from tests import conftest
+from tests import conftest, models
 
 if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai", "httpx")):
     pytest.skip("needs the packages of transformers[serving]", allow_module_level=True)
@@ -123,6 +125,18 @@ def test_every_request_has_its_own_options(server: Any) -> None:
     assert complete(server, "The if statement")["choices"][0]["text"] == text  # nothing was left of the others
 
 
+def test_a_seed_is_not_that_of_the_process(server: Any) -> None:
+    from transformers import GenerationConfig
+    from transformers.cli.serving.utils import BaseHandler
+
+    handler = object.__new__(BaseHandler)
+    handler.generation_state = server._generation_state
+    body = {"seed": 7}
+    before = torch.get_rng_state()
+    made = handler._build_generation_config(body, GenerationConfig(), use_cb=True)
+    assert torch.equal(torch.get_rng_state(), before) and made.seed == 7 and body == {"seed": 7}
+
+
 def test_many_at_once(server: Any) -> None:
     prompts = [f"{word} {number}" for number in range(6) for word in ("The", "A list", "def")]
     with ThreadPoolExecutor(len(prompts)) as threads:
@@ -161,6 +175,30 @@ def test_a_client_that_goes_away_ends_its_request(server: Any) -> None:
         del engine.abort
     complete(server, "The", max_tokens=1)  # a step after the abort
     assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_engine_that_stops_meanwhile_is_unavailable(is_prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GenerationConfig
+    from transformers.cli.serving.utils import CBWorkerDeadError
+
+    from hf_paged.bridges.transformers_serve import PagedGenerateManager
+    from hf_paged.serving.worker import EngineWorker
+
+    manager, prepare = PagedGenerateManager(), EngineWorker.prepare
+
+    def stopping(worker: Any, submissions: Any) -> Any:
+        requests = prepare(worker, submissions) if is_prepared else None
+        manager.stop()
+        return requests or prepare(worker, submissions)
+
+    async def main() -> None:
+        manager.init_cb(models.shared("llama"), None)
+        await manager.generate_non_streaming(None, tokenizer(), {"input_ids": [5, 6]}, GenerationConfig(), "x")
+
+    monkeypatch.setattr(EngineWorker, "prepare", stopping)
+    with pytest.raises(CBWorkerDeadError):
+        asyncio.run(main())
 
 
 def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
