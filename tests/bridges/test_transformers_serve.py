@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import hf_paged
-from tests import conftest
+from tests import conftest, models
 
 if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai", "httpx")):
     pytest.skip("needs the packages of transformers[serving]", allow_module_level=True)
@@ -174,6 +175,30 @@ def test_a_client_that_goes_away_ends_its_request(server: Any) -> None:
         del engine.abort
     complete(server, "The", max_tokens=1)  # a step after the abort
     assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_engine_that_stops_meanwhile_is_unavailable(is_prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GenerationConfig
+    from transformers.cli.serving.utils import CBWorkerDeadError
+
+    from hf_paged.bridges.transformers_serve import PagedGenerateManager
+    from hf_paged.serving.worker import EngineWorker
+
+    manager, prepare = PagedGenerateManager(), EngineWorker.prepare
+
+    def stopping(worker: Any, submissions: Any) -> Any:
+        requests = prepare(worker, submissions) if is_prepared else None
+        manager.stop()
+        return requests or prepare(worker, submissions)
+
+    async def main() -> None:
+        manager.init_cb(models.shared("llama"), None)
+        await manager.generate_non_streaming(None, tokenizer(), {"input_ids": [5, 6]}, GenerationConfig(), "x")
+
+    monkeypatch.setattr(EngineWorker, "prepare", stopping)
+    with pytest.raises(CBWorkerDeadError):
+        asyncio.run(main())
 
 
 def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
