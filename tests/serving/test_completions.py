@@ -138,7 +138,7 @@ def test_chat(server: Running, case: str, stream: bool) -> None:
 
 
 def test_penalties(server: Running) -> None:
-    """Against `generate` with the processor, which test_processors.py compares with OpenAI's formula."""
+    """Against `generate` with the processor, which test_text.py compares with OpenAI's formula."""
     ids = ids_of(PROMPT)
     penalty = OccurrencePenalty(len(ids), presence_penalty=0.7, frequency_penalty=-1.1)
     for seed, options in ((None, {"do_sample": False}), (9, {"do_sample": True, "temperature": 1.5, "top_k": 0})):
