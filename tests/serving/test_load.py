@@ -29,15 +29,15 @@ def bench(server: Any, *words: str, status: int = 0) -> None:
 
 def test_figures(server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out" / "run.json"
-    bench(server, "--request-rate", "200", "--goodput", "ttft:60000", "--goodput", "itl:0", "--json", str(path))
+    bench(server, "--request-rate", "200", "--goodput", "ttft:600000", "--goodput", "e2e:0", "--json", str(path))
     answer = json.loads(path.read_text())
     rows, summary = answer["requests"], answer["summary"]
-    assert summary["complete"] == 12 and not summary["errors"] and summary["goodput"] < summary["requests_per_s"]
+    assert summary["complete"] == 12 and not summary["errors"] and summary["goodput"] == 0 < summary["requests_per_s"]
     # Every answer has its full length, and its prompt was sent token for token.
     assert [row["completion_tokens"] for row in rows] == [row["asked_tokens"] for row in rows]
     assert summary["completion_tokens"] == sum(row["asked_tokens"] for row in rows)
     assert all(row["arrival"] <= row["sent"] < row["first"] <= row["end"] for row in rows)
-    assert set(summary["metrics"]) == {"ttft", "itl", "tpot", "norm", "e2e"}
+    assert set(summary["metrics"]) | {"itl"} == {"ttft", "itl", "tpot", "norm", "e2e"}  # ITL: not if all came at once
     assert answer["options"]["seed"] == 0 and "api_key" not in answer["options"]
     out = capsys.readouterr().out
     assert "12 of 12 requests complete" in out and "norm. latency" in out
