@@ -144,6 +144,7 @@ def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
     stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
     first = server.on_loop(server.service.worker.pause("wait"))
     second = server.on_loop(server.service.worker.pause("keep"))
+    until(lambda: len(server.service.worker._commands) == 2)
     gate.open()
     first.result(120), second.result(120)
     answer = server.http.get("/ready")
