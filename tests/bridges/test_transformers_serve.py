@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -30,9 +29,6 @@ def server() -> Iterator[Any]:
     from transformers.cli.serve import Serve
 
     hf_paged.install_serving()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     served = Serve(
         force_model=QA,
         continuous_batching=True,
@@ -41,16 +37,16 @@ def server() -> Iterator[Any]:
         device="cpu",
         dtype="float32",
         host="127.0.0.1",
-        port=port,
+        port=0,
         chat_template_kwargs=None,
         reasoning="auto",
         log_level="error",
         non_blocking=True,
     )
+    until(lambda: served.server.started or not served._thread.is_alive())
+    port = served.server.servers[0].sockets[0].getsockname()[1]
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
         served.client = client
-        until(lambda: served.server.started or not served._thread.is_alive())
-        assert served.server.started
         yield served
     served.kill_server()
     hf_paged.uninstall_serving()
