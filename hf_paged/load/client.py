@@ -81,7 +81,7 @@ def served_model(base_url: str, api_key: str | None = None) -> str:
     """The first model of /v1/models. Raises ValueError if there is none."""
     headers = Endpoint(base_url, "", api_key=api_key).headers
     try:
-        answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30)
+        answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
         answer.raise_for_status()
         name: str = answer.json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -137,7 +137,8 @@ async def _send(client: httpx.AsyncClient, endpoint: Endpoint, request: Planned,
                 await _read(response, request, outcome, start)
     except TimeoutError:
         outcome.error = f"no end after {endpoint.timeout:g} s"
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # The last three: an event that is JSON, but none of OpenAI's.
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.end = time.perf_counter() - start
     return outcome

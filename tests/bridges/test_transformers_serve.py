@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import torch
 
 import hf_paged
 from hf_paged.integration import hook
-from tests import conftest
+from tests import conftest, models
 
 if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai", "httpx")):
     pytest.skip("needs the packages of transformers[serving]", allow_module_level=True)
@@ -177,6 +178,30 @@ def test_a_client_that_goes_away_ends_its_request(server: Any) -> None:
     gate.open()
     until(lambda: not engine.has_unfinished_requests())
     assert engine.stats().blocks_used == 0 and engine.stats().generated_tokens == before + 7
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_engine_that_stops_meanwhile_is_unavailable(is_prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GenerationConfig
+    from transformers.cli.serving.utils import CBWorkerDeadError
+
+    from hf_paged.bridges.transformers_serve import PagedGenerateManager
+    from hf_paged.serving.worker import EngineWorker
+
+    manager, prepare = PagedGenerateManager(), EngineWorker.prepare
+
+    def stopping(worker: Any, submissions: Any) -> Any:
+        requests = prepare(worker, submissions) if is_prepared else None
+        manager.stop()
+        return requests or prepare(worker, submissions)
+
+    async def main() -> None:
+        manager.init_cb(models.shared("llama"), None)
+        await manager.generate_non_streaming(None, tokenizer(), {"input_ids": [5, 6]}, GenerationConfig(), "x")
+
+    monkeypatch.setattr(EngineWorker, "prepare", stopping)
+    with pytest.raises(CBWorkerDeadError):
+        asyncio.run(main())
 
 
 def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:

@@ -137,6 +137,13 @@ def test_events_of_other_servers() -> None:
     assert outcome.is_complete and len(outcome.pieces) == 1 and outcome.completion_tokens is None
 
 
+def test_no_proxy_is_asked_for_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "ftp://nowhere")
+    with fake_server() as url, pytest.raises(ValueError, match="501"):  # the server's answer
+        client.served_model(url)
+
+
 def test_answers_that_are_none() -> None:
     with fake_server(event(choices=[{"text": "a"}])) as url:
         assert sent(url)[0].error == "the answer broke off without a finish_reason"
@@ -144,6 +151,9 @@ def test_answers_that_are_none() -> None:
         assert "no" in (sent(url)[0].error or "")
     with fake_server("data: {no JSON\n\n") as url:
         assert "JSONDecodeError" in (sent(url)[0].error or "")
+    for odd in ('{"usage": {}}', "5", '{"choices": [7]}'):
+        with fake_server(f"data: {odd}\n\n") as url:
+            assert "Error: " in (sent(url)[0].error or ""), odd
     never = threading.Event()
     with fake_server(event(choices=[{"text": "a"}]), delay=never) as url:
         assert sent(url, timeout=0.05)[0].error == "no end after 0.05 s"
