@@ -240,9 +240,8 @@ def test_an_engine_that_dies() -> None:
 def test_a_deadline() -> None:
     with serving(limits=Limits(request_seconds=0.05)) as running:
         gate = Gate(running.engine, 0)
-        stream = running.client.completions.create(model=NAME, prompt=PROMPT, stream=True)
         with pytest.raises(openai.APIError, match="longer than the server allows"):
-            list(stream)
+            list(running.client.completions.create(model=NAME, prompt=PROMPT, stream=True))
         gate.open()
         running.assert_idle()
 
