@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -42,6 +43,8 @@ _ELSEWHERE = {
     "/sleep": "stop the server instead",
     "/wake_up": "start the server instead",
 }
+
+_TYPE = re.compile(r"constrained-\w+|[a-z-]+\[.*\]", re.DOTALL)  # pydantic's name of one type of several in a place
 
 
 def create_app(service: Service) -> FastAPI:
@@ -96,12 +99,13 @@ async def _on_problem(request: Request, problem: Problem) -> Response:
 
 
 async def _on_invalid(request: Request, error: RequestValidationError) -> Response:
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
+    # Of a value of several types there is an error for each; the kind that was meant got furthest.
+    worst = max(error.errors(), key=lambda each: len(each["loc"]))
+    place = ".".join(str(part) for part in worst["loc"][1:] if not _TYPE.fullmatch(str(part)))
+    message = str(worst["msg"]).removeprefix("Value error, ")
+    if worst["type"] == "extra_forbidden":
         message = "this field is not known; leave it out"
-    if first["type"] == "json_invalid":
+    if worst["type"] == "json_invalid":
         return await _on_problem(request, Problem(400, f"the body is not valid JSON: {message} ({place})"))
     text = f"{place}: {message}" if place else message
     return await _on_problem(request, Problem(422, text, param=place or None, code="invalid_field"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.schema import (
@@ -15,10 +15,12 @@ from hf_paged.serving.schema import (
     Count,
     FunctionDefinition,
     FunctionName,
+    Items,
     NamedSchema,
     Options,
     StructuredOutputs,
     Text,
+    Texts,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -42,10 +44,13 @@ class OtherContent(BaseModel):
     type: Literal["input_image", "input_file", "input_audio", "refusal"]
 
 
+Content = Annotated[TextContent | OtherContent, Field(discriminator="type")]
+
+
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextContent | OtherContent]
+    content: Text | Items[Content]
     id: Id | None = None
     status: str | None = None
     phase: str | None = None
@@ -65,7 +70,7 @@ class CallItem(Body):
 class CallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: Id
-    output: Text | list[TextContent | OtherContent]
+    output: Text | Items[Content]
     id: Id | None = None
     status: str | None = None
 
@@ -81,7 +86,7 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     id: Id | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    content: list[ReasoningContent] | None = None
+    content: Items[ReasoningContent] | None = None
     encrypted_content: None = None
     status: str | None = None
 
@@ -113,7 +118,15 @@ class OtherItem(BaseModel):
     ]
 
 
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem | OtherItem
+def _with_type(given: Any) -> Any:
+    """An item without a type is a message."""
+    return {"type": "message", **given} if isinstance(given, dict) else given
+
+
+Item = Annotated[
+    Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem | OtherItem, Field(discriminator="type")],
+    BeforeValidator(_with_type),
+]
 
 
 class FunctionTool(FunctionDefinition):
@@ -139,6 +152,9 @@ class OtherTool(BaseModel):
     ]
 
 
+OneTool = Annotated[FunctionTool | OtherTool, Field(discriminator="type")]
+
+
 class ToolName(Body):
     type: Literal["function"]
     name: FunctionName
@@ -147,7 +163,7 @@ class ToolName(Body):
 class ToolNames(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolName], Field(min_length=1, max_length=128)]
+    tools: Annotated[Items[ToolName], Field(min_length=1, max_length=128)]
 
 
 class PlainFormat(Body):
@@ -170,19 +186,21 @@ class ResponseStreamOptions(Body):
 class ResponsesRequest(Options):
     """POST /v1/responses."""
 
-    input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    input: Text | Annotated[Items[Item], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
     max_output_tokens: AtLeastOne | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool | OtherTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolName | ToolNames | None = None
+    tools: Annotated[Items[OneTool], Field(max_length=128)] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[ToolName | ToolNames, Field(discriminator="type")] | None
+    ) = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], Field(max_length=16)] | None = None
+    include: Annotated[Items[str], Field(max_length=16)] | None = None
     top_logprobs: Count | None = None
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[Texts, Field(max_length=16)] | None = None
     # Refused unless they ask for nothing.
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
