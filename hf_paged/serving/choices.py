@@ -145,10 +145,7 @@ class Choices:
     def update(self, outputs: Mapping[int, RequestOutput]) -> list[Delta]:
         """What is new in the outputs, by the place of their prompt. Raises Problem for a request that failed."""
         deltas = []
-        reads_all_at_once = not (self._plan.stream or self._plan.stops)
         for place, output in outputs.items():
-            if reads_all_at_once and not output.finished:
-                continue
             if output.error == NOTHING_LEFT:
                 raise Problem(
                     400,
