@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import GenerationConfig
 
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.grammar import Grammar
+from hf_paged.serving.answer_format import UnfollowedTool
 from hf_paged.serving.constrained import calls_of, check_end, content_of, tools_of
 from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
@@ -150,8 +152,13 @@ def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) 
     skip = body.skip_special_tokens and answers.template is None
     plan = _plan(body, served, [prompt], key_digest, limit=limit, default=default, texts=[], skip_special_tokens=skip)
     if answers.template is not None or (calls is not None and calls.is_forced):
-        plan = replace(plan, new_parser=partial(answers.parser, text, calls))
-    return _with_constraint(plan, body, answers.constraint(text, content_of(body), calls))
+        # The prompt is read here, once for all choices, because it may be long.
+        plan = replace(plan, new_parser=partial(deepcopy, answers.parser(text, calls)))
+    try:
+        constraint = answers.constraint(text, content_of(body), calls)
+    except UnfollowedTool as error:
+        raise Problem(400, f"tools: {error}", param="tools", code="invalid_grammar") from error
+    return _with_constraint(plan, body, constraint)
 
 
 def _with_constraint(plan: Plan, body: Sampling, constraint: Constraint | None) -> Plan:
@@ -235,7 +242,7 @@ def _plan(
 
 
 def _check_fan_out(num_prompts: int, body: Sampling, served: ServedModel) -> None:
-    """Before anything is copied."""
+    """Raises Problem (400) for too many prompts or sequences."""
     limits, width = served.settings.limits, max(body.n or 1, body.best_of or 1)
     limit = limits.sequences
     if num_prompts > limits.in_flight:
