@@ -62,6 +62,7 @@ class _Pending:
     times: list[list[float]] | None  # of the tokens of each output; None: they are not wanted
     created: float = field(default_factory=time.perf_counter)
     started: float = -1.0
+    engine_id: str = ""  # the request's id in the engine, which no earlier request has had
 
     @property
     def num_outputs(self) -> int:
@@ -92,9 +93,9 @@ class PagedManager(ContinuousBatchingManager):
         self._generation_thread: threading.Thread | None = None
         self._request_lock = threading.Lock()
         self._request_counter = 0
-        self._seeds = itertools.count()
+        self._seeds, self._numbers = itertools.count(), itertools.count()
         self._engine: Engine | None = None
-        self._running: dict[str, _Pending] = {}  # the thread's own
+        self._running: dict[str, _Pending] = {}  # by request id; the thread's own
         self._stop_wanted = threading.Event()
         self._aborts = self._keeps_engine = False
 
@@ -220,8 +221,9 @@ class PagedManager(ContinuousBatchingManager):
         """End a request; it gives no further result, as in transformers."""
 
         def cancel(engine: Engine) -> None:
-            if self._running.pop(request_id, None) is not None:
-                engine.abort(request_id)
+            request = self._running.pop(request_id, None)
+            if request is not None:
+                engine.abort(request.engine_id)
 
         self._do(cancel)
 
@@ -305,8 +307,8 @@ class PagedManager(ContinuousBatchingManager):
         while True:
             is_idle = not engine.has_unfinished_requests()
             if self._stop_wanted.is_set() and self.input_queue.empty() and (is_idle or self._aborts):
-                for request_id in self._running:
-                    engine.abort(request_id)
+                for request in self._running.values():
+                    engine.abort(request.engine_id)
                 return False
             try:
                 command = self.input_queue.get(block=is_idle)
@@ -317,8 +319,12 @@ class PagedManager(ContinuousBatchingManager):
     def _join(self, engine: Engine, requests: Sequence[_Pending]) -> None:
         for request in requests:
             try:
+                if request.request_id in self._running:
+                    raise ValueError(f"request_id {request.request_id!r} is in use; choose another one")
                 config = self._bounded(engine, request.config)
-                engine.add_request(request.input_ids, config, request_id=request.request_id)
+                # The output of a request that was cancelled may come after its id has been given to another one.
+                request.engine_id = f"{request.request_id}/{next(self._numbers)}"
+                engine.add_request(request.input_ids, config, request_id=request.engine_id)
             except Exception as error:  # the caller's: it is this request's result
                 self._fail(request, str(error))
             else:
@@ -330,15 +336,15 @@ class PagedManager(ContinuousBatchingManager):
         if config.max_new_tokens is not None or config.max_length is not None:
             return config
         config = copy.copy(config)
-        config.max_length = longest_request(engine)
+        config.max_length = longest_request(engine, config)
         return config
 
     def _deliver(self, output: RequestOutput) -> None:
-        request = self._running.get(output.request_id)
-        if request is None:
+        request = self._running.get(output.request_id.rpartition("/")[0])
+        if request is None or request.engine_id != output.request_id:
             return  # cancelled
         if output.finished:
-            del self._running[output.request_id]
+            del self._running[request.request_id]
         now = time.perf_counter()
         for place, completion in enumerate(output.outputs):
             if request.times is not None:

@@ -41,14 +41,16 @@ def get_manager(function: Callable[..., Any], state: Any, args: Any, kwargs: Any
 
 
 def build_generation_config(function: Callable[..., Any], handler: Any, args: Any, kwargs: Any) -> Any:
-    """After BaseHandler._build_generation_config: the request's seed is its own, not one for the whole process."""
-    config = function(handler, *args, **kwargs)
-    given = inspect.signature(function).bind(handler, *args, **kwargs).arguments
-    seed = given["body"].get("seed")
-    if given.get("use_cb", False):
-        config.use_cache = True  # it was switched off for transformers' own cache
-        if seed is not None:
-            config.seed = seed
+    """Instead of BaseHandler._build_generation_config: the request's seed is its own, not one for the whole process."""
+    call = inspect.signature(function).bind(handler, *args, **kwargs)
+    if not call.arguments.get("use_cb", False):
+        return function(handler, *args, **kwargs)
+    body = call.arguments["body"]
+    call.arguments["body"] = {**body, "seed": None}
+    config = function(*call.args, **call.kwargs)
+    config.use_cache = True  # it was switched off for transformers' own cache
+    if body.get("seed") is not None:
+        config.seed = body["seed"]
     return config
 
 
@@ -147,7 +149,7 @@ class PagedGenerateManager(utils.BaseGenerateManager):
             raise RuntimeError("init_cb() comes first")
         if not self._worker.is_alive:
             raise utils.CBWorkerDeadError(f"the engine has stopped: {self._worker.error}")
-        room = longest_request(self._engine) - len(inputs["input_ids"])
+        room = longest_request(self._engine, config) - len(inputs["input_ids"])
         if room > 0 and config.max_new_tokens is not None:
             config.max_new_tokens = min(config.max_new_tokens, room)
 

@@ -33,13 +33,18 @@ def _register_attention() -> None:
 
 
 def _register_lm_eval() -> None:
-    registry = sys.modules["lm_eval.api.registry"].model_registry
-    if _LM_EVAL_MODEL not in registry:
+    registry = _lm_eval_registry()
+    if registry is not None and _LM_EVAL_MODEL not in registry:
         registry.register(_LM_EVAL_MODEL, target=_LM_EVAL_CLASS)
 
 
+def _lm_eval_registry() -> Any:
+    """None for an lm-eval that has no registry of models by name, as 0.4.9 and older."""
+    return getattr(sys.modules.get("lm_eval.api.registry"), "model_registry", None)
+
+
 def _unregister_lm_eval() -> None:
-    registry = getattr(sys.modules.get("lm_eval.api.registry"), "model_registry", None)
+    registry = _lm_eval_registry()
     if registry is not None and _LM_EVAL_MODEL in registry:
         del registry._objs[_LM_EVAL_MODEL]  # lm-eval has no method for it
 

@@ -196,6 +196,40 @@ def test_cancel_hard_stop_and_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch
     manager.destroy()
 
 
+def turn(manager: Any, engine: hf_paged.Engine) -> None:
+    """One turn of the manager's thread, in this one."""
+    assert manager._obey(engine)
+    for output in engine.step():
+        manager._deliver(output)
+
+
+def test_a_cancelled_requests_output_is_not_that_of_the_next_with_its_id() -> None:
+    model, (old, new) = models.shared("llama"), prompts(6, 9)
+    manager = model.init_continuous_batching(config(), batching())
+    with hf_paged.Engine(model, {"num_blocks": 64}) as engine:
+        manager.add_request(old, request_id="x")
+        turn(manager, engine)
+        manager.cancel_request("x")
+        manager.add_request(new, request_id="x")
+        while manager.output_router.output_queue.empty():
+            turn(manager, engine)
+    assert manager.get_result("x").generated_tokens == plain(new, config())[0]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_the_longest_request_fits_into_every_group_of_layers(num_beams: int) -> None:
+    from hf_paged.bridges.cb_options import longest_request
+
+    with hf_paged.Engine(models.shared("gemma3"), {"num_blocks": 6, "block_size": 8}) as engine:
+        assert len(engine._memory.managers) == 2
+        longest = longest_request(engine, config(num_beams=num_beams))
+        assert longest == (6 - num_beams + 1) * 8
+        for length in (longest, longest + 1):  # K/V of the last token is not stored
+            engine.add_request([5] * 4, config(max_new_tokens=None, max_length=length, num_beams=num_beams))
+        with pytest.raises(ValueError, match="the cache has 6"):
+            engine.add_request([5] * 4, config(max_new_tokens=None, max_length=longest + 2, num_beams=num_beams))
+
+
 def test_a_handler_gets_what_came_before_it() -> None:
     import asyncio
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 import hf_paged
 from tests import conftest
@@ -121,6 +122,18 @@ def test_every_request_has_its_own_options(server: Any) -> None:
     content = answer["choices"][0]["message"]["content"]
     assert whole.startswith(content) and stop in content and len(content) < len(whole)
     assert complete(server, "The if statement")["choices"][0]["text"] == text  # nothing was left of the others
+
+
+def test_a_seed_is_not_that_of_the_process(server: Any) -> None:
+    from transformers import GenerationConfig
+    from transformers.cli.serving.utils import BaseHandler
+
+    handler = object.__new__(BaseHandler)
+    handler.generation_state = server._generation_state
+    body = {"seed": 7}
+    before = torch.get_rng_state()
+    made = handler._build_generation_config(body, GenerationConfig(), use_cb=True)
+    assert torch.equal(torch.get_rng_state(), before) and made.seed == 7 and body == {"seed": 7}
 
 
 def test_many_at_once(server: Any) -> None:

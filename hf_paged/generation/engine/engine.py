@@ -6,7 +6,6 @@ The public class: makes requests from prompts and options, and follows them. `co
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -28,7 +27,7 @@ from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
-from hf_paged.generation.engine.streams import RequestStream
+from hf_paged.generation.engine.streams import RequestStream, progress_bar
 from hf_paged.generation.sampling.request import Request
 from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
@@ -172,6 +171,10 @@ class Engine(EngineCore):
         self._check_usable()
         return self._admission.request(prompt_ids, generation_config, options, self.tokenizer)
 
+    def longest_request(self, num_beams: int = 1) -> int:
+        """The most tokens, prompt included, that the model and an empty cache allow a request."""
+        return self._admission.longest_request(num_beams)
+
     def _check_usable(self) -> None:
         with self._door:  # raises in a forked child
             self._check_open()
@@ -201,7 +204,7 @@ class Engine(EngineCore):
         """
         stream = self._open_stream(prompts, generation_config, attention_mask, options, finals_only=True)
         finished: dict[str, RequestOutput] = {}
-        with closing(stream), _progress(len(stream.requests), progress) as bar:
+        with closing(stream), progress_bar(len(stream.requests), progress) as bar:
             started, before = time.monotonic(), self._stepper.generated_tokens
             for output in stream:
                 finished[output.request_id] = output
@@ -442,10 +445,3 @@ class Engine(EngineCore):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _progress(total: int, progress: bool | None) -> Any:
-    from tqdm.auto import tqdm
-
-    wanted = sys.stderr.isatty() if progress is None else progress
-    return tqdm(total=total, unit="request", disable=not wanted)
