@@ -76,6 +76,10 @@ def serve(
     Requests are sent when they are due, whether or not earlier ones have been answered. Latencies count from then on.
     The exit status is 1 if a request failed.
     """
+    for name in ("request_rate", "scale", "workload") if trace is not None else ():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise UsageError(f"--trace has arrivals and lengths of its own; leave --{name.replace('_', '-')} out")
     given = dict(context.params)
     return lambda: _serve(given)
 
@@ -90,7 +94,7 @@ def _serve(given: dict[str, Any]) -> int:
     endpoint = _endpoint(given)
     for request in requests[: given["warmups"]]:
         # Not the request itself: its prompt would then be in the server's prefix cache.
-        warm = client.run(endpoint, [client.Planned(0.0, request.prompt[::-1], request.output_length)])
+        warm = client.run(endpoint, [client.Planned(0.0, _reversed(request.prompt), request.output_length)])
         if warm.outcomes[0].error is not None:
             raise UsageError(f"{endpoint.base_url} does not serve the first request: {warm.outcomes[0].error}")
     ended = 0
@@ -112,6 +116,11 @@ def _serve(given: dict[str, Any]) -> int:
 
         draw(run, given["plot"], f"{endpoint.model}, {_load(given)}")
     return EXIT_ERRORS if summary.errors else 0
+
+
+def _reversed(prompt: str | list[int]) -> str | list[int]:
+    """A prompt with the same tokens, or words, in another order."""
+    return " ".join(reversed(prompt.split())) if isinstance(prompt, str) else prompt[::-1]
 
 
 def _endpoint(given: dict[str, Any]) -> Any:
@@ -142,11 +151,9 @@ def planned(given: dict[str, Any]) -> list[Any]:
 
     count, seed = given["num_prompts"], given["seed"]
     if given["trace"] is not None:
-        if given["request_rate"] is not None:
-            raise UsageError("--trace has arrivals of its own; leave --request-rate out")
         try:
             recorded = workloads.read_trace(given["trace"])
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"--trace {given['trace']}: every line is a JSON object with timestamp, input_length and output_length "
                 f"({type(error).__name__}: {error})"

@@ -190,7 +190,7 @@ def _plan(
     salt = _salt(key_digest, body.cache_salt)
     options = _Options(body, served, skip_special_tokens=skip_special_tokens)
     logprobs = _num_logprobs(body, served)
-    echo = isinstance(body, CompletionRequest) and body.echo
+    echo = isinstance(body, CompletionRequest) and bool(body.echo)
     scores_prompts = echo and logprobs is not None
     submissions, scored = [], 0
     for prompt in prompts:

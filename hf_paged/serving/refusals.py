@@ -39,7 +39,7 @@ _COMPLETION: dict[str, tuple[Callable[[Any], bool], str]] = {
     "suffix": (_given, "completions within a text are not served; leave this field out"),
 }
 
-_MESSAGE = ("function_call", "refusal", "audio")
+_MESSAGE = ("function_call", "refusal", "audio", "annotations")
 _ROLES = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
 
 

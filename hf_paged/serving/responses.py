@@ -118,14 +118,16 @@ class OtherItem(BaseModel):
     ]
 
 
-def _with_type(given: Any) -> Any:
-    """An item without a type is a message."""
-    return {"type": "message", **given} if isinstance(given, dict) else given
+def _completed(given: Any) -> Any:
+    """An item without a type is a message. Clients send back all fields of an answer's items; None stands for none."""
+    if not isinstance(given, dict):
+        return given
+    return {"type": "message", **{name: value for name, value in given.items() if value is not None}}
 
 
 Item = Annotated[
     Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem | OtherItem, Field(discriminator="type")],
-    BeforeValidator(_with_type),
+    BeforeValidator(_completed),
 ]
 
 

@@ -7,9 +7,10 @@ large body would keep the event loop busy for seconds.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 _MAX_STRING = 4 * 2**20
 _MAX_KEYS = 200  # of an object with known keys; no request has as many
@@ -34,6 +35,16 @@ def _few(given: Any) -> Any:
     return given
 
 
+def _is_json(given: dict[str, Any]) -> dict[str, Any]:
+    """The value. Raises ValueError for one that an answer cannot repeat: its strings are no Unicode, or it has NaN."""
+    try:
+        json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a JSON object is needed: {error}") from error
+    return given
+
+
+JSONSchema = Annotated[dict[str, Any], AfterValidator(_is_json)]
 Texts = Annotated[dict[str, str], BeforeValidator(_few)]
 """Values that are texts, by name."""
 
@@ -66,7 +77,7 @@ class ObjectFormat(Body):
 class NamedSchema(Body):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JSONSchema | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -185,7 +196,7 @@ class CompletionRequest(Sampling):
     prompt: (
         Text | TokenIds | Annotated[Items[Text], Field(min_length=1)] | Annotated[Items[TokenIds], Field(min_length=1)]
     )
-    echo: bool = False
+    echo: bool | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
     add_special_tokens: bool = True
@@ -233,12 +244,13 @@ class Message(Body):
     function_call: dict[str, Any] | None = None
     refusal: str | None = None
     audio: dict[str, Any] | None = None
+    annotations: list[Any] | None = None
 
 
 class FunctionDefinition(Body):
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JSONSchema | None = None
     strict: bool | None = None
 
 
