@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.refusals import COMMON, Refusals, refuse
 from hf_paged.serving.schema import (
     AtLeastOne,
     Body,
@@ -225,10 +225,10 @@ class ResponsesRequest(Options):
 
 
 _STORED = "nothing is stored; send the whole conversation as input"
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_REFUSED: Refusals = {
+    **COMMON,
     "previous_response_id": (lambda value: value is not None, _STORED),
     "conversation": (lambda value: value is not None, _STORED),
-    "store": (lambda value: value is True, "nothing is stored; leave this field out"),
     "prompt": (lambda value: value is not None, "no prompts are stored; send instructions and input"),
     "background": (lambda value: value is True, "answers are not kept; leave this field out, or use stream=true"),
     "reasoning": (
@@ -238,18 +238,13 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "include": (lambda value: any(each != _LOGPROBS for each in value or ()), f"only {_LOGPROBS!r} is served"),
     "max_tool_calls": (lambda value: value is not None, "this server runs no tools; leave this field out"),
     "truncation": (lambda value: value not in (None, "disabled"), "shorten the input, or leave this field out"),
-    "service_tier": (lambda value: value not in (None, "auto", "default"), "there is one tier; leave this field out"),
-    "safety_identifier": (lambda value: value is not None, "`user` stands in the log, so use that"),
-    "prompt_cache_key": (lambda value: value is not None, "prefixes are found by content; cache_salt keeps them apart"),
     "prompt_cache_retention": (lambda value: value is not None, "prefixes are kept while memory lasts; leave it out"),
 }
 
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
     """The chat request for the same answer. Raises Problem."""
-    for name, (is_asked, remedy) in _REFUSED.items():
-        if is_asked(getattr(body, name)):
-            raise not_served(f"{name}: {remedy}", param=name)
+    refuse(body, _REFUSED)
     fields = {name: getattr(body, name) for name in Options.model_fields}
     options = body.text or TextOptions()
     scored = _LOGPROBS in (body.include or ())

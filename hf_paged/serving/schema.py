@@ -282,13 +282,14 @@ class AllowedTools(Body):
     allowed_tools: ToolChoices
 
 
-class Templated(Body):
-    """What decides how messages become a prompt."""
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=4096)]
 
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=4096)]
+
+class Templated(Body):
+    """What decides, beside the messages, how they become a prompt."""
+
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[Items[Tool], Field(max_length=128)] | None = None
 
@@ -304,6 +305,8 @@ class Templated(Body):
 class ChatRequest(Sampling, Templated):
     """POST /v1/chat/completions."""
 
+    messages: Messages
+    add_special_tokens: bool = False
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -337,18 +340,14 @@ class ChatRequest(Sampling, Templated):
         return self
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templated):
     """POST /tokenize, with a text, or with messages as in a chat request."""
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[Items[Tool], Field(max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
