@@ -14,7 +14,7 @@ from hf_paged.serving.answer_format import AnswerFormat, Calls, Tool
 from hf_paged.serving.parsing import lenient
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits
-from tests.serving.harness import NAME, Ended, Gate, Running, serving, until
+from tests.serving.harness import NAME, Ended, Running, serving
 from tests.serving.test_constrained import RESPONSES, TEMPLATE, TOOLS
 
 QUESTION = [{"role": "user", "content": "Hello"}]
@@ -130,21 +130,29 @@ def test_a_deadline_before_the_engine_has_the_request(monkeypatch: pytest.Monkey
 def test_a_client_that_goes_while_a_pause_holds_its_request_back(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(server.engine, 0)
-    stream = server.client.completions.create(model=NAME, prompt="x", max_tokens=3, stream=True)
-    pause = server.on_loop(server.service.worker.pause("wait"))
+    go_on, is_left, worker, engine = threading.Event(), threading.Event(), server.service.worker, server.engine
+    step, submit, leave = engine.step, engine.submit, worker._leave
     submitted: list[Any] = []
-    submit = server.engine.submit
-    monkeypatch.setattr(server.engine, "submit", lambda requests: (submitted.append(requests), submit(requests)))
+
+    def left(command: Any) -> None:
+        leave(command)
+        if command.is_addition:
+            is_left.set()
+
+    monkeypatch.setattr(engine, "step", lambda: (go_on.wait(120), step())[1])
+    stream = server.client.completions.create(model=NAME, prompt="x", max_tokens=3, stream=True)
+    pause = server.on_loop(worker.pause("wait"))
+    monkeypatch.setattr(engine, "submit", lambda requests: (submitted.append(requests), submit(requests)))
+    monkeypatch.setattr(worker, "_leave", left)
     with Ended("before it was queued") as gone:
         late = server.connect()
         body = b'{"prompt": "late"}'
         late.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
         late.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        until(lambda: server.service.worker.num_in_flight == 2)
+        assert is_left.wait(120)
         late.close()
         gone.wait()
-    gate.open()
+    go_on.set()
     assert list(stream)
     pause.result(60)
     assert server.http.post("/resume").status_code == 200
