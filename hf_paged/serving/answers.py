@@ -32,7 +32,7 @@ class Outcome:
 
     status: "ok", "disconnected", "slow" (the client did not read), the message of an error, or "unfinished" (the server
     cancelled it). cause: of an error of the server. Over all prompts: queue_seconds is the longest wait for a first
-    step, first_token_seconds the time to the first of all tokens (None: it has not come to that).
+    step, first_token_seconds the time to the first of all tokens (None: there was none).
     """
 
     prompt_tokens: int

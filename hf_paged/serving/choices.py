@@ -51,10 +51,10 @@ class Delta:
     calls: Sequence[CallPart] = ()
 
     def is_seen(self, plan: Plan) -> bool:
-        """Whether a stream tells of it. Otherwise its text is held back, or lies within a tool call."""
-        tells_tokens = plan.logprobs is not None or plan.return_token_ids or plan.continuous_usage
+        """Whether a stream contains it. Otherwise its text is held back, or lies within a tool call."""
+        shows_tokens = plan.logprobs is not None or plan.return_token_ids or plan.continuous_usage
         is_news = self.text or self.reasoning or self.calls or self.finish_reason is not None or self.prompt is not None
-        return bool(plan.new_parser is None or tells_tokens or is_news)
+        return bool(plan.new_parser is None or shows_tokens or is_news)
 
 
 class Choice:

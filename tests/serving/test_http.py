@@ -564,4 +564,4 @@ def test_the_command_says_what_to_install() -> None:
         f"from hf_paged.cli.main import main\nsys.exit(main(['serve', {QA!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
-    assert done.returncode == 2 and "pip install 'hf-paged[serve]'" in done.stderr
+    assert done.returncode == 2 and "pip install -e '.[serve]'" in done.stderr
