@@ -106,8 +106,8 @@ class Run:
 async def _run(endpoint: Endpoint, requests: Sequence[Planned], on_end: Callable[[Outcome], None]) -> Run:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
-        base_url=endpoint.base_url, headers=endpoint.headers, limits=limits, timeout=endpoint.timeout, trust_env=False
-    ) as client:
+        base_url=endpoint.base_url, headers=endpoint.headers, limits=limits, timeout=None, trust_env=False
+    ) as client:  # `_send` limits the time of a request as a whole
         start = time.perf_counter()
         tasks = []
         for request in requests:

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 import hf_paged
 from hf_paged.integration import hook
 from tests import conftest, models
+from tests.waiting import Gate, until
 
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
 
@@ -93,7 +94,7 @@ def test_several_sequences_of_a_prompt() -> None:
     with model.continuous_batching_context_manager(options, continuous_batching_config=batching()) as manager:
         torch.manual_seed(3)
         manager.add_requests([prompt])
-        results = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in range(3))}
+        results = {output.request_id: output for output in (manager.get_result(timeout=120) for _ in range(3))}
     names = ["req_0", "req_0__child#0", "req_0__child#1"]
     assert [results[name].generated_tokens for name in names] == expected
 
@@ -142,7 +143,7 @@ def test_streaming_and_the_request_without_a_limit() -> None:
         assert seen[-1] == plain(given[0], config(max_new_tokens=8))[0]
         assert all(after[: len(before)] == before for before, after in pairwise(seen)) and len(seen) > 1
         manager.add_request(given[1], request_id="endless", eos_token_id=-1)
-        assert len(manager.get_result("endless", timeout=60).generated_tokens) == models.MAX_POSITIONS - 9
+        assert len(manager.get_result("endless", timeout=120).generated_tokens) == models.MAX_POSITIONS - 9
 
 
 def test_a_wrong_prompt_fails_alone() -> None:
@@ -174,15 +175,28 @@ def test_cancel_hard_stop_and_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch
     model = models.build("llama")
     manager = model.init_continuous_batching(config(max_new_tokens=120, eos_token_id=-1), batching())
     manager.start()
+    results = iter(lambda: manager.get_result(timeout=120), None)
+    gate = Gate(manager._engine, 1)
     manager.add_request([5, 6, 7], request_id="cancelled", streaming=True)
-    assert manager.get_result("cancelled", timeout=60) is not None
+    assert next(results).request_id == "cancelled"
+    gate.wait()
     manager.cancel_request("cancelled")
+    gate.open()
     manager.add_request([5, 6], request_id="next", max_new_tokens=2)
-    results = iter(lambda: manager.get_result(timeout=60), None)
-    assert next(output for output in results if output.request_id == "next").status == RequestStatus.FINISHED
+    # The step in progress has one more token of the cancelled request.
+    assert [(each.request_id, each.is_finished()) for each in (next(results), next(results))] == [
+        ("cancelled", False),
+        ("next", True),
+    ]
+    gate = Gate(manager._engine, 1)
     manager.add_request([5, 6, 7], request_id="stopped", streaming=True)
-    assert manager.get_result(timeout=60) is not None
-    manager.stop(hard_stop=True)
+    assert next(results).request_id == "stopped"
+    gate.wait()
+    stopping = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
+    stopping.start()
+    until(lambda: not manager.input_queue.empty())
+    gate.open()
+    stopping.join(120)
     last = list(manager.output_router.output_queue.queue)[-1]
     assert last.request_id == "stopped" and last.status == RequestStatus.FAILED and "stopped before" in last.error
     manager.start()
@@ -190,7 +204,7 @@ def test_cancel_hard_stop_and_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch
     manager.add_request([5, 6, 7], request_id="failed")
     failed = next(output for output in results if output.request_id == "failed")
     assert failed.status == RequestStatus.FAILED and "ZeroDivisionError" in failed.error
-    manager._generation_thread.join(60)
+    manager._generation_thread.join(120)
     assert isinstance(manager.background_thread_status.fatal_error, ZeroDivisionError)
     with pytest.raises(RuntimeError, match="fatal error"):
         manager.add_request([5, 6, 7])
@@ -352,7 +366,7 @@ def test_pause_lets_the_weights_change() -> None:
         with manager.pause(), torch.no_grad():
             model.lm_head.weight.mul_(-1)
         manager.add_request([5, 6, 7], request_id="it")
-        got = manager.get_result("it", timeout=60).generated_tokens
+        got = manager.get_result("it", timeout=120).generated_tokens
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config())[0, 3:].tolist()
     assert got == expected
