@@ -21,6 +21,7 @@ from hf_paged.cli.common import (
     DTypeOption,
     Job,
     UsageError,
+    check_tensor_parallel,
     find_checkpoint,
     from_pretrained,
     load_model,
@@ -28,8 +29,10 @@ from hf_paged.cli.common import (
     show,
     without_none,
 )
+from hf_paged.cli.ranks import TensorParallel, is_first_rank, on_ranks
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_LAST_SECONDS = 20  # from the end of draining until ranks are killed
 
 
 class DefaultsFrom(StrEnum):
@@ -68,6 +71,7 @@ def serve(
     ] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
+    tensor_parallel_size: TensorParallel = 1,
     max_model_len: Annotated[int | None, option("tokens of prompt and answer together", min=2)] = None,
     max_num_seqs: Annotated[int | None, option("sequences in a step", min=1)] = None,
     max_num_batched_tokens: Annotated[int | None, option("tokens in a step", min=1)] = None,
@@ -122,13 +126,27 @@ def _serve(given: dict[str, Any]) -> int:
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; in a checkout: pip install -e '.[serve]'")
     find_checkpoint(given["checkpoint"])
-    from hf_paged.serving.server import listen, run_server
+    check_tensor_parallel(given["tensor_parallel_size"], given["device"])
     from hf_paged.serving.settings import check_exposure
 
     settings = _settings(given)
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     adapters = _adapters(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    return on_ranks(
+        given["tensor_parallel_size"],
+        lambda: _run(given, settings, adapters),
+        last_seconds=given["drain_seconds"] + _LAST_SECONDS,
+    )
+
+
+def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
+    from hf_paged.serving.server import listen, run_server
+
+    if not is_first_rank():
+        with _load(given, adapters)[0] as engine:
+            engine.run_worker()
+        return 0
     sockets = listen(given["host"], given["port"])
     engine, tokenizer = _load(given, adapters)
     gc.collect()
@@ -224,7 +242,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
     cache_config, scheduler_config = hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
     tokenizer = from_pretrained(AutoTokenizer, given["checkpoint"], "tokenizer")
     show("loading the model ...")
-    model = load_model(given["checkpoint"], given["dtype"], given["device"])
+    model = load_model(given["checkpoint"], given["dtype"], given["device"], num_ranks=given["tensor_parallel_size"])
     show("")
     for name, folder in adapters.items():
         load_adapter(model, name, folder)

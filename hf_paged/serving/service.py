@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.generation.sampling.request import Request as EngineRequest
@@ -67,6 +68,7 @@ class Service:
     ) -> None:
         """adapters: name -> folder of those that the model has already."""
         self.settings = settings
+        self._num_ranks = num_ranks(engine.model)
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
@@ -245,6 +247,7 @@ class Service:
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Raises Problem if it cannot be loaded; the model is then unchanged."""
+        self._check_one_rank()
         if name in (BASE, *self.settings.names, *self.served.adapters):
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")
         try:
@@ -256,10 +259,17 @@ class Service:
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that use it end with an error. Raises Problem (404) if there is none of this name."""
+        self._check_one_rank()
         if name not in self.served.adapters:
             raise Problem(404, f"no adapter {name!r} is loaded", param="lora_name", code="model_not_found")
         del self.served.adapters[name]
         await self.call_engine(self.worker.call(lambda engine: unload_adapter(engine.model, name)))
+
+    def _check_one_rank(self) -> None:
+        if self._num_ranks > 1:
+            raise Problem(
+                400, f"the model is on {self._num_ranks} ranks, which load adapters at the start only (--adapter)"
+            )
 
     # -- in the background --------------------------------------------------------------------------------------
 
