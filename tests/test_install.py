@@ -240,7 +240,7 @@ def test_uninstall_while_a_call_runs(restored: Any) -> None:
 
     def wait(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         reached.set()
-        go.wait()
+        assert go.wait(120)
         return scores
 
     def work() -> None:
@@ -248,7 +248,7 @@ def test_uninstall_while_a_call_runs(restored: Any) -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    reached.wait()
+    assert reached.wait(120)
     hf_paged.uninstall()
     go.set()
     thread.join()

@@ -23,6 +23,8 @@ _LM_EVAL = "lm_eval.models"
 _LM_EVAL_MODEL = "hf-paged"
 _LM_EVAL_CLASS = "hf_paged.bridges.lm_eval:PagedLM"
 
+_REMEDY = "Use a version of transformers from 5.17 to 5.23, a newer hf_paged, or do without hf_paged.install_serving()"
+
 _is_default = False
 
 
@@ -64,6 +66,7 @@ _serving = Patches(
             "init_continuous_batching",
             "hf_paged.bridges.continuous_batching",
             ("self", "generation_config", "continuous_batching_config", "workload_hints"),
+            _REMEDY,
         ),
         Point(
             _SERVE,
@@ -71,6 +74,7 @@ _serving = Patches(
             "get_manager",
             "hf_paged.bridges.transformers_serve",
             ("self", "model_id", "use_cb"),
+            _REMEDY,
         ),
         Point(
             _SERVE,
@@ -78,6 +82,7 @@ _serving = Patches(
             "_build_generation_config",
             "hf_paged.bridges.transformers_serve",
             ("self", "body", "model_generation_config", "use_cb"),
+            _REMEDY,
         ),
     ]
 )
