@@ -33,6 +33,11 @@ DTypeOption = Annotated[DType, typer.Option(help="of the weights; auto: as they 
 Device = Annotated[str | None, typer.Option(help="such as cpu or cuda:0 (default: a GPU if there is one)")]
 
 
+def option(text: str, *names: str, **kwargs: Any) -> Any:
+    """An option with this help. names: the flags, where they differ from the parameter's name."""
+    return typer.Option(*names, help=text, **kwargs)
+
+
 def show(message: str) -> None:
     """Print a line of progress that the next one overwrites. Does nothing if standard error is not a terminal."""
     if sys.stderr.isatty():

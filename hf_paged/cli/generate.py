@@ -29,6 +29,7 @@ from hf_paged.cli.common import (
     find_checkpoint,
     from_pretrained,
     load_model,
+    option,
     show,
     without_none,
 )
@@ -44,10 +45,6 @@ def _count(text: str, *, minimum: int = 0) -> Any:
 
 def _share(text: str) -> Any:
     return typer.Option(help=text, min=0.0, max=1.0)
-
-
-def _option(text: str) -> Any:
-    return typer.Option(help=text)
 
 
 # Ranges are checked here if transformers silently accepts a value outside, or takes it for "off".
@@ -74,17 +71,17 @@ def generate(
     min_new_tokens: Annotated[int | None, _count("minimum number of tokens to generate")] = None,
     num_beams: Annotated[int | None, _count("number of beams", minimum=1)] = None,
     num_return_sequences: Annotated[int | None, _count("number of texts per prompt", minimum=1)] = None,
-    length_penalty: Annotated[float | None, _option("exponent of the length that divides a beam's score")] = None,
-    early_stopping: Annotated[bool | None, _option("beam search: stop as soon as enough beams have ended")] = None,
-    do_sample: Annotated[bool | None, _option("sample instead of greedy search")] = None,
-    temperature: Annotated[float | None, _option("sampling: divides the logits")] = None,
+    length_penalty: Annotated[float | None, option("exponent of the length that divides a beam's score")] = None,
+    early_stopping: Annotated[bool | None, option("beam search: stop as soon as enough beams have ended")] = None,
+    do_sample: Annotated[bool | None, option("sample instead of greedy search")] = None,
+    temperature: Annotated[float | None, option("sampling: divides the logits")] = None,
     top_k: Annotated[int | None, _count("sampling: keep the k likeliest tokens (0: all)")] = None,
     top_p: Annotated[float | None, _share("sampling: keep the likeliest tokens of this total probability")] = None,
     min_p: Annotated[float | None, _share("sampling: keep tokens this likely, relative to the likeliest")] = None,
     typical_p: Annotated[float | None, _share("sampling: keep locally typical tokens of this probability")] = None,
-    repetition_penalty: Annotated[float | None, _option("above 1: tokens that have occurred are less likely")] = None,
+    repetition_penalty: Annotated[float | None, option("above 1: tokens that have occurred are less likely")] = None,
     no_repeat_ngram_size: Annotated[int | None, _count("no run of this many tokens occurs twice")] = None,
-    stop_strings: Annotated[list[str] | None, _option("stop a text after this; may be given several times")] = None,
+    stop_strings: Annotated[list[str] | None, option("stop a text after this; may be given several times")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the random numbers (torch.manual_seed)")] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens in a block of the cache (default: 16)")] = None,
     num_blocks: Annotated[

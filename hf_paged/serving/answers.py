@@ -17,13 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hf_paged.generation.engine.outputs import RequestOutput
-from hf_paged.serving.choices import Choices, Delta, joined, overdue
+from hf_paged.serving.choices import Choices, Delta, overdue
 from hf_paged.serving.forms import Form, usage
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.worker import EngineStopped, Job
 
 _Result = TypeVar("_Result")
+_LONG = 512  # tokens that are not turned into text on the event loop
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Outcome:
 
     status: "ok", "disconnected", "slow" (the client did not read), the message of an error, or "unfinished" (the server
     cancelled it). cause: of an error of the server. Over all prompts: queue_seconds is the longest wait for a first
-    step, first_token_seconds the time to the first of all tokens (None: it has not come to that).
+    step, first_token_seconds the time to the first of all tokens (None: there was none).
     """
 
     prompt_tokens: int
@@ -85,6 +86,7 @@ class JobAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_until_gone(receive))
         work = asyncio.ensure_future(self._stream(send) if self._plan.stream else self._answer(send))
+        limit = self._limit()
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -98,6 +100,8 @@ class JobAnswer(Response):
             self._failed(problem)
             raise
         finally:
+            if limit is not None:
+                limit.cancel()
             if self._job is not None:
                 self._job.close()
             gone.cancel()
@@ -106,6 +110,12 @@ class JobAnswer(Response):
             self._outcome.completion_tokens = self._choices.completion_tokens
             self._outcome.cached_tokens = self._choices.cached_tokens
             self._on_end(self._outcome)
+
+    def _limit(self) -> asyncio.TimerHandle | None:
+        """Ends the answer in time; the engine's own deadline needs a step."""
+        if self._ends_at is None or self._job is None:
+            return None
+        return asyncio.get_running_loop().call_at(self._ends_at, self._job.fail, overdue())
 
     def _failed(self, problem: Problem) -> None:
         if self._job is not None:
@@ -123,22 +133,17 @@ class JobAnswer(Response):
             self._outcome.finish_reasons = ["length"] * len(self._plan.prompts)
             return
         try:
-            while changed := await self._changes(self._job):
+            while changed := await self._job.changes():
                 self._outcome.note(changed.values())
-                deltas = self._choices.update(changed)
+                whole = (each for output in changed.values() if output.finished for each in output.outputs)
+                is_long = sum(each.num_tokens for each in whole) > _LONG
+                deltas = await _made(partial(self._choices.update, changed), is_long=is_long)
                 self._outcome.finish_reasons += [delta.finish_reason for delta in deltas if delta.finish_reason]
                 yield deltas
                 if self._choices.are_finished:
                     return
         except EngineStopped as error:
             raise Problem(503, str(error), code="engine_stopped") from error
-
-    async def _changes(self, job: Job) -> dict[int, RequestOutput]:
-        try:
-            async with asyncio.timeout_at(self._ends_at):  # the engine's own deadline needs a step
-                return await job.changes()
-        except TimeoutError:
-            raise overdue() from None
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._outcome.prompt_tokens, self._choices.completion_tokens, self._choices.cached_tokens)
@@ -147,7 +152,7 @@ class JobAnswer(Response):
         deltas = [delta async for some in self._deltas() for delta in some]
 
         def whole() -> dict[str, Any]:
-            return self._form.whole(joined(deltas, len(self._plan.prompts) * self._plan.n), self._usage())
+            return self._form.whole(deltas, self._usage())
 
         body = await _made(lambda: to_json(whole()), is_long=self._plan.logprobs is not None)
         answer = Response(body, media_type="application/json", headers=self._engine_ids)
@@ -163,6 +168,8 @@ class JobAnswer(Response):
         try:
             async for deltas in self._deltas():
                 for delta in deltas:
+                    if not delta.is_seen(self._plan):
+                        continue
                     events_of = partial(self._events_of, delta)
                     if events := await _made(events_of, is_long=delta.prompt is not None):
                         await _send_on(send, events)
@@ -196,8 +203,8 @@ async def _send_on(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _made(make: Callable[[], bytes], *, is_long: bool) -> bytes:
-    """is_long: it may have millions of numbers, for which the event loop does not wait."""
+async def _made(make: Callable[[], _Result], *, is_long: bool) -> _Result:
+    """is_long: it may have many tokens or millions of numbers, for which the event loop does not wait."""
     return await asyncio.to_thread(make) if is_long else make()
 
 

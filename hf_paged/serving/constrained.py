@@ -44,7 +44,7 @@ def _structured(given: schema.StructuredOutputs) -> Constraint:
 
 
 def tools_of(body: ChatRequest) -> list[schema.Tool]:
-    """The tools that the model is told of: those that it may call. Raises Problem (400)."""
+    """The tools that the prompt contains: those that the model may call. Raises Problem (400)."""
     tools, asked = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
     for name in names:
@@ -83,10 +83,6 @@ def calls_of(body: ChatRequest) -> Calls | None:
 def _tool(tool: schema.Tool) -> Tool:
     function = tool.function
     parameters = {"type": "object"} if function.parameters is None else function.parameters
-    try:
-        constraints.check_schema(parameters)
-    except ValueError as error:
-        raise Problem(400, f"tools: {function.name}: {error}", param="tools", code="invalid_grammar") from error
     return Tool(function.name, parameters, bool(function.strict), tool.model_dump(exclude_none=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_paged.serving.adapters import check_adapter, load_adapter
+from hf_paged.model.state import state_of
+from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from tests.serving.harness import NAME, Running, new_model, plain, serving
+from tests.waiting import Gate
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning")
 
@@ -171,19 +174,54 @@ def test_a_first_adapter_that_fails(folders: dict[str, str], tmp_path: Path) -> 
         load_adapter(model, "__base__", folders["sql"])
 
 
-@pytest.mark.slow
 def test_a_request_whose_adapter_is_unloaded_fails_alone(adapted: Running, folders: dict[str, str]) -> None:
     adapted.post("/v1/load_lora_adapter", lora_name="late", lora_path=folders["late"])
-    streams = [
-        adapted.client.completions.create(
-            model=name, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-        )
-        for name in ("late", "sql")
-    ]
-    for stream in streams:
-        next(stream)
-    adapted.post("/v1/unload_lora_adapter", lora_name="late")
+    gate = Gate(adapted.engine, 1)
+    fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    stream = adapted.client.completions.create(model="late", stream=True, **fields)
+    next(stream)
+    gate.wait()
+    other = adapted.beside(adapted.client.completions.create, model="sql", **fields)
+    adapted.await_command()
+    gate.pass_on(1)
+    gate.wait()  # in the third step, which has both
+    unloading = adapted.beside(adapted.post, "/v1/unload_lora_adapter", lora_name="late")
+    adapted.await_command()
+    gate.open()
     with pytest.raises(openai.APIError, match="late"):
-        list(streams[0])
-    assert list(streams[1])[-1].choices[0].finish_reason == "length"
+        list(stream)
+    assert other.result(120).choices[0].finish_reason == "length" and unloading.result(120).status_code == 200
     adapted.assert_idle()
+
+
+def test_an_adapter_that_is_loaded_stays(folders: dict[str, str]) -> None:
+    """Two clients may load one name at the same time, or one that tries again."""
+    model = new_model()
+    load_adapter(model, "sql", folders["sql"])
+    with pytest.raises(ValueError, match="is loaded already"):
+        load_adapter(model, "sql", folders["sql"])
+    assert "sql" in model.peft_config
+
+
+def test_requests_are_not_prepared_while_adapters_change(folders: dict[str, str], tmp_path: Path) -> None:
+    """Between the new adapter's config and its layers they would find an adapter without layers."""
+    model, held = new_model(), []
+    load, delete = model.load_adapter, model.delete_adapter
+
+    def is_held() -> bool:
+        other: list[bool] = []
+        lock = state_of(model).lock
+        thread = threading.Thread(target=lambda: other.append(not lock.acquire(blocking=False) or lock.release()))
+        thread.start()
+        thread.join()
+        return bool(other[0])
+
+    model.load_adapter = lambda *args, **options: (held.append(is_held()), load(*args, **options))[1]
+    model.delete_adapter = lambda *args, **options: (held.append(is_held()), delete(*args, **options))[1]
+    load_adapter(model, "sql", folders["sql"])
+    unload_adapter(model, "sql")
+    (tmp_path / "adapter_config.json").write_text((Path(folders["sql"]) / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_adapter(model, "sql", str(tmp_path))
+    assert held == [True] * 4

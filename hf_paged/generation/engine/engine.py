@@ -161,6 +161,10 @@ class Engine(EngineCore):
         self._check_usable()
         return self._admission.request(prompt_ids, generation_config, options, self.tokenizer)
 
+    def longest_request(self, num_beams: int = 1) -> int:
+        """The most tokens, prompt included, that the model and an empty cache allow a request."""
+        return self._admission.longest_request(num_beams)
+
     def _check_usable(self) -> None:
         with self._door:  # raises in a forked child
             self._check_open()
@@ -305,8 +309,7 @@ class Engine(EngineCore):
         root = self._admission.cache_root(self._adapters.choose(adapter), cache_salt)
         with self._lock, self._door:
             self._check_not_stepping()
-            was_kept = cache is not None and cache.unpin(ids, root)
-        return was_kept
+            return cache is not None and cache.unpin(ids, root)
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, those of `cache_prefix` too. Running requests cache no further blocks."""
@@ -355,6 +358,11 @@ class Engine(EngineCore):
                         self._between_steps(partial(self._resume, recompute))
                 finally:
                     self._pauses.end()
+
+    @property
+    def is_paused_here(self) -> bool:
+        """Whether this thread is inside `pause`, and so must not wait for a step."""
+        return self._pauses.is_own
 
     def _resume(self, recompute: bool) -> None:
         if recompute:
@@ -416,8 +424,7 @@ class Engine(EngineCore):
         with self._lock:
             group, manager = self._scheduler.get(request_id), self._memory.managers[0]
             seqs = [] if group is None else [seq for seq in group.live if seq.seq_id in manager]
-            known = [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
-        return known
+            return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
 
     def close(self) -> None:
         """Abort all unfinished requests and free the memory. Idempotent.

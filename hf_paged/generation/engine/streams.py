@@ -79,7 +79,8 @@ class RequestStream(Iterator[RequestOutput]):
 
 
 def progress_bar(total: int, wanted: bool | None) -> Any:
-    """A bar for `total` requests on stderr. None: only if that is a terminal."""
+    """Counts requests on stderr. wanted: None = on a terminal."""
     from tqdm.auto import tqdm
 
-    return tqdm(total=total, unit="request", disable=not (sys.stderr.isatty() if wanted is None else wanted))
+    wanted = sys.stderr.isatty() if wanted is None else wanted
+    return tqdm(total=total, unit="request", disable=not wanted)
