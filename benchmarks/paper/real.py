@@ -144,6 +144,7 @@ class _Watcher:
 
     def drive(self, engine: Any) -> RealRun:
         requests, now, upcoming = self.load.requests, 0.0, 0
+        arguments = [(prompt_of(request, i), options_of(request, i)) for i, request in enumerate(requests)]
         records: dict[str, Completed] = {}
         done: list[Completed] = []
         steps: list[tuple[Load, float]] = []
@@ -153,9 +154,7 @@ class _Watcher:
             while upcoming < len(requests) and requests[upcoming].arrival <= now:
                 request = requests[upcoming]
                 begin = time.process_time()
-                engine.add_request(
-                    prompt_of(request, upcoming), options_of(request, upcoming), request_id=request.request_id
-                )
+                engine.add_request(*arguments[upcoming], request_id=request.request_id)
                 adding.append(time.process_time() - begin)
                 now += adding[-1]
                 records[request.request_id] = Completed(request)
@@ -181,7 +180,9 @@ class _Watcher:
                 if output.finished:
                     record.end = now
                     done.append(record)
-        return RealRun(Result(done, now, len(steps), self.preemptions, busy, window), steps, adding, self.parents)
+        paces = [(seconds, load.rows) for load, seconds in steps]
+        result = Result(done, now, len(steps), self.preemptions, busy, window, paces)
+        return RealRun(result, steps, adding, self.parents)
 
 
 def simulate(load: RealLoad, cost: CostModel, parents: dict[str, list[list[int]]] | None = None) -> Result:
