@@ -25,9 +25,10 @@ Data = dict[str, Any]
 Say = Callable[[str], None]
 SIMULATED = {figure.name: figure for figure in (*FIGURES, *BEYOND, ASSUMPTIONS)}
 REAL = ("fit", "real")
-MEASURED = {"18": "Kernel latency over block sizes", "adapters": "Adapters"}
+MEASURED = {"18": "Kernel latency over block sizes", "adapters": "Adapters", "speed": "Speed of the simulator"}
 NAMES = (*SIMULATED, *MEASURED, *REAL)
 ENGINE_REQUESTS = 24
+MANY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def _measured(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]
     """Runs of the engine and of its kernels on one thread."""
     import torch
 
-    from benchmarks.paper import adapters, beside, fit, kernels, real
+    from benchmarks.paper import adapters, beside, fit, kernels, real, speed
 
     say(f"measured on one thread of this CPU: {name}")
     threads = torch.get_num_threads()
@@ -99,13 +100,15 @@ def _measured(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]
     try:
         if name == "18":
             made = kernels.measure()
+        elif name == "speed":
+            made = speed.measure(round(job.effort.share * MANY))
         elif name == "adapters":
             made = adapters.measure(job.repeats)
         elif name == "fit":
-            made = fit.fit_and_check(real.model(), job.requests, job.repeats)
+            made = fit.fit_and_check(real.model(), 2 * job.requests, job.repeats)
         elif "fit" in data:
             cost = CostModel(**data["fit"]["coefficients"])
-            made = beside.compare_all(cache(real.model), cost, job.requests, store, say)
+            made = beside.compare_all(cache(real.model), cost, job.requests, job.repeats, store, say)
         else:
             raise ValueError("'real' needs the coefficients that 'fit' measures; give --figures fit,real")
     finally:

@@ -114,9 +114,13 @@ def runs_priorities(effort: Effort) -> list[Run]:
 def read_priorities(outcomes: Outcomes) -> Data:
     series: dict[str, Data] = {}
     for run, group in grouped(outcomes).items():
+        # A short trace may have only one of the classes.
         names = ("urgent", "others") if run.urgent else ("without priorities",)
         for i, name in enumerate(names):
-            add_point(series, name, run.rate, median(group, lambda outcome, i=i: outcome["latency_by_priority"][i]))
+            point = median(
+                group, lambda outcome, i=i: (2 * outcome["latency_by_priority"])[i]
+            )  # one class may be empty
+            add_point(series, name, run.rate, point)
     limit = LATENCY_FACTOR * min(series["without priorities"]["median"])
     rate = min(one["x"][-1] for one in series.values())
     urgent, others, plain = (

@@ -41,6 +41,8 @@ def fit(runs: Iterable[tuple[RealRun, int]]) -> CostModel:
     rows = [(features(load, size), seconds) for run, size in runs for load, seconds in run.steps if load.rows]
     matrix = np.array([row for row, _ in rows], dtype=float)
     seconds = np.array([value for _, value in rows])
+    kept = seconds < 10 * OUTLIER * np.median(seconds)
+    matrix, seconds = matrix[kept], seconds[kept]
     # Weights by the measured time would favour steps that happened to be fast.
     estimate = np.full(len(seconds), seconds.mean())
     for _ in range(4):

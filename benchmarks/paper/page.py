@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.paper import notes
 from benchmarks.paper.beams import TOP_PROBABILITY
 from benchmarks.paper.beyond import BEYOND
 from benchmarks.paper.cost import ASSUMED, SETUPS
 from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.reading import LATENCY_FACTOR, Effort
-from benchmarks.paper.requests import TRANSLATION_INPUT, TRANSLATION_OUTPUT, TRANSLATION_SIGMA
+from benchmarks.paper.requests import CHAT_ROUNDS, TRANSLATION_INPUT, TRANSLATION_OUTPUT, TRANSLATION_SIGMA
+from benchmarks.paper.store import FAR
 
 Data = dict[str, Any]
+NOTES = dict(
+    note.split("\n", 1)
+    for note in Path(__file__).with_name("notes.md").read_text().removeprefix("=== ").split("\n=== ")
+)
+"""The words of the page by what they are about. Each says how to read a figure and why a value differs."""
 ORDER = ("2", "12", "13", "14", "15", "16", "17", "18", "18b", "19")
 
 
@@ -22,14 +28,17 @@ def render(data: dict[str, Data], effort: Effort, folder: str) -> str:
     """The page. data: by figure; `folder` holds the plots, relative to the page."""
     titles = {figure.name: figure.title for figure in (*FIGURES, *BEYOND)}
     titles |= {"18": "Kernel latency over block sizes", "adapters": "Adapters"}
-    parts = [notes.INTRODUCTION.format(factor=LATENCY_FACTOR), _summary(data)]
+    parts = [NOTES["introduction"].format(factor=LATENCY_FACTOR) + "\n"]
+    if "speed" in data:
+        parts.append(data["speed"]["sentence"] + "\n")
+    parts.append(_summary(data))
     for name in [name for name in ORDER if name in data]:
         parts.append(f"## Figure {name}: {titles[name]}\n\n![Figure {name}]({folder}/figure-{name}.png)\n")
         parts.append(_table(data[name]["checks"]))
-        parts.append(notes.FIGURES[name] + _seeds(data[name]) + "\n")
+        parts.append(NOTES[name] + _seeds(data[name]) + "\n")
     beyond = [name for name in (*(figure.name for figure in BEYOND), "adapters") if name in data]
     if beyond:
-        parts.append("## Beyond the paper\n\n" + notes.BEYOND + "\n")
+        parts.append("## Beyond the paper\n\n" + NOTES["beyond"] + "\n")
     for name in beyond:
         parts.append(f"**{titles[name]}.** {data[name]['sentence']}\n\n![{titles[name]}]({folder}/figure-{name}.png)\n")
     if "real" in data:
@@ -38,7 +47,7 @@ def render(data: dict[str, Data], effort: Effort, folder: str) -> str:
         parts.append(_fit(data["fit"]))
     parts.append(_assumptions(effort))
     if "assumptions" in data:
-        parts.append("## What the assumptions change\n\n" + notes.ASSUMPTIONS + "\n")
+        parts.append("## What the assumptions change\n\n" + NOTES["assumptions"] + "\n")
         table = data["assumptions"]["table"]
         parts.append(_lines(table["head"], table["rows"]))
     return "\n".join(parts)
@@ -123,16 +132,25 @@ def _assumptions(effort: Effort) -> str:
     assumed = ", ".join(f"`{field.name}` {getattr(ASSUMED, field.name):g}" for field in fields(ASSUMED))
     inputs = {name: workloads.WORKLOADS[name] for name in ("sharegpt", "alpaca")}
     sigmas = "; ".join(f"{name} {i.sigma:g} in, {o.sigma:g} out" for name, (i, o) in inputs.items())
-    text = notes.LENGTHS.format(
+    text = NOTES["lengths"].format(
         sigmas=sigmas,
         translation=f"{TRANSLATION_INPUT} in, {TRANSLATION_OUTPUT} out, sigma {TRANSLATION_SIGMA:g}",
         beta=TOP_PROBABILITY,
-        seeds=effort.seeds,
         last=effort.seeds - 1,
-        share="" if effort.share == 1 else f", here only {effort.share:.1%} of it",
+        far=FAR,
+        rounds=CHAT_ROUNDS,
+        share="" if effort.share == 1 else f"; here only {effort.share:.1%} of it",
     )
     return "\n".join(
-        ["## Assumptions\n", notes.PUBLISHED, "", _lines(head, setups), notes.ASSUMED.format(assumed=assumed), "", text]
+        [
+            "## Assumptions\n",
+            NOTES["published"],
+            "",
+            _lines(head, setups),
+            NOTES["assumed"].format(assumed=assumed),
+            "",
+            text,
+        ]
     )
 
 
@@ -150,7 +168,13 @@ def _real(data: Data) -> str:
             cells[kind] = shown if kind == "latency" else f"{row['value']}: {shown}"
         rows.append([figure, load, cells["latency"], cells["other"]])
     head = ["figure", "load", "normalized latency, ms/token", "engine / simulated"]
-    return "## The engine beside the simulation\n\n" + notes.REAL + _machine(data) + "\n\n" + _lines(head, rows)
+    return (
+        "## The engine beside the simulation\n\n"
+        + notes.REAL.format(repeats=data.get("repeats", 1))
+        + _machine(data)
+        + "\n\n"
+        + _lines(head, rows)
+    )
 
 
 def _fit(data: Data) -> str:
@@ -162,5 +186,7 @@ def _fit(data: Data) -> str:
     within = sum(row["within"] for row in data["held_out"])
     head = ["load", "", "mean: engine, error", "p99: engine, error", "preemptions: engine / simulated"]
     text = f"{within} of the {len(data['held_out'])} loads held out are within 15 % in both.\n"
-    intro = "## The cost model against the engine\n\n" + notes.FIT + _machine(data)
+    intro = (
+        "## The cost model against the engine\n\n" + notes.FIT.format(repeats=data.get("repeats", 1)) + _machine(data)
+    )
     return intro + "\n\n" + _lines(head, rows) + "\n" + text

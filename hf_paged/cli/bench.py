@@ -32,7 +32,7 @@ def paper(
         str,
         typer.Option(
             help="comma-separated: 2, 12 to 19, 18b, azure, chunks, turns, priorities, tiles, adapters, assumptions, "
-            "fit (cost model against the engine), real (runs of the engine)"
+            "speed, fit (cost model against the engine), real (runs of the engine)"
         ),
     ] = "all",
     quick: Annotated[
@@ -43,8 +43,8 @@ def paper(
     plots: Annotated[bool, typer.Option(help="draw the figures; needs the extra 'paper'")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="repeat the runs that an earlier call has done")] = False,
     workers: Annotated[
-        int, typer.Option(min=1, help="processes that simulate", show_default="cores of this process")
-    ] = len(os.sched_getaffinity(0)),
+        int | None, typer.Option(min=1, help="processes that simulate (default: one for a core)")
+    ] = None,
 ) -> Job:
     """Reproduce the evaluation of the PagedAttention paper: the baselines and ours on a simulated clock.
 
@@ -54,7 +54,7 @@ def paper(
 
 
 def _paper(
-    figures: str, quick: bool, out: Path | None, page: Path | None, *, plots: bool, fresh: bool, workers: int
+    figures: str, quick: bool, out: Path | None, page: Path | None, *, plots: bool, fresh: bool, workers: int | None
 ) -> int:
     module = _from_checkout("benchmarks.paper.bench")
     efforts = _from_checkout("benchmarks.paper.reading")
@@ -70,7 +70,7 @@ def _paper(
         plots=plots,
         requests=module.ENGINE_REQUESTS // 4 if quick else module.ENGINE_REQUESTS,
         repeats=1 if quick else 3,
-        workers=workers,
+        workers=workers or len(os.sched_getaffinity(0)),
     )
     data = module.run(job, module.say_on())
     show("")

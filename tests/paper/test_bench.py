@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper import adapters, bench, notes, plots, reading, runs
+from benchmarks.paper import adapters, bench, plots, reading, runs, speed
 from benchmarks.paper.beside import loads
 from benchmarks.paper.beyond import ASSUMPTIONS, BEYOND
 from benchmarks.paper.cost import CostModel
 from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.fit import compare, features, fit, load_of_workload
 from benchmarks.paper.kernels import measure
-from benchmarks.paper.page import ORDER, render
+from benchmarks.paper.page import NOTES, ORDER, render
 from benchmarks.paper.reading import TINY, Figure, check, sustained
 from benchmarks.paper.real import RealRun, model, run_engine, simulate
 from benchmarks.paper.runs import Run, execute, pace
@@ -44,11 +44,17 @@ def test_figure_18_is_measured() -> None:
     assert "Figure 18" in render({"18": data}, TINY, "plots")
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # what PEFT asks
 def test_adapters_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ROWS": 2, "OUTPUT": 2, "COUNTS": (0, 1, 2)}.items():
         monkeypatch.setattr(adapters, name, value)
     data = adapters.measure(1)
     assert data["panels"][0]["series"][0]["x"] == [0, 1, 2] and "Adapters" in render({"adapters": data}, TINY, "plots")
+
+
+def test_speed_is_measured() -> None:
+    data = speed.measure(20)
+    assert data["requests"] == 20 and data["sentence"] in render({"speed": data}, TINY, "plots")
 
 
 def test_a_difference_is_named_and_explained() -> None:
@@ -57,7 +63,7 @@ def test_a_difference_is_named_and_explained() -> None:
     assert [row["agrees"] for row in rows] == [True, False, False]
     text = render({"14": {"checks": rows}}, TINY, "plots")
     assert "1 of 3 values agree" in text and "| 14 | b | 2x | 1.5x | **-25%** |" in text and "**outside**" in text
-    assert set(ORDER) == set(notes.FIGURES) and all(notes.FIGURES.values())
+    assert all(NOTES[name] for name in ORDER)
 
 
 def test_the_page_of_the_checkout_shows_all_figures() -> None:
