@@ -16,10 +16,8 @@ from benchmarks.paper.requests import CHAT_ROUNDS, TRANSLATION_INPUT, TRANSLATIO
 from benchmarks.paper.store import FAR
 
 Data = dict[str, Any]
-NOTES = dict(
-    note.split("\n", 1)
-    for note in Path(__file__).with_name("notes.md").read_text().removeprefix("=== ").split("\n=== ")
-)
+_WORDS = Path(__file__).with_name("notes.md").read_text().removeprefix("=== ")
+NOTES = dict(note.split("\n", 1) for note in _WORDS.split("\n=== "))
 """The words of the page by what they are about. Each says how to read a figure and why a value differs."""
 ORDER = ("2", "12", "13", "14", "15", "16", "17", "18", "18b", "19")
 
@@ -141,17 +139,8 @@ def _assumptions(effort: Effort) -> str:
         rounds=CHAT_ROUNDS,
         share="" if effort.share == 1 else f"; here only {effort.share:.1%} of it",
     )
-    return "\n".join(
-        [
-            "## Assumptions\n",
-            NOTES["published"],
-            "",
-            _lines(head, setups),
-            NOTES["assumed"].format(assumed=assumed),
-            "",
-            text,
-        ]
-    )
+    published, assumed = NOTES["published"], NOTES["assumed"].format(assumed=assumed)
+    return "\n".join(["## Assumptions\n", published, "", _lines(head, setups), assumed, "", text])
 
 
 def _real(data: Data) -> str:
@@ -168,13 +157,8 @@ def _real(data: Data) -> str:
             cells[kind] = shown if kind == "latency" else f"{row['value']}: {shown}"
         rows.append([figure, load, cells["latency"], cells["other"]])
     head = ["figure", "load", "normalized latency, ms/token", "engine / simulated"]
-    return (
-        "## The engine beside the simulation\n\n"
-        + notes.REAL.format(repeats=data.get("repeats", 1))
-        + _machine(data)
-        + "\n\n"
-        + _lines(head, rows)
-    )
+    intro = NOTES["real"].format(repeats=data["repeats"]) + _machine(data)
+    return f"## The engine beside the simulation\n\n{intro}\n\n{_lines(head, rows)}"
 
 
 def _fit(data: Data) -> str:
@@ -186,7 +170,5 @@ def _fit(data: Data) -> str:
     within = sum(row["within"] for row in data["held_out"])
     head = ["load", "", "mean: engine, error", "p99: engine, error", "preemptions: engine / simulated"]
     text = f"{within} of the {len(data['held_out'])} loads held out are within 15 % in both.\n"
-    intro = (
-        "## The cost model against the engine\n\n" + notes.FIT.format(repeats=data.get("repeats", 1)) + _machine(data)
-    )
-    return intro + "\n\n" + _lines(head, rows) + "\n" + text
+    intro = NOTES["fit"].format(repeats=data["repeats"]) + _machine(data)
+    return f"## The cost model against the engine\n\n{intro}\n\n{_lines(head, rows)}\n{text}"
