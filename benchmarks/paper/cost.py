@@ -17,8 +17,9 @@ class CostModel:
     in the linear layers where arithmetic is the limit; kv_token: K/V of one position read by one row; pair: one query
     times one key in a prompt; row: host work for one sequence; copied_token: K/V of one position copied within the
     device; swap_call: one transfer of a block between device and host (all layers); swap_token: K/V of one position
-    over the bus; request: host work when a request arrives; several: any step of more than one token; few: each of the
-    first FEW tokens, because small matrix products take longer for each token. The last two are of a CPU.
+    over the bus; request: host work when a request arrives with options that none had before it, known: with options
+    that one had. Of a CPU: several: any step of more than one token; few: each of the first FEW tokens, because small
+    matrix products take longer for each token; start: a sequence of which nothing is computed yet.
     """
 
     step: float
@@ -31,14 +32,17 @@ class CostModel:
     swap_call: float = 0.0
     swap_token: float = 0.0
     request: float = 0.0
+    known: float = 0.0
     several: float = 0.0
     few: float = 0.0
+    start: float = 0.0
 
     def seconds(self, load: Load, block_size: int = 16) -> float:
         linear = max(self.weights, self.token * load.tokens) if load.tokens else 0.0
         total = self.step + linear + self.kv_token * load.kv_tokens + self.pair * load.pairs + self.row * load.rows
         if load.tokens > 1:
             total += self.several + self.few * min(load.tokens, FEW)
+        total += self.start * load.started
         if load.copied_tokens:
             total += self.copied_token * load.copied_tokens
         if load.swapped_blocks:

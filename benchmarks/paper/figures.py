@@ -70,10 +70,10 @@ RATES_14 |= {("beams", 2): 30.0, ("beams", 4): 17.0, ("beams", 6): 12.0}
 
 def runs_14(effort: Effort) -> list[Run]:
     runs = [
-        Run("OPT-13B", "alpaca", policy, rate, 0, 3, kind, width)  # type: ignore[arg-type]
+        Run("OPT-13B", "alpaca", policy, rate, 0, 2, kind, width)  # type: ignore[arg-type]
         for (kind, width), top in RATES_14.items()
         for policy in SYSTEMS
-        for rate in [*([top / 40, top / 20] if policy == "orca-max" else []), *spread(top, 10)[:: effort.every]]
+        for rate in [*([top / 40, top / 20] if policy == "orca-max" else []), *spread(top, 8)[:: effort.every]]
     ]
     return seeded(effort, runs)
 

@@ -17,7 +17,19 @@ from benchmarks.paper.real import RealLoad, RealRun, run_engine, simulate
 from benchmarks.paper.requests import SimRequest
 from benchmarks.paper.runs import outcome_of
 
-FEATURES = ("step", "token", "kv_token", "pair", "row", "copied_token", "swap_call", "swap_token", "several", "few")
+FEATURES = (
+    "step",
+    "token",
+    "kv_token",
+    "pair",
+    "row",
+    "copied_token",
+    "swap_call",
+    "swap_token",
+    "several",
+    "few",
+    "start",
+)
 SCALE = 0.2
 """The lengths of the paper's workloads are multiplied by this, so that runs take minutes on one CPU core."""
 LATENCIES = ("latency", "latency_p99")
@@ -29,7 +41,7 @@ def features(load: Load, block_size: int) -> list[float]:
     """What each coefficient is multiplied by, in the order of FEATURES."""
     swapped, several = load.swapped_blocks, load.tokens > 1
     work = [1.0, load.tokens, load.kv_tokens, load.pairs, load.rows, load.copied_tokens]
-    return [*work, swapped, swapped * block_size, float(several), min(load.tokens, FEW) if several else 0]
+    return [*work, swapped, swapped * block_size, float(several), min(load.tokens, FEW) if several else 0, load.started]
 
 
 def fit(runs: Iterable[tuple[RealRun, int]]) -> CostModel:
@@ -51,8 +63,12 @@ def fit(runs: Iterable[tuple[RealRun, int]]) -> CostModel:
         kept = seconds < OUTLIER * estimate
         matrix, seconds, estimate = matrix[kept], seconds[kept], estimate[kept]
     fitted = dict(zip(FEATURES, map(float, values)))
-    adding = statistics.median(value for run, _ in runs for value in run.adding)
-    return CostModel(weights=0.0, request=adding, **fitted)
+    arrivals: dict[bool, list[float]] = {False: [], True: []}
+    for run, _ in runs:
+        for value, is_known in run.adding:
+            arrivals[is_known].append(value)
+    request, known = (statistics.fmean(values or [0.0]) for values in arrivals.values())
+    return CostModel(weights=0.0, request=request, known=known, **fitted)
 
 
 def _non_negative(matrix: Any, target: Any) -> Any:

@@ -134,7 +134,9 @@ def _assumptions(effort: Effort) -> str:
         sigmas=sigmas,
         translation=f"{TRANSLATION_INPUT} in, {TRANSLATION_OUTPUT} out, sigma {TRANSLATION_SIGMA:g}",
         beta=TOP_PROBABILITY,
-        last=effort.seeds - 1,
+        seeds=f"Seeds from 0 to {effort.seeds - 1}; lines are medians, bands go from the lowest to the highest value."
+        if effort.seeds > 1
+        else "One seed, 0.",
         far=FAR,
         rounds=CHAT_ROUNDS,
         share="" if effort.share == 1 else f"; here only {effort.share:.1%} of it",

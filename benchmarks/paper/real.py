@@ -60,12 +60,12 @@ class RealLoad:
 
 @dataclass(slots=True)
 class RealRun:
-    """result: as of a simulation; steps: the load of each step and its seconds; adding: seconds of each arrival;
-    parents: of the beams, by request."""
+    """result: as of a simulation; steps: the load of each step and its seconds; adding: seconds of each
+    arrival, and whether its options were known; parents: of the beams, by request."""
 
     result: Result
     steps: list[tuple[Load, float]]
-    adding: list[float]
+    adding: list[tuple[float, bool]]
     parents: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
@@ -148,15 +148,18 @@ class _Watcher:
         records: dict[str, Completed] = {}
         done: list[Completed] = []
         steps: list[tuple[Load, float]] = []
-        adding: list[float] = []
+        adding: list[tuple[float, bool]] = []
+        known: set[object] = set()
         busy, window = Integral(), Integral()
         while upcoming < len(requests) or engine.has_unfinished_requests():
             while upcoming < len(requests) and requests[upcoming].arrival <= now:
                 request = requests[upcoming]
                 begin = time.process_time()
                 engine.add_request(*arguments[upcoming], request_id=request.request_id)
-                adding.append(time.process_time() - begin)
-                now += adding[-1]
+                seconds = time.process_time() - begin
+                adding.append((seconds, request.options in known))
+                known.add(request.options)
+                now += seconds
                 records[request.request_id] = Completed(request)
                 upcoming += 1
             if not engine.has_unfinished_requests():

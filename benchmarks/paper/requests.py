@@ -29,6 +29,11 @@ class SimRequest:
     priority: int = 0
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """What the engine looks at when a request arrives and remembers. Samples have a seed of their own."""
+        return self.kind, str(self.width), str(self.output_length), self.request_id if self.kind == "samples" else ""
+
+    @property
     def final_length(self) -> int:
         return self.input_length + self.output_length
 

@@ -102,6 +102,7 @@ class Simulator:
         self._completed: list[Completed] = []
         self._ending: list[SequenceGroup] = []
         self._beams: dict[str, BeamChoice] = {}
+        self._known: set[object] = set()  # options of requests so far
         self._rng = random.Random(self.seed)
         self._is_settled = False  # the last step changed nothing but lengths
         self._paces: list[tuple[float, int]] = []
@@ -125,7 +126,9 @@ class Simulator:
         while self._next < len(requests) and requests[self._next].arrival <= self.now:
             request = requests[self._next]
             self._next += 1
-            self.now += self.cost.request
+            if self.cost.request:
+                self.now += self.cost.known if request.options in self._known else self.cost.request
+                self._known.add(request.options)
             if not self.policy.num_waiting and not self.policy.num_swapped:
                 self._is_settled = False
             self._records[request.request_id] = Completed(request)

@@ -157,8 +157,8 @@ def test_fit_recovers_coefficients() -> None:
     run = simulate_steps(load, steps)
     priced = [(step, truth.seconds(step, load.block_size)) for step in steps]
     priced.append((steps[0], 60.0))
-    found = fit([(RealRun(run, priced, [0.01, 0.01]), load.block_size)])
-    assert found.request == 0.01
+    found = fit([(RealRun(run, priced, [(0.01, False), (0.001, True)]), load.block_size)])
+    assert (found.request, found.known) == (0.01, 0.001)
     for step, seconds in priced[:-1]:
         assert found.seconds(step, load.block_size) == pytest.approx(seconds, rel=0.05), features(step, 16)
 

@@ -91,6 +91,14 @@ def test_clock_by_hand() -> None:
     assert times == {"a": (1.0, 3.0, 1.0), "b": (2.0, 3.0, 1.25)}
 
 
+def test_arrivals_take_time() -> None:
+    """a and c have the same options; b arrives while a is taken in."""
+    requests = [SimRequest("a", 0.0, 5, 2), SimRequest("b", 1.0, 5, 1), SimRequest("c", 1.0, 5, 2)]
+    result = Simulator(policy_of("ours", requests), replace(SECOND, request=2.0, known=0.5), requests).run()
+    times = {c.request.request_id: (c.first_token, c.end) for c in result.completed}
+    assert times == {"a": (5.5, 6.5), "b": (5.5, 5.5), "c": (5.5, 6.5)}
+
+
 def test_shared_prefix_is_computed_once() -> None:
     config = replace(CONFIG, prefix_caching=True)
     requests = [SimRequest(f"r{i}", 10.0 * i, 14, 2, prefix_length=8) for i in range(2)]
@@ -181,9 +189,10 @@ def test_cost_of_a_step() -> None:
     swap = cost.seconds(Load(0, 0, 0, 0, 5, 2), block_size=4) - cost.seconds(Load(0, 0, 0), block_size=4)
     assert swap == pytest.approx(5 * 0.2 + 2 * (3 + 4 * 0.25))
     assert cost.with_kv_factor(2).kv_token == 0.02
-    cpu = CostModel(1.0, 0.0, 0.5, 0.0, several=2.0, few=0.25)
+    cpu = CostModel(1.0, 0.0, 0.5, 0.0, several=2.0, few=0.25, start=3.0)
     seconds = [cpu.seconds(Load(1, count, 0)) for count in (1, 2, 40)]
     assert seconds == pytest.approx([1 + 0.5, 1 + 2 + 2 * 0.75, 1 + 2 + 40 * 0.5 + 16 * 0.25])
+    assert cpu.seconds(Load(1, 1, 0, started=2)) == pytest.approx(1 + 0.5 + 6)
 
 
 def test_set_ups_of_the_paper() -> None:
