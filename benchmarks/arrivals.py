@@ -32,9 +32,8 @@ def tiny_model() -> LlamaForCausalLM:
 def seconds_each(engine: Engine, prompts: list[list[int]], options: dict[str, object]) -> tuple[list[float], float]:
     """Seconds of each of the calls, with a new config for each, as a server makes one for each request. Python's pauses
     for garbage collection, which take longer the more objects the process has, are not counted."""
-    engine.add_request(
-        prompts[0], GenerationConfig(pad_token_id=0, eos_token_id=1, **options)
-    )  # prepares these options
+    # Prepares these options.
+    engine.add_request(prompts[0], GenerationConfig(pad_token_id=0, eos_token_id=1, **options))
     taken, cpu = [], time.thread_time()
     begun = paused = 0.0
 

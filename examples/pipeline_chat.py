@@ -1,4 +1,4 @@
-"""A text-generation pipeline with a paged cache: one import and one argument are new.
+"""A text-generation pipeline with a paged cache: `hf_paged.install()` and one argument are new.
 
 python examples/pipeline_chat.py "What does str.join() do?"
 """
@@ -10,12 +10,13 @@ from pathlib import Path
 
 from transformers import pipeline
 
-import hf_paged  # noqa: F401  (importing it is all it takes)
+import hf_paged
 
 CHECKPOINT = Path(__file__).parent / "pydoc-lm-qa"
 
 
 def main() -> None:
+    hf_paged.install()  # the import does it too, but linters remove an import that is not used
     questions = sys.argv[1:] or ["What does str.capitalize() do?", "What is the grammar of assert_stmt?"]
     chat = pipeline("text-generation", model=str(CHECKPOINT))
     chats = [[{"role": "user", "content": question}] for question in questions]

@@ -29,6 +29,12 @@ from tests import models
 
 torch.set_num_threads(1)
 
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
+
 _GRAMMARS = ["generation/test_grammar.py", "generation/test_schemas.py", "serving/test_constrained.py"]
 _NEEDED = {
     "hypothesis": [

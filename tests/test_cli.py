@@ -294,7 +294,8 @@ def test_a_reader_that_goes_away() -> None:
 
 
 def test_interrupt() -> None:
-    argv = [*COMMAND, "generate", QA, "x", "--stream", "--max-new-tokens", "1000", "--min-new-tokens", "1000"]
+    # More text than fits into the pipe, so that the process cannot end before it is interrupted.
+    argv = [*COMMAND, "generate", QA, *["x"] * 100, "--stream", "--max-new-tokens", "1000", "--min-new-tokens", "1000"]
     process = subprocess.Popen(
         argv,
         stdout=subprocess.PIPE,
@@ -305,7 +306,7 @@ def test_interrupt() -> None:
     )
     with process:
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "[1/1] x\n"
+        assert process.stdout.readline() == "[1/100] x\n"
         process.send_signal(signal.SIGINT)
         error = process.stderr.read()
         assert process.wait() == 130

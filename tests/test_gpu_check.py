@@ -18,7 +18,7 @@ FAILED = '<testcase classname="tests.kernels" name="test_b"><failure message="3 
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=250)
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=550)
 
 
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -107,6 +108,14 @@ def test_uninstall_puts_everything_back(restored: Any) -> None:
     assert all(vars(mixin)[name] is not originals[name] for name in PATCHED)
     hf_paged.uninstall()
     assert all(vars(mixin)[name] is originals[name] for name in PATCHED)
+
+
+def test_an_lm_eval_without_a_registry_of_names_is_left_alone(restored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lm_eval", "lm_eval.models", "lm_eval.api", "lm_eval.api.registry"):  # as lm-eval 0.4.9
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    hf_paged.uninstall()
+    hf_paged.install()
+    assert hook.is_installed()
 
 
 def test_install_and_uninstall_are_idempotent(restored: Any) -> None:
@@ -231,7 +240,7 @@ def test_uninstall_while_a_call_runs(restored: Any) -> None:
 
     def wait(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         reached.set()
-        go.wait()
+        assert go.wait(120)
         return scores
 
     def work() -> None:
@@ -239,7 +248,7 @@ def test_uninstall_while_a_call_runs(restored: Any) -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    reached.wait()
+    assert reached.wait(120)
     hf_paged.uninstall()
     go.set()
     thread.join()

@@ -14,7 +14,6 @@ from transformers import ContinuousBatchingConfig
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.validation import position_limit
 
 log = logging.getLogger("hf_paged")
 
@@ -115,7 +114,6 @@ def _check(set_names: set[str], config: Any) -> None:
         log.warning("hf_paged runs continuous batching; without effect there: %s", ", ".join(idle))
 
 
-def longest_request(engine: Engine) -> int:
-    """Tokens of the longest sequence that the model and the memory of the engine allow."""
-    limits = (position_limit(engine.model), engine.stats().num_blocks * engine.cache_config.block_size)
-    return min(limit for limit in limits if limit is not None)
+def longest_request(engine: Engine, config: Any) -> int:
+    """Tokens of the longest sequence that the engine allows a request with this generation config."""
+    return engine.longest_request(config.num_beams or engine.model.generation_config.num_beams or 1)

@@ -6,16 +6,16 @@ run on a `hf_paged.Engine`.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -62,10 +62,47 @@ class _Pending:
     times: list[list[float]] | None  # of the tokens of each output; None: they are not wanted
     created: float = field(default_factory=time.perf_counter)
     started: float = -1.0
+    engine_id: str = ""  # the request's id in the engine, which no earlier request has had
 
     @property
     def num_outputs(self) -> int:
         return self.config.num_return_sequences or 1
+
+
+class _Router(OutputRouter):
+    """transformers' router, whose handlers get every result from the latest one on, in order.
+
+    A handler goes with the last result of its request, or when its event loop has been closed.
+    """
+
+    def register(self, request_id: str, handler: Callable[[GenerationOutput], None]) -> None:
+        """Must be called on the handler's event loop."""
+        loop, results = asyncio.get_running_loop(), self.output_queue
+        with self._lock:
+            with results.mutex:
+                early = [output for output in results.queue if output.request_id == request_id]
+                for output in early:
+                    results.queue.remove(output)
+            self.result_handlers[request_id] = handler, loop
+            # Results are cumulative: an earlier one must not follow a later one.
+            for output in early[-1:]:
+                self._hand_over(output)
+
+    def deliver(self, output: GenerationOutput) -> None:
+        with self._lock:
+            if output.request_id in self.result_handlers:
+                self._hand_over(output)
+            else:
+                self.output_queue.put(output)
+
+    def _hand_over(self, output: GenerationOutput) -> None:
+        handler, loop = self.result_handlers[output.request_id]
+        if output.is_finished():
+            del self.result_handlers[output.request_id]
+        try:
+            loop.call_soon_threadsafe(handler, output)
+        except RuntimeError:  # the event loop has been closed
+            self.result_handlers.pop(output.request_id, None)
 
 
 class PagedManager(ContinuousBatchingManager):
@@ -80,21 +117,22 @@ class PagedManager(ContinuousBatchingManager):
         if getattr(model, "_device_mesh", None) is not None:
             raise ValueError("the model is spread over several devices, which hf_paged's engine does not serve")
         self.model = model.eval()
-        self.continuous_batching_config = continuous_batching_config
+        self.continuous_batching_config = copy.deepcopy(continuous_batching_config)  # the caller may change it
         self._options = engine_options(continuous_batching_config)
         self.set_generation_config(generation_config)
         self.background_thread_status = BackgroundThreadStatus()
-        self.output_router = OutputRouter()
-        self.input_queue: queue.Queue[Callable[[Engine], None]] = queue.Queue(continuous_batching_config.max_queue_size)
+        self.output_router = _Router()
+        # Requests that are to join in the same step, or the id of one that is cancelled.
+        self.input_queue: queue.Queue[list[_Pending] | str] = queue.Queue(continuous_batching_config.max_queue_size)
         self.batch_processor = None
         self.warmed_up = self.is_tp_driver = True
         self._original_attn_impl = None
         self._generation_thread: threading.Thread | None = None
         self._request_lock = threading.Lock()
         self._request_counter = 0
-        self._seeds = itertools.count()
+        self._seeds, self._numbers = itertools.count(), itertools.count()
         self._engine: Engine | None = None
-        self._running: dict[str, _Pending] = {}  # the thread's own
+        self._running: dict[str, _Pending] = {}  # by request id; the thread's own
         self._stop_wanted = threading.Event()
         self._aborts = self._keeps_engine = False
 
@@ -110,7 +148,6 @@ class PagedManager(ContinuousBatchingManager):
         check_generation(self.model, config, limits, tokenizer=None, options=RequestOptions())
         self.generation_config = config
         self.num_return_sequences = config.num_return_sequences or 1
-        self._configs: dict[tuple[Any, ...], Any] = {}
 
     def _eos(self, given: Any) -> Any:
         """transformers writes -1 for "no EOS". None means the model's own, as in `generate`."""
@@ -155,13 +192,17 @@ class PagedManager(ContinuousBatchingManager):
         hard_stop: bool = False,
     ) -> None:
         """Finish the requests, or with `hard_stop` end them with an error; then end the thread and free its memory,
-        unless it is kept for the next session."""
+        unless it is kept for the next session. Raises RuntimeError inside `pause`, which the requests would wait for.
+        """
         if self._generation_thread is None:
             return
+        if self._engine is not None and self._engine.is_paused_here:
+            raise RuntimeError("this thread has paused the manager: leave `with manager.pause()` first")
         self._aborts |= hard_stop
         self._keeps_engine = keep_for_next_session
         self._stop_wanted.set()
-        self._do(lambda engine: None)  # wakes the thread
+        with suppress(queue.Full):
+            self.input_queue.put_nowait([])  # wakes the thread
         if block:
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session:
@@ -191,9 +232,11 @@ class PagedManager(ContinuousBatchingManager):
         **logit_processor_kwargs: Any,
     ) -> list[str]:
         """Queue requests, which join in the same step; returns their ids. See `add_request`."""
-        config = partial(self._config, max_new_tokens, None, logit_processor_kwargs)
-        requests = [self._request(ids, None, config(), streaming, record_timestamps) for ids in inputs]
-        self._do(lambda engine: self._join(engine, requests))
+        requests: list[_Pending] = []
+        for ids in inputs:
+            config = self._config(max_new_tokens, None, logit_processor_kwargs)
+            requests.append(self._request(ids, None, config, streaming, record_timestamps))
+        self._send_to_thread(requests)
         return [request.request_id for request in requests]
 
     def add_request(
@@ -213,30 +256,16 @@ class PagedManager(ContinuousBatchingManager):
         """
         config = self._config(max_new_tokens, eos_token_id, logit_processor_kwargs)
         request = self._request(input_ids, request_id, config, streaming, record_timestamps)
-        self._do(lambda engine: self._join(engine, [request]))
+        self._send_to_thread([request])
         return request.request_id
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; it gives no further result, as in transformers."""
-
-        def cancel(engine: Engine) -> None:
-            if self._running.pop(request_id, None) is not None:
-                engine.abort(request_id)
-
-        self._do(cancel)
+        self._send_to_thread(request_id)
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """As transformers' method. The callback also gets the latest result from before it was registered."""
-        super().register_result_handler(request_id, callback)
-        handler, loop = self.output_router.result_handlers[request_id]
-        results = self.output_router.output_queue
-        with results.mutex:
-            early = [output for output in results.queue if output.request_id == request_id]
-            for output in early:
-                results.queue.remove(output)
-        # Results are cumulative: an earlier one must not follow a later one.
-        for output in early[-1:]:
-            loop.call_soon_threadsafe(handler, output)
+        self.output_router.register(request_id, callback)
 
     def _request(
         self, input_ids: list[int], request_id: str | None, config: Any, streaming: bool, record_timestamps: bool
@@ -254,12 +283,8 @@ class PagedManager(ContinuousBatchingManager):
         return request
 
     def _config(self, max_new_tokens: int | None, eos_token_id: Any, changes: dict[str, Any]) -> Any:
-        """The config of a request. Requests with equal changes share one, which the engine prepares once."""
-        key = (max_new_tokens, repr(eos_token_id), repr(sorted(changes.items())))
-        seed = self.continuous_batching_config.seed
-        if seed is None and key in self._configs:
-            return self._configs[key]
-        config = copy.deepcopy(self.generation_config)
+        """The config of a request."""
+        config = copy.copy(self.generation_config)
         known = vars(GenerationConfig())
         for name, value in changes.items():
             if name not in known:
@@ -271,14 +296,13 @@ class PagedManager(ContinuousBatchingManager):
             config.max_length = None
         if eos_token_id is not None:
             config.eos_token_id = self._eos(eos_token_id)
+        seed = self.continuous_batching_config.seed
         if seed is not None:
             config.seed = seed + next(self._seeds)
-        else:
-            self._configs[key] = config
         return config
 
-    def _do(self, command: Callable[[Engine], None]) -> None:
-        """Have the thread run it between two steps. Raises queue.Full, as transformers, if the queue stays full."""
+    def _send_to_thread(self, command: list[_Pending] | str) -> None:
+        """Have it done between two steps. Raises queue.Full, as transformers, if the queue stays full."""
         self.input_queue.put(command, timeout=_PUT_SECONDS)
 
     # -- in the thread ------------------------------------------------------------------------------------------
@@ -301,24 +325,36 @@ class PagedManager(ContinuousBatchingManager):
             self.background_thread_status.mark_as_stopped()
 
     def _obey(self, engine: Engine) -> bool:
-        """Run what is queued, and wait for something to do. False when the thread is to end."""
+        """Do what is queued, and wait for something to do. False when the thread is to end."""
         while True:
             is_idle = not engine.has_unfinished_requests()
             if self._stop_wanted.is_set() and self.input_queue.empty() and (is_idle or self._aborts):
-                for request_id in self._running:
-                    engine.abort(request_id)
+                for request in self._running.values():
+                    engine.abort(request.engine_id)
                 return False
             try:
                 command = self.input_queue.get(block=is_idle)
             except queue.Empty:
                 return True
-            command(engine)
+            if isinstance(command, str):
+                self._cancel(engine, command)
+            else:
+                self._join(engine, command)
 
-    def _join(self, engine: Engine, requests: Sequence[_Pending]) -> None:
+    def _cancel(self, engine: Engine, request_id: str) -> None:
+        request = self._running.pop(request_id, None)
+        if request is not None:
+            engine.abort(request.engine_id)
+
+    def _join(self, engine: Engine, requests: list[_Pending]) -> None:
         for request in requests:
             try:
+                if request.request_id in self._running:
+                    raise ValueError(f"request_id {request.request_id!r} is in use; choose another one")
                 config = self._bounded(engine, request.config)
-                engine.add_request(request.input_ids, config, request_id=request.request_id)
+                # The output of a request that was cancelled may come after its id has been given to another one.
+                request.engine_id = f"{request.request_id}/{next(self._numbers)}"
+                engine.add_request(request.input_ids, config, request_id=request.engine_id)
             except Exception as error:  # the caller's: it is this request's result
                 self._fail(request, str(error))
             else:
@@ -330,15 +366,15 @@ class PagedManager(ContinuousBatchingManager):
         if config.max_new_tokens is not None or config.max_length is not None:
             return config
         config = copy.copy(config)
-        config.max_length = longest_request(engine)
+        config.max_length = longest_request(engine, config)
         return config
 
     def _deliver(self, output: RequestOutput) -> None:
-        request = self._running.get(output.request_id)
-        if request is None:
+        request = self._running.get(output.request_id.rpartition("/")[0])
+        if request is None or request.engine_id != output.request_id:
             return  # cancelled
         if output.finished:
-            del self._running[output.request_id]
+            del self._running[request.request_id]
         now = time.perf_counter()
         for place, completion in enumerate(output.outputs):
             if request.times is not None:
@@ -388,19 +424,9 @@ class PagedManager(ContinuousBatchingManager):
             self._fail(request, error)
         with suppress(queue.Empty):
             while True:
-                self.input_queue.get_nowait()(_Ended(error))  # type: ignore[arg-type]
-
-
-class _Ended:
-    """Stands for an engine that takes no requests any more."""
-
-    def __init__(self, error: str) -> None:
-        self._error = error
-
-    def add_request(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError(f"the manager has ended: {self._error}")
-
-    stats = abort = add_request
+                command = self.input_queue.get_nowait()
+                for request in () if isinstance(command, str) else command:
+                    self._fail(request, f"the manager has ended: {error}")
 
 
 def _name(request_id: str, place: int) -> str:

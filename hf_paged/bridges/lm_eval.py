@@ -41,7 +41,8 @@ class PagedLM(HFLM):
     `max_num_seqs`, `max_num_batched_tokens`, `enable_prefix_caching`.
 
     batch_size: sequences in a step, where it is given as a number other than 1; the memory bounds them in any case.
-    Raises ValueError for encoder-decoder models, virtual tokens, and classifier-free guidance.
+    Raises ValueError for encoder-decoder models, virtual tokens, classifier-free guidance, `mixed_precision_dtype` and
+    `softmax_dtype`.
     """
 
     def __init__(self, pretrained: Any, batch_size: int | str | None = 1, **kwargs: Any) -> None:
@@ -49,6 +50,12 @@ class PagedLM(HFLM):
         for name, (config, field) in _ENGINE_ARGUMENTS.items():
             if name in kwargs:
                 chosen[config][field] = kwargs.pop(name)
+        for name in ("mixed_precision_dtype", "softmax_dtype"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}={kwargs[name]!r}: the engine computes in the model's dtype, and log-probabilities in "
+                    "float32; leave it out"
+                )
         size = str(batch_size)
         if size.isdigit() and size != "1":
             chosen[SchedulerConfig].setdefault("max_num_seqs", int(size))
@@ -106,8 +113,10 @@ class PagedLM(HFLM):
                 submit(family, 0)
             while running:
                 for output in engine.step():
-                    if output.finished:
-                        each, rest = running.pop(output.request_id)
+                    # The outputs of a call that was interrupted come with the next step.
+                    found = running.pop(output.request_id, None) if output.finished else None
+                    if found is not None:
+                        each, rest = found
                         for other in rest:
                             submit([other], -1)
                         yield each, output.raise_for_error()

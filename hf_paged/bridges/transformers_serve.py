@@ -10,7 +10,7 @@ import asyncio
 import copy
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -41,14 +41,16 @@ def get_manager(function: Callable[..., Any], state: Any, args: Any, kwargs: Any
 
 
 def build_generation_config(function: Callable[..., Any], handler: Any, args: Any, kwargs: Any) -> Any:
-    """After BaseHandler._build_generation_config: the request's seed is its own, not one for the whole process."""
-    config = function(handler, *args, **kwargs)
-    given = inspect.signature(function).bind(handler, *args, **kwargs).arguments
-    seed = given["body"].get("seed")
-    if given.get("use_cb", False):
-        config.use_cache = True  # it was switched off for transformers' own cache
-        if seed is not None:
-            config.seed = seed
+    """Instead of BaseHandler._build_generation_config: the request's seed is its own, not one for the whole process."""
+    call = inspect.signature(function).bind(handler, *args, **kwargs)
+    if not call.arguments.get("use_cb", False):
+        return function(handler, *args, **kwargs)
+    body = call.arguments["body"]
+    call.arguments["body"] = {**body, "seed": None}
+    config = function(*call.args, **call.kwargs)
+    config.use_cache = True  # it was switched off for transformers' own cache
+    if body.get("seed") is not None:
+        config.seed = body["seed"]
     return config
 
 
@@ -109,9 +111,9 @@ class PagedGenerateManager(utils.BaseGenerateManager):
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Any]:
         """A queue of texts and what else the parser makes of them, and a streamer with the number of tokens."""
-        self._prepare(inputs, gen_config)
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
         tokenizer = getattr(processor, "tokenizer", processor)
+        changes = self._changes(tokenizer, inputs, gen_config)
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
         canceller = _Canceller()
         streamer = utils.CBStreamer(
             canceller, request_id, tokenizer._tokenizer, loop, pieces, response_parser=response_parser
@@ -119,10 +121,10 @@ class PagedGenerateManager(utils.BaseGenerateManager):
 
         async def stream() -> None:
             try:
-                async with aclosing(self._run(tokenizer, inputs, gen_config)) as outputs:
-                    async for output in outputs:
+                async with aclosing(changes):
+                    async for output in changes:
                         streamer.put(_Answer(output.token_ids))
-            except Exception as error:  # whatever it is, the client must hear of it
+            except Exception as error:  # whatever it is, the stream ends with the error
                 pieces.put_nowait(utils._StreamError(getattr(error, "detail", None) or str(error)))
             streamer.end()
 
@@ -133,28 +135,27 @@ class PagedGenerateManager(utils.BaseGenerateManager):
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """(text, length of the prompt, generated tokens). Raises HTTPException for a request that cannot be served."""
-        self._prepare(inputs, gen_config)
         tokens: list[int] = []
-        async with aclosing(self._run(getattr(processor, "tokenizer", processor), inputs, gen_config)) as outputs:
-            async for output in outputs:
+        async with aclosing(self._changes(getattr(processor, "tokenizer", processor), inputs, gen_config)) as changes:
+            async for output in changes:
                 tokens = output.token_ids
         return processor.decode(tokens, skip_special_tokens=True), len(inputs["input_ids"]), tokens
 
-    def _prepare(self, inputs: dict[str, Any], config: Any) -> None:
-        """Lower `config.max_new_tokens` to what the model and the memory allow: the handlers ask for 1,024 where a
-        request says nothing, and read from the config whether the answer was cut off."""
-        if self._worker is None or self._engine is None:
+    def _changes(self, tokenizer: Any, inputs: dict[str, Any], config: Any) -> AsyncGenerator[CompletionOutput, None]:
+        """Changes of the first output of a request, which is aborted if they are not read to the end.
+
+        Lowers `config.max_new_tokens` to what the model and the memory allow: the handlers ask for 1,024 where a
+        request says nothing, and read from the config whether the answer was cut off.
+        """
+        worker, engine = self._worker, self._engine
+        if worker is None or engine is None:
             raise RuntimeError("init_cb() comes first")
-        if not self._worker.is_alive:
-            raise utils.CBWorkerDeadError(f"the engine has stopped: {self._worker.error}")
-        room = longest_request(self._engine) - len(inputs["input_ids"])
+        if not worker.is_alive:
+            raise utils.CBWorkerDeadError(f"the engine has stopped: {worker.error}")
+        room = longest_request(engine, config) - len(inputs["input_ids"])
         if room > 0 and config.max_new_tokens is not None:
             config.max_new_tokens = min(config.max_new_tokens, room)
-
-    async def _run(self, tokenizer: Any, inputs: dict[str, Any], config: Any) -> AsyncIterator[CompletionOutput]:
-        """Changes of the first output of a request, which is aborted if they are not read to the end."""
-        assert self._worker is not None and self._engine is not None
-        self._engine.tokenizer = tokenizer
+        engine.tokenizer = tokenizer
         submission = Submission(
             prompt_ids=list(inputs["input_ids"]),
             config=copy.deepcopy(config),
@@ -164,13 +165,14 @@ class PagedGenerateManager(utils.BaseGenerateManager):
             cache_salt=None,
             priority=0,
         )
-        try:
-            requests = await asyncio.to_thread(self._worker.prepare, [submission])
-            job = await self._worker.open(requests)
-        except QueueFull as error:
-            raise HTTPException(429, str(error)) from error
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
+        return _run(worker, submission)
+
+
+async def _run(worker: EngineWorker, submission: Submission) -> AsyncGenerator[CompletionOutput, None]:
+    """Raises CBWorkerDeadError if the engine stops, HTTPException for a request that it does not take."""
+    try:
+        requests = await asyncio.to_thread(worker.prepare, [submission])
+        job = await worker.open(requests)
         try:
             while changes := await job.changes():
                 output = changes[0]
@@ -178,7 +180,13 @@ class PagedGenerateManager(utils.BaseGenerateManager):
                     raise RuntimeError(f"the request failed: {output.error}")
                 if output.outputs:
                     yield output.outputs[0]
-        except EngineStopped as error:
-            raise utils.CBWorkerDeadError(str(error)) from error
         finally:
             job.close()
+    except QueueFull as error:
+        raise HTTPException(429, str(error)) from error
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+    except RuntimeError as error:  # EngineStopped, or the closed engine's own
+        if worker.is_alive and not isinstance(error, EngineStopped):
+            raise
+        raise utils.CBWorkerDeadError(str(error)) from error

@@ -24,7 +24,8 @@ class PagedKVCache(Cache):
     """A drop-in `past_key_values` for generate and for hand-written loops.
 
     `config` is the model's config. `block_size` is in tokens. `num_blocks` bounds the memory; with None it grows with
-    the number of tokens. When a bounded cache is full, OutOfBlocks is raised and nothing has changed.
+    the number of tokens. When a bounded cache is full, OutOfBlocks is raised and nothing has changed. `memory` is for
+    hf_paged itself: blocks that already exist, in place of those that `block_size` and `num_blocks` describe.
 
     Invariants: all rows have the same logical length, `get_seq_length()`. Row r stores its last `length - padding[r]`
     positions; its first `padding[r]` are left padding, which takes no memory and reads as zeros.

@@ -113,7 +113,7 @@ def serve(
     """Serve a checkpoint over HTTP, with OpenAI's routes.
 
     Flags have vLLM's names. Different here: --gpu-memory-utilization is a share of the free memory, and
-    --generation-config takes no folder. Needs the extra `serve`: pip install 'hf-paged[serve]'.
+    --generation-config takes no folder. Needs the extra `serve`: pip install -e '.[serve]' in a checkout.
     """
     given = dict(context.params)
     return lambda: _serve(given)
@@ -122,7 +122,7 @@ def serve(
 def _serve(given: dict[str, Any]) -> int:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise UsageError(f"serving needs {', '.join(missing)}; install them with: pip install 'hf-paged[serve]'")
+        raise UsageError(f"serving needs {', '.join(missing)}; in a checkout: pip install -e '.[serve]'")
     find_checkpoint(given["checkpoint"])
     from hf_paged.serving.server import listen, run_server
     from hf_paged.serving.settings import check_exposure

@@ -50,7 +50,7 @@ class IdlePools:
         with self._lock:
             memory = self._pools.pop(key, None)
             for other in [other for other in self._pools if other[0] != key[0]]:
-                del self._pools[other]  # of what the model was
+                del self._pools[other]  # made for the model's former dtype or device
         if memory is not None:
             return memory
         _, config, windows = key

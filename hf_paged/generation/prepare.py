@@ -55,7 +55,8 @@ class PreparedRequest:
 class StopStrings:
     """The criteria for stop strings, kept because each takes hundreds of milliseconds to make.
 
-    A criterion has no state, so all requests of a process may share it. If the tokenizer has grown, a new one is made.
+    A criterion keeps its table on the device of its last call, and no other state, so all requests of a process on one
+    device may share it. If the tokenizer has grown, a new one is made.
     """
 
     MAX_KEPT = 16  # a table has some numbers for each token of the vocabulary
@@ -65,8 +66,8 @@ class StopStrings:
         self._made: OrderedDict[Hashable, tuple[weakref.ref[Any], StopStringCriteria]] = OrderedDict()
         self._lock = usable_after_fork(threading.Lock())
 
-    def criterion(self, tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
-        key = (id(tokenizer), len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings))
+    def criterion(self, tokenizer: Any, strings: str | list[str], device: torch.device) -> StopStringCriteria:
+        key = (id(tokenizer), len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings), device)
         with self._lock:
             reference, made = self._made.get(key, (None, None))
             if made is None or reference is None or reference() is not tokenizer:
@@ -103,7 +104,7 @@ class _ArgumentRecorder:
         is_own = any(type(each) is StopStringCriteria for each in stopping_criteria or ())
         if strings is None or tokenizer is None or is_own:
             return self._model._get_stopping_criteria(generation_config, stopping_criteria, tokenizer, **kwargs)
-        criterion = STOP_STRINGS.criterion(tokenizer, strings)
+        criterion = STOP_STRINGS.criterion(tokenizer, strings, device_of(self._model))
         others = copy(generation_config)
         others.stop_strings = None
         criteria = self._model._get_stopping_criteria(others, stopping_criteria, tokenizer, **kwargs)

@@ -23,6 +23,8 @@ _LM_EVAL = "lm_eval.models"
 _LM_EVAL_MODEL = "hf-paged"
 _LM_EVAL_CLASS = "hf_paged.bridges.lm_eval:PagedLM"
 
+_REMEDY = "Use a version of transformers from 5.17 to 5.23, a newer hf_paged, or do without hf_paged.install_serving()"
+
 _is_default = False
 
 
@@ -33,13 +35,18 @@ def _register_attention() -> None:
 
 
 def _register_lm_eval() -> None:
-    registry = sys.modules["lm_eval.api.registry"].model_registry
-    if _LM_EVAL_MODEL not in registry:
+    registry = _lm_eval_registry()
+    if registry is not None and _LM_EVAL_MODEL not in registry:
         registry.register(_LM_EVAL_MODEL, target=_LM_EVAL_CLASS)
 
 
+def _lm_eval_registry() -> Any:
+    """None for an lm-eval that has no registry of models by name, as 0.4.9 and older."""
+    return getattr(sys.modules.get("lm_eval.api.registry"), "model_registry", None)
+
+
 def _unregister_lm_eval() -> None:
-    registry = getattr(sys.modules.get("lm_eval.api.registry"), "model_registry", None)
+    registry = _lm_eval_registry()
     if registry is not None and _LM_EVAL_MODEL in registry:
         del registry._objs[_LM_EVAL_MODEL]  # lm-eval has no method for it
 
@@ -59,6 +66,7 @@ _serving = Patches(
             "init_continuous_batching",
             "hf_paged.bridges.continuous_batching",
             ("self", "generation_config", "continuous_batching_config", "workload_hints"),
+            _REMEDY,
         ),
         Point(
             _SERVE,
@@ -66,6 +74,7 @@ _serving = Patches(
             "get_manager",
             "hf_paged.bridges.transformers_serve",
             ("self", "model_id", "use_cb"),
+            _REMEDY,
         ),
         Point(
             _SERVE,
@@ -73,6 +82,7 @@ _serving = Patches(
             "_build_generation_config",
             "hf_paged.bridges.transformers_serve",
             ("self", "body", "model_generation_config", "use_cb"),
+            _REMEDY,
         ),
     ]
 )

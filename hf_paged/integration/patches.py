@@ -25,6 +25,7 @@ class Point:
 
     entry: the module whose function of the same name (without leading underscores) is called instead, with the original
     function, the object, the positional and the named arguments. parameters: those the method must have; None: any.
+    remedy: what to do about another method, a sentence of the error.
     """
 
     module: str
@@ -32,6 +33,7 @@ class Point:
     method: str
     entry: str
     parameters: tuple[str, ...] | None = None
+    remedy: str = "Use another version of that package, or of hf_paged"
 
     def check(self) -> type:
         """The owner. Raises RuntimeError if the method is not the one that hf_paged knows."""
@@ -47,8 +49,8 @@ class Point:
         package = sys.modules[self.module.partition(".")[0]]
         version = f"{package.__name__} {getattr(package, '__version__', '')}"
         raise RuntimeError(
-            f"{place} {found} in {version}, which this version of hf_paged does not know; nothing was patched. Use a "
-            "version of transformers from 5.17 to 5.23, a newer hf_paged, or do without hf_paged.install_serving()"
+            f"{place} {found} in {version}, which this version of hf_paged does not know; nothing was patched. "
+            f"{self.remedy}"
         )
 
 

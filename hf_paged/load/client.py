@@ -81,7 +81,7 @@ def served_model(base_url: str, api_key: str | None = None) -> str:
     """The first model of /v1/models. Raises ValueError if there is none."""
     headers = Endpoint(base_url, "", api_key=api_key).headers
     try:
-        answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30)
+        answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
         answer.raise_for_status()
         name: str = answer.json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -106,8 +106,8 @@ class Run:
 async def _run(endpoint: Endpoint, requests: Sequence[Planned], on_end: Callable[[Outcome], None]) -> Run:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
-        base_url=endpoint.base_url, headers=endpoint.headers, limits=limits, timeout=endpoint.timeout, trust_env=False
-    ) as client:
+        base_url=endpoint.base_url, headers=endpoint.headers, limits=limits, timeout=None, trust_env=False
+    ) as client:  # `_send` limits the time of a request as a whole
         start = time.perf_counter()
         tasks = []
         for request in requests:
@@ -137,7 +137,8 @@ async def _send(client: httpx.AsyncClient, endpoint: Endpoint, request: Planned,
                 await _read(response, request, outcome, start)
     except TimeoutError:
         outcome.error = f"no end after {endpoint.timeout:g} s"
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # The last three: an event that is JSON, but none of OpenAI's.
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.end = time.perf_counter() - start
     return outcome

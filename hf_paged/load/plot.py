@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 from hf_paged.load.client import Run
-from hf_paged.load.report import METRICS, latencies
+from hf_paged.load.report import METRICS, values_of
 
 
 def draw(run: Run, path: Path, title: str) -> None:
     """Distributions of the latencies, and the requests in flight over time. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
-    complete = [outcome for outcome in run.outcomes if outcome.is_complete]
-    values: dict[str, list[float]] = {name: [] for name in METRICS}
-    for outcome in complete:
-        for name, value in latencies(outcome).items():
-            values[name].append(value)
-        values["itl"] += [later - earlier for earlier, later in pairwise(outcome.pieces)]
+    values = values_of(run)
     shown = [name for name in ("ttft", "itl", "norm", "e2e") if values[name]]
     figure = Figure(figsize=(3.2 * (len(shown) + 1), 3.2), layout="constrained")
     axes = figure.subplots(1, len(shown) + 1, squeeze=False)[0]

@@ -20,6 +20,7 @@ METRICS = {
     "norm": ("norm. latency", "from the arrival to the end, for each token of the answer"),
     "e2e": ("e2e", "from the arrival to the end"),
 }
+_NEED_USAGE = {"tpot", "norm"}  # they need the number of tokens
 PERCENTILES = (50, 90, 99)
 
 
@@ -45,13 +46,30 @@ def latencies(outcome: Outcome) -> dict[str, float]:
     return values
 
 
+def values_of(run: Run) -> dict[str, list[float]]:
+    """The values of each metric over the complete requests."""
+    values: dict[str, list[float]] = {name: [] for name in METRICS}
+    for outcome in run.outcomes:
+        if outcome.is_complete:
+            for name, value in latencies(outcome).items():
+                values[name].append(value)
+            values["itl"] += gaps_of(outcome)
+    return values
+
+
+def gaps_of(outcome: Outcome) -> list[float]:
+    """The seconds between the parts of an answer."""
+    return [later - earlier for earlier, later in pairwise(outcome.pieces)]
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Counts, rates a second, and `metrics`: name -> mean, p50, p90, p99 and max in seconds (absent: no value).
 
     Latencies are those of complete requests, from their planned arrival on; `send_lag_p99` is how much later they were
-    really sent. goodput: complete requests a second that meet every objective; None without objectives. Rates are over
-    the whole run, the end included in which few requests are left.
+    really sent. goodput: complete requests a second that meet every objective; None without objectives, or where an
+    objective needs numbers of tokens that the server has not given. Rates are over the whole run, the end included in
+    which few requests are left.
     """
 
     requests: int
@@ -75,18 +93,7 @@ class Summary:
 def summarise(run: Run, objectives: Mapping[str, float] | None = None) -> Summary:
     """objectives: metric -> seconds that a request may take at most (`itl`: the mean of the request)."""
     complete = [outcome for outcome in run.outcomes if outcome.is_complete]
-    values: dict[str, list[float]] = {name: [] for name in METRICS}
-    good = 0
-    for outcome in complete:
-        own = latencies(outcome)
-        gaps = [later - earlier for earlier, later in pairwise(outcome.pieces)]
-        for name, value in own.items():
-            values[name].append(value)
-        values["itl"] += gaps
-        if gaps:
-            own["itl"] = statistics.fmean(gaps)
-        # A metric that a request has no value of, such as ITL of one token, is met.
-        good += all(own.get(name, 0.0) <= limit for name, limit in (objectives or {}).items())
+    good = sum(_is_good(outcome, objectives or {}) for outcome in complete)
     has_usage = all(outcome.completion_tokens is not None for outcome in complete)
     generated = sum(outcome.completion_tokens or 0 for outcome in complete) if has_usage else None
     return Summary(
@@ -99,11 +106,19 @@ def summarise(run: Run, objectives: Mapping[str, float] | None = None) -> Summar
         prompt_tokens=sum(outcome.prompt_tokens or 0 for outcome in complete) if has_usage else None,
         completion_tokens=generated,
         tokens_per_s=None if generated is None else generated / run.seconds,
-        goodput=good / run.seconds if objectives else None,
+        goodput=good / run.seconds if objectives and (has_usage or not _NEED_USAGE & set(objectives)) else None,
         objectives=dict(objectives or {}),
         send_lag_p99=percentile([outcome.sent - outcome.arrival for outcome in run.outcomes], 99),
-        metrics={name: _statistics(of) for name, of in values.items() if of},
+        metrics={name: _statistics(of) for name, of in values_of(run).items() if of},
     )
+
+
+def _is_good(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
+    own, gaps = latencies(outcome), gaps_of(outcome)
+    if gaps:
+        own["itl"] = statistics.fmean(gaps)
+    # A metric that a request has no value of, such as ITL of one token, is met.
+    return all(own.get(name, 0.0) <= limit for name, limit in objectives.items())
 
 
 def _statistics(values: list[float]) -> dict[str, float]:
@@ -120,9 +135,10 @@ def table(summary: Summary) -> str:
         f"{summary.requests_per_s:.3f} requests/s, {tokens}; sent {summary.send_lag_p99 * 1000:.1f} ms late at most "
         "in 99 of 100 cases",
     ]
-    if summary.goodput is not None:
+    if summary.objectives:
         limits = ", ".join(f"{name} <= {limit * 1000:g} ms" for name, limit in summary.objectives.items())
-        lines.append(f"goodput {summary.goodput:.3f} requests/s with {limits}")
+        known = "is not known" if summary.goodput is None else f"{summary.goodput:.3f} requests/s"
+        lines.append(f"goodput {known} with {limits}")
     lines += [f"  {count} x {error}" for error, count in sorted(summary.errors.items(), key=lambda item: -item[1])[:5]]
     columns = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
     lines += ["", f"{'ms':<14}" + "".join(f"{column:>11}" for column in columns)]

@@ -32,7 +32,7 @@ class Outcome:
 
     status: "ok", "disconnected", "slow" (the client did not read), the message of an error, or "unfinished" (the server
     cancelled it). cause: of an error of the server. Over all prompts: queue_seconds is the longest wait for a first
-    step, first_token_seconds the time to the first of all tokens (None: it has not come to that).
+    step, first_token_seconds the time to the first of all tokens (None: there was none).
     """
 
     prompt_tokens: int
@@ -85,6 +85,7 @@ class JobAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_until_gone(receive))
         work = asyncio.ensure_future(self._stream(send) if self._plan.stream else self._answer(send))
+        limit = self._limit()
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -98,6 +99,8 @@ class JobAnswer(Response):
             self._failed(problem)
             raise
         finally:
+            if limit is not None:
+                limit.cancel()
             if self._job is not None:
                 self._job.close()
             gone.cancel()
@@ -106,6 +109,12 @@ class JobAnswer(Response):
             self._outcome.completion_tokens = self._choices.completion_tokens
             self._outcome.cached_tokens = self._choices.cached_tokens
             self._on_end(self._outcome)
+
+    def _limit(self) -> asyncio.TimerHandle | None:
+        """Ends the answer in time; the engine's own deadline needs a step."""
+        if self._ends_at is None or self._job is None:
+            return None
+        return asyncio.get_running_loop().call_at(self._ends_at, self._job.fail, overdue())
 
     def _failed(self, problem: Problem) -> None:
         if self._job is not None:
@@ -123,7 +132,7 @@ class JobAnswer(Response):
             self._outcome.finish_reasons = ["length"] * len(self._plan.prompts)
             return
         try:
-            while changed := await self._changes(self._job):
+            while changed := await self._job.changes():
                 self._outcome.note(changed.values())
                 deltas = self._choices.update(changed)
                 self._outcome.finish_reasons += [delta.finish_reason for delta in deltas if delta.finish_reason]
@@ -132,13 +141,6 @@ class JobAnswer(Response):
                     return
         except EngineStopped as error:
             raise Problem(503, str(error), code="engine_stopped") from error
-
-    async def _changes(self, job: Job) -> dict[int, RequestOutput]:
-        try:
-            async with asyncio.timeout_at(self._ends_at):  # the engine's own deadline needs a step
-                return await job.changes()
-        except TimeoutError:
-            raise overdue() from None
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._outcome.prompt_tokens, self._choices.completion_tokens, self._choices.cached_tokens)

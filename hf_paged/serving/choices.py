@@ -51,10 +51,10 @@ class Delta:
     calls: Sequence[CallPart] = ()
 
     def is_seen(self, plan: Plan) -> bool:
-        """Whether a stream tells of it. Otherwise its text is held back, or lies within a tool call."""
-        tells_tokens = plan.logprobs is not None or plan.return_token_ids or plan.continuous_usage
+        """Whether a stream contains it. Otherwise its text is held back, or lies within a tool call."""
+        shows_tokens = plan.logprobs is not None or plan.return_token_ids or plan.continuous_usage
         is_news = self.text or self.reasoning or self.calls or self.finish_reason is not None or self.prompt is not None
-        return bool(plan.new_parser is None or tells_tokens or is_news)
+        return bool(plan.new_parser is None or shows_tokens or is_news)
 
 
 class Choice:
@@ -145,10 +145,7 @@ class Choices:
     def update(self, outputs: Mapping[int, RequestOutput]) -> list[Delta]:
         """What is new in the outputs, by the place of their prompt. Raises Problem for a request that failed."""
         deltas = []
-        reads_all_at_once = not (self._plan.stream or self._plan.stops)
         for place, output in outputs.items():
-            if reads_all_at_once and not output.finished:
-                continue
             if output.error == NOTHING_LEFT:
                 raise Problem(
                     400,

@@ -44,7 +44,7 @@ def _structured(given: schema.StructuredOutputs) -> Constraint:
 
 
 def tools_of(body: ChatRequest) -> list[schema.Tool]:
-    """The tools that the model is told of: those that it may call. Raises Problem (400)."""
+    """The tools that the prompt contains: those that the model may call. Raises Problem (400)."""
     tools, asked = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
     for name in names:

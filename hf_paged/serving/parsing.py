@@ -51,7 +51,7 @@ class Parser(Protocol):
 
 
 class TemplateParser:
-    """Follows a response template. Text that looks like a tool call and is none is content.
+    """Follows a response template. Text that begins like a tool call but is not a valid one is content.
 
     White space around the content and the reasoning is left out, as the template's own parser does.
     """

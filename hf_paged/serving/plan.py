@@ -82,6 +82,11 @@ class Plan:
     constraint: Constraint | None = None
     new_parser: Callable[[], Parser] | None = None
 
+    @property
+    def reads_once(self) -> bool:
+        """The answer needs each request's final output only. A stop string has to be seen as soon as it is there."""
+        return not (self.stream or self.stops)
+
     def constrained(self, compiled: Any) -> Plan:
         """With the compiled constraint for each submission. Raises Problem (400)."""
         try:

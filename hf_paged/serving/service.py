@@ -179,7 +179,7 @@ class Service:
             if done is None:
                 return None
             plan, requests = done
-            return plan, await self.worker.open(requests) if requests else None
+            return plan, await self.worker.open(requests, finals_only=plan.reads_once) if requests else None
 
     async def _requests(self, make_plan: Callable[[], Plan]) -> tuple[Plan, list[EngineRequest]]:
         def prepare() -> tuple[Plan, list[EngineRequest] | None]:

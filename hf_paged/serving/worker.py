@@ -55,21 +55,26 @@ async def _unless_cancelled(future: Future[_Result]) -> _Result:
 
 
 class Job:
-    """The engine's requests for one HTTP request, as its reader on the event loop sees them."""
+    """The engine's requests for one HTTP request, as its reader on the event loop sees them.
 
-    def __init__(self, ids: Sequence[str], close: Callable[[Job], None]) -> None:
+    finals_only: the reader is woken by finished outputs only.
+    """
+
+    def __init__(self, ids: Sequence[str], close: Callable[[Job], None], *, finals_only: bool) -> None:
         self.ids = tuple(ids)
+        self._finals_only = finals_only
         self._places = {request_id: place for place, request_id in enumerate(ids)}
         self._close = close
         self._changed = asyncio.Event()
         self._latest: dict[int, RequestOutput] = {}
         self._unfinished = set(ids)
-        self._error: EngineStopped | None = None
+        self._error: Exception | None = None
 
     async def changes(self) -> dict[int, RequestOutput]:
         """The latest outputs of the requests that have changed since the last call, by their place; waits for one.
 
-        Empty when all requests are finished and have been returned. Raises EngineStopped if the engine's thread ends.
+        Empty when all requests are finished and have been returned. Raises EngineStopped if the engine's thread ends,
+        and the error of `fail`.
         """
         while not self._latest:
             if self._error is not None:
@@ -81,6 +86,11 @@ class Job:
         latest, self._latest = self._latest, {}
         return latest
 
+    def fail(self, error: Exception) -> None:
+        """The reader gets this error when it has read what has arrived. The requests run on until `close`."""
+        self._error = error
+        self._changed.set()
+
     def close(self) -> None:
         """Abort what is unfinished; nothing waits for it."""
         if self._unfinished:
@@ -88,14 +98,16 @@ class Job:
             self._close(self)
 
     def _receive(self, output: RequestOutput) -> None:
+        if self._finals_only and not output.finished:
+            return
         self._latest[self._places[output.request_id]] = output
         if output.finished:
             self._unfinished.discard(output.request_id)
         self._changed.set()
 
-    def _fail(self, error: EngineStopped) -> None:
-        self._error, self._unfinished = error, set()
-        self._changed.set()
+    def _engine_stopped(self, error: EngineStopped) -> None:
+        self._unfinished = set()  # nothing is left to abort
+        self.fail(error)
 
 
 class EngineWorker:
@@ -169,11 +181,14 @@ class EngineWorker:
             for each in submissions
         ]
 
-    async def open(self, requests: Sequence[Request]) -> Job:
-        """Add all of these requests, or none. Raises what `Engine.submit` does; QueueFull beyond max_in_flight."""
+    async def open(self, requests: Sequence[Request], *, finals_only: bool = False) -> Job:
+        """Add all of these requests, or none. finals_only: see Job.
+
+        Raises what `Engine.submit` does, and QueueFull beyond max_in_flight.
+        """
         if len(self._jobs) + len(requests) > self._max_in_flight:
             raise self.full()
-        job = Job([request.request_id for request in requests], self._abandon)
+        job = Job([request.request_id for request in requests], self._abandon, finals_only=finals_only)
         self._jobs.update(dict.fromkeys(job.ids, job))
         try:
             await self._do(lambda: self._add(requests), is_addition=True)
@@ -260,7 +275,7 @@ class EngineWorker:
     def _all_ended(self, reason: EngineStopped) -> None:
         self._deliver()
         for job in set(self._jobs.values()):
-            job._fail(reason)
+            job._engine_stopped(reason)
         self._jobs.clear()
         if self.error is not None:
             self._on_death(self.error)

@@ -206,7 +206,7 @@ def _child(model_type: str, engine: bool, path: str) -> None:
     Path(path).write_text(json.dumps(result))
 
 
-def run(types: list[str], *, jobs: int = 2, timeout: float = 240.0, engine: bool = False) -> list[dict[str, Any]]:
+def run(types: list[str], *, jobs: int = 2, timeout: float = 900.0, engine: bool = False) -> list[dict[str, Any]]:
     """Examine the types, `jobs` at a time; returns one result per type, in the order of completion."""
     import tempfile
 
@@ -280,7 +280,7 @@ def main() -> int:
     parser.add_argument("types", nargs="*", help="types to run (default: all)")
     parser.add_argument("--others", action="store_true", help="all classes that generate and are not causal LMs")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds per type")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds per type")
     parser.add_argument("--engine", action="store_true", help="also run the engine with staggered arrivals")
     parser.add_argument("--out", type=Path, help="write the results to this file as a JSON list, sorted by type")
     args = parser.parse_args()

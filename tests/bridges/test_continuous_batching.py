@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
@@ -13,11 +14,12 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
-from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 import hf_paged
 from hf_paged.integration import hook
 from tests import conftest, models
+from tests.waiting import Gate, until
 
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
 
@@ -92,7 +94,7 @@ def test_several_sequences_of_a_prompt() -> None:
     with model.continuous_batching_context_manager(options, continuous_batching_config=batching()) as manager:
         torch.manual_seed(3)
         manager.add_requests([prompt])
-        results = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in range(3))}
+        results = {output.request_id: output for output in (manager.get_result(timeout=120) for _ in range(3))}
     names = ["req_0", "req_0__child#0", "req_0__child#1"]
     assert [results[name].generated_tokens for name in names] == expected
 
@@ -141,7 +143,7 @@ def test_streaming_and_the_request_without_a_limit() -> None:
         assert seen[-1] == plain(given[0], config(max_new_tokens=8))[0]
         assert all(after[: len(before)] == before for before, after in pairwise(seen)) and len(seen) > 1
         manager.add_request(given[1], request_id="endless", eos_token_id=-1)
-        assert len(manager.get_result("endless", timeout=60).generated_tokens) == models.MAX_POSITIONS - 9
+        assert len(manager.get_result("endless", timeout=120).generated_tokens) == models.MAX_POSITIONS - 9
 
 
 def test_a_wrong_prompt_fails_alone() -> None:
@@ -173,15 +175,28 @@ def test_cancel_hard_stop_and_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch
     model = models.build("llama")
     manager = model.init_continuous_batching(config(max_new_tokens=120, eos_token_id=-1), batching())
     manager.start()
+    results = iter(lambda: manager.get_result(timeout=120), None)
+    gate = Gate(manager._engine, 1)
     manager.add_request([5, 6, 7], request_id="cancelled", streaming=True)
-    assert manager.get_result("cancelled", timeout=60) is not None
+    assert next(results).request_id == "cancelled"
+    gate.wait()
     manager.cancel_request("cancelled")
+    gate.open()
     manager.add_request([5, 6], request_id="next", max_new_tokens=2)
-    results = iter(lambda: manager.get_result(timeout=60), None)
-    assert next(output for output in results if output.request_id == "next").status == RequestStatus.FINISHED
+    # The step in progress has one more token of the cancelled request.
+    assert [(each.request_id, each.is_finished()) for each in (next(results), next(results))] == [
+        ("cancelled", False),
+        ("next", True),
+    ]
+    gate = Gate(manager._engine, 1)
     manager.add_request([5, 6, 7], request_id="stopped", streaming=True)
-    assert manager.get_result(timeout=60) is not None
-    manager.stop(hard_stop=True)
+    assert next(results).request_id == "stopped"
+    gate.wait()
+    stopping = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
+    stopping.start()
+    until(lambda: not manager.input_queue.empty())
+    gate.open()
+    stopping.join(120)
     last = list(manager.output_router.output_queue.queue)[-1]
     assert last.request_id == "stopped" and last.status == RequestStatus.FAILED and "stopped before" in last.error
     manager.start()
@@ -189,16 +204,133 @@ def test_cancel_hard_stop_and_an_error_in_a_step(monkeypatch: pytest.MonkeyPatch
     manager.add_request([5, 6, 7], request_id="failed")
     failed = next(output for output in results if output.request_id == "failed")
     assert failed.status == RequestStatus.FAILED and "ZeroDivisionError" in failed.error
-    manager._generation_thread.join(60)
+    manager._generation_thread.join(120)
     assert isinstance(manager.background_thread_status.fatal_error, ZeroDivisionError)
     with pytest.raises(RuntimeError, match="fatal error"):
         manager.add_request([5, 6, 7])
     manager.destroy()
 
 
-def test_a_handler_gets_what_came_before_it() -> None:
-    import asyncio
+def turn(manager: Any, engine: hf_paged.Engine) -> None:
+    """One turn of the manager's thread, in this one."""
+    assert manager._obey(engine)
+    for output in engine.step():
+        manager._deliver(output)
 
+
+def test_a_cancelled_requests_output_is_not_that_of_the_next_with_its_id() -> None:
+    model, (old, new) = models.shared("llama"), prompts(6, 9)
+    manager = model.init_continuous_batching(config(), batching())
+    with hf_paged.Engine(model, {"num_blocks": 64}) as engine:
+        manager.add_request(old, request_id="x")
+        turn(manager, engine)
+        manager.cancel_request("x")
+        manager.add_request(new, request_id="x")
+        while manager.output_router.output_queue.empty():
+            turn(manager, engine)
+    assert manager.get_result("x").generated_tokens == plain(new, config())[0]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_the_longest_request_fits_into_every_group_of_layers(num_beams: int) -> None:
+    from hf_paged.bridges.cb_options import longest_request
+
+    with hf_paged.Engine(models.shared("gemma3"), {"num_blocks": 6, "block_size": 8}) as engine:
+        assert len(engine._memory.managers) == 2
+        longest = longest_request(engine, config(num_beams=num_beams))
+        assert longest == (6 - num_beams + 1) * 8
+        for length in (longest, longest + 1):  # K/V of the last token is not stored
+            engine.add_request([5] * 4, config(max_new_tokens=None, max_length=length, num_beams=num_beams))
+        with pytest.raises(ValueError, match="the cache has 6"):
+            engine.add_request([5] * 4, config(max_new_tokens=None, max_length=longest + 2, num_beams=num_beams))
+
+
+def output(request_id: str = "x", **fields: Any) -> GenerationOutput:
+    return GenerationOutput(request_id, **fields)
+
+
+def test_a_closed_event_loop_ends_its_handler_only() -> None:
+    manager = models.shared("llama").init_continuous_batching(config(), batching())
+    router, got = manager.output_router, []
+
+    async def register() -> None:
+        manager.register_result_handler("x", got.append)
+
+    asyncio.run(register())  # and closes the loop
+    router.deliver(output())
+    assert not got and not router.result_handlers
+    router.deliver(output())
+    assert manager.output_router.output_queue.get_nowait().request_id == "x"
+
+
+def test_results_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No handler can be registered between the look for one and the delivery into the queue."""
+    manager = models.shared("llama").init_continuous_batching(config(), batching())
+    router, locked = manager.output_router, []
+    monkeypatch.setattr(router.output_queue, "put", lambda result: locked.append(router._lock.locked()))
+    router.deliver(output())
+    assert locked == [True]
+
+
+def test_a_handler_ends_with_its_request() -> None:
+    manager, got = models.shared("llama").init_continuous_batching(config(), batching()), []
+
+    async def main() -> None:
+        manager.register_result_handler("x", got.append)
+        for status in (RequestStatus.DECODING, RequestStatus.FINISHED, RequestStatus.DECODING):
+            manager.output_router.deliver(output(status=status))
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert [each.status for each in got] == [RequestStatus.DECODING, RequestStatus.FINISHED]
+
+
+def test_values_that_look_alike_are_not_taken_for_equal() -> None:
+    manager = models.shared("llama").init_continuous_batching(config(), batching())
+    one = torch.arange(3000)
+    other = one.clone()
+    other[1500] = 0
+    made = [manager._config(None, None, {"suppress_tokens": tokens}) for tokens in (one, other)]
+    assert made[0].suppress_tokens is one and made[1].suppress_tokens is other
+
+
+def test_a_manager_with_other_engine_options_is_a_new_one() -> None:
+    model, given = models.build("llama"), batching()
+    manager = model.init_continuous_batching(config(), given)
+    model._cached_continuous_batching_manager = manager
+    assert model.init_continuous_batching(config(), given) is manager
+    given.num_blocks = 128
+    assert model.init_continuous_batching(config(), given) is not manager
+
+
+def test_stop_inside_a_pause_is_refused() -> None:
+    manager = models.shared("llama").init_continuous_batching(config(), batching())
+    manager.start()
+    with manager.pause(), pytest.raises(RuntimeError, match=r"leave `with manager\.pause"):
+        manager.stop(block=False)
+    manager.stop()
+
+
+def test_stop_with_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged.bridges import continuous_batching as ours
+
+    monkeypatch.setattr(ours, "_PUT_SECONDS", 0.01)
+    manager = models.shared("llama").init_continuous_batching(config(), batching(max_queue_size=1))
+    manager.add_request([5, 6])
+    manager._generation_thread = threading.Thread()  # one that empties no queue
+    manager.stop(block=False)
+
+
+def test_requests_that_are_queued_at_the_end_fail_with_its_error() -> None:
+    manager = models.shared("llama").init_continuous_batching(GenerationConfig(), batching())
+    manager.add_request([5, 6], request_id="late")
+    manager.cancel_request("other")
+    manager._end_all("ValueError: it")
+    late = manager.output_router.output_queue.get_nowait()
+    assert late.request_id == "late" and late.error == "the manager has ended: ValueError: it"
+
+
+def test_a_handler_gets_what_came_before_it() -> None:
     async def main() -> list[Any]:
         model = models.shared("llama")
         manager = model.init_continuous_batching(config(), batching())
@@ -234,7 +366,7 @@ def test_pause_lets_the_weights_change() -> None:
         with manager.pause(), torch.no_grad():
             model.lm_head.weight.mul_(-1)
         manager.add_request([5, 6, 7], request_id="it")
-        got = manager.get_result("it", timeout=60).generated_tokens
+        got = manager.get_result("it", timeout=120).generated_tokens
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config())[0, 3:].tolist()
     assert got == expected

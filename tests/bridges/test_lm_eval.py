@@ -161,6 +161,28 @@ def test_it_is_in_the_registry() -> None:
     assert get_model("hf-paged") is PagedLM
 
 
+@pytest.mark.parametrize("name", ["mixed_precision_dtype", "softmax_dtype"])
+def test_dtypes_that_the_engine_does_not_have_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='float32'.*leave it out"):
+        PagedLM(QA, device="cpu", **{name: "float32"})
+
+
+def test_a_call_that_is_interrupted_leaves_the_next_alone(
+    models_of_both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, paged = models_of_both
+    pairs = requests("loglikelihood", ("A function", " is"), ("The if", " statement"))
+    expected = paged.loglikelihood(pairs, disable_tqdm=True)
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(paged._engine, "step", interrupted)
+        paged.loglikelihood(pairs, disable_tqdm=True)
+    assert paged.loglikelihood(pairs, disable_tqdm=True) == expected
+
+
 def test_what_the_arguments_stand_for() -> None:
     model = PagedLM(QA, device="cpu", batch_size="7", block_size=8, kv_cache_memory="2MiB", enable_prefix_caching=False)
     engine = model._engine

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 import hf_paged
-from tests import conftest
+from hf_paged.integration import hook
+from tests import conftest, models
 
 if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai", "httpx")):
     pytest.skip("needs the packages of transformers[serving]", allow_module_level=True)
@@ -22,6 +22,7 @@ if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai", "htt
 import httpx
 
 from tests.serving.harness import QA, plain, text_of, tokenizer
+from tests.waiting import Gate, until
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,6 @@ def server() -> Iterator[Any]:
     from transformers.cli.serve import Serve
 
     hf_paged.install_serving()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     served = Serve(
         force_model=QA,
         continuous_batching=True,
@@ -40,17 +38,16 @@ def server() -> Iterator[Any]:
         device="cpu",
         dtype="float32",
         host="127.0.0.1",
-        port=port,
+        port=0,
         chat_template_kwargs=None,
         reasoning="auto",
         log_level="error",
         non_blocking=True,
     )
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+    until(lambda: served.server.started or not served._thread.is_alive())
+    port = served.server.servers[0].sockets[0].getsockname()[1]
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
         served.client = client
-        while not served.server.started:
-            assert served._thread.is_alive()
-            time.sleep(0.01)
         yield served
     served.kill_server()
     hf_paged.uninstall_serving()
@@ -90,10 +87,18 @@ def test_it_is_our_engine_and_the_text_is_plain_generates(server: Any) -> None:
     assert manager_of(server).is_alive() and server.client.get("/health").status_code == 200
 
 
+def text_in(piece: dict[str, Any]) -> str:
+    return "".join(choice.get("text") or "" for choice in piece["choices"])
+
+
 def test_streams_are_the_same_text(server: Any) -> None:
-    pieces = list(events(server, "/v1/completions", prompt="A function", max_tokens=12))
-    assert "".join(c["text"] for piece in pieces for c in piece["choices"] if c.get("text")) == expected("A function")
-    assert len(pieces) > 3
+    """The first words come while the engine is in the middle of the request."""
+    complete(server, "The", max_tokens=1)  # after which there is an engine
+    gate = Gate(manager_of(server)._engine, 6)
+    pieces = events(server, "/v1/completions", prompt="A function", max_tokens=12)
+    begin = next(text for text in map(text_in, pieces) if text)
+    gate.open()
+    assert begin + "".join(map(text_in, pieces)) == expected("A function")
 
 
 def test_every_request_has_its_own_options(server: Any) -> None:
@@ -123,6 +128,18 @@ def test_every_request_has_its_own_options(server: Any) -> None:
     assert complete(server, "The if statement")["choices"][0]["text"] == text  # nothing was left of the others
 
 
+def test_a_seed_is_not_that_of_the_process(server: Any) -> None:
+    from transformers import GenerationConfig
+    from transformers.cli.serving.utils import BaseHandler
+
+    handler = object.__new__(BaseHandler)
+    handler.generation_state = server._generation_state
+    body = {"seed": 7}
+    before = torch.get_rng_state()
+    made = handler._build_generation_config(body, GenerationConfig(), use_cb=True)
+    assert torch.equal(torch.get_rng_state(), before) and made.seed == 7 and body == {"seed": 7}
+
+
 def test_many_at_once(server: Any) -> None:
     prompts = [f"{word} {number}" for number in range(6) for word in ("The", "A list", "def")]
     with ThreadPoolExecutor(len(prompts)) as threads:
@@ -148,19 +165,43 @@ def test_a_request_that_cannot_be_served_is_its_own_error(server: Any) -> None:
 
 
 def test_a_client_that_goes_away_ends_its_request(server: Any) -> None:
-    ended = threading.Event()
-    engine = manager_of(server)._engine
-    abort = engine.abort
-    engine.abort = lambda request_id: (abort(request_id), ended.set())[0]
-    try:
-        options = json.dumps({"max_new_tokens": 800, "do_sample": False, "eos_token_id": 2**20})
-        for _ in events(server, "/v1/completions", prompt="The", generation_config=options):
-            break
-        assert ended.wait(60)
-    finally:
-        del engine.abort
-    complete(server, "The", max_tokens=1)  # a step after the abort
-    assert engine.stats().blocks_used == 0
+    complete(server, "The", max_tokens=1)
+    engine, worker = manager_of(server)._engine, manager_of(server)._worker
+    before = engine.stats().generated_tokens
+    gate = Gate(engine, 6)
+    options = json.dumps({"max_new_tokens": 800, "do_sample": False, "eos_token_id": 2**20})
+    pieces = events(server, "/v1/completions", prompt="The", generation_config=options)
+    assert next(text for text in map(text_in, pieces) if text)
+    gate.wait()
+    pieces.close()
+    until(lambda: bool(worker._commands))  # to abort it after the step
+    gate.open()
+    until(lambda: not engine.has_unfinished_requests())
+    assert engine.stats().blocks_used == 0 and engine.stats().generated_tokens == before + 7
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_engine_that_stops_meanwhile_is_unavailable(is_prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GenerationConfig
+    from transformers.cli.serving.utils import CBWorkerDeadError
+
+    from hf_paged.bridges.transformers_serve import PagedGenerateManager
+    from hf_paged.serving.worker import EngineWorker
+
+    manager, prepare = PagedGenerateManager(), EngineWorker.prepare
+
+    def stopping(worker: Any, submissions: Any) -> Any:
+        requests = prepare(worker, submissions) if is_prepared else None
+        manager.stop()
+        return requests or prepare(worker, submissions)
+
+    async def main() -> None:
+        manager.init_cb(models.shared("llama"), None)
+        await manager.generate_non_streaming(None, tokenizer(), {"input_ids": [5, 6]}, GenerationConfig(), "x")
+
+    monkeypatch.setattr(EngineWorker, "prepare", stopping)
+    with pytest.raises(CBWorkerDeadError):
+        asyncio.run(main())
 
 
 def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
@@ -180,11 +221,15 @@ def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch, server: 
 def test_after_uninstalling_it_is_transformers_own() -> None:
     from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
+    was_installed = hook.is_serving_installed()
     hf_paged.uninstall_serving()
-    state = GenerationState(continuous_batching=True)
-    assert type(state.get_manager("a", use_cb=True)) is CBGenerateManager
-    hf_paged.install_serving()
-    from hf_paged.bridges.transformers_serve import PagedGenerateManager
+    try:
+        state = GenerationState(continuous_batching=True)
+        assert type(state.get_manager("a", use_cb=True)) is CBGenerateManager
+        hf_paged.install_serving()
+        from hf_paged.bridges.transformers_serve import PagedGenerateManager
 
-    assert type(state.get_manager("a", use_cb=True)) is PagedGenerateManager  # it takes the other's place
-    assert type(state.get_manager("a")) is not PagedGenerateManager
+        assert type(state.get_manager("a", use_cb=True)) is PagedGenerateManager  # it takes the other's place
+        assert type(state.get_manager("a")) is not PagedGenerateManager
+    finally:
+        hf_paged.install_serving() if was_installed else hf_paged.uninstall_serving()

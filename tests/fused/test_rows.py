@@ -65,6 +65,14 @@ def test_what_is_recognised() -> None:
     assert norms.norm_of(Other(64)) is None
 
 
+def test_a_weight_with_gaps_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "in_packed_step", lambda: True)
+    module, rows = LlamaRMSNorm(64), torch.randn(1, 3, 64)
+    forward = norms._forward_of(module)
+    module.weight = torch.nn.Parameter(torch.rand(128)[::2], requires_grad=False)
+    assert torch.equal(forward(rows), module(rows))
+
+
 def build(family: type, **options: Any) -> Any:
     sizes = {
         "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

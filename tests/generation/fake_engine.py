@@ -288,8 +288,8 @@ class FakeEngine:
         for group in groups:
             closed = [count == seq.num_uncomputed_tokens for seq, count in output.scheduled if seq.group is group]
             assert not any(closed) or (all(closed) and len(closed) == len(group.live)), "a group samples whole"
-        assert output.preempted[: len(self.forced)] == self.forced
-        chosen = output.preempted[len(self.forced) :]
+        assert [group for group, _ in output.preempted[: len(self.forced)]] == self.forced
+        chosen = [group for group, _ in output.preempted[len(self.forced) :]]
         self.forced.clear()
         for victim in chosen:
             assert victim.status is not SeqStatus.RUNNING

@@ -386,7 +386,9 @@ def test_conversations_in_threads(family: str) -> None:
 _turn = st.tuples(st.sampled_from(sorted(MODES)), st.integers(1, 9), st.booleans(), st.sampled_from([1, 1, 2]))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     st.sampled_from(models.FAMILIES),
     st.lists(st.integers(1, 20), min_size=1, max_size=3),

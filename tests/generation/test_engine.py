@@ -311,6 +311,13 @@ def test_requests_with_the_same_stop_strings_share_their_table(monkeypatch: pyte
     assert not made
 
 
+def test_stop_strings_are_kept_by_device() -> None:
+    kept, tokenizer = prepare.StopStrings(), models.tokenizer()
+    cpu, other = (kept.criterion(tokenizer, "ab", torch.device(name)) for name in ("cpu", "meta"))
+    assert cpu is not other  # each moves its table to the device of its calls
+    assert kept.criterion(tokenizer, "ab", torch.device("cpu")) is cpu
+
+
 def test_finish_reasons_and_metrics() -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(8)

@@ -64,7 +64,7 @@ def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.M
 
         def wait(*args: Any) -> Any:
             in_step.set()
-            go.wait()
+            assert go.wait(120)
             return run(*args)
 
         monkeypatch.setattr(engine._runner, "run", wait)
@@ -75,7 +75,7 @@ def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.M
 
         async def main() -> None:
             task = asyncio.create_task(read())
-            await asyncio.to_thread(in_step.wait)
+            assert await asyncio.to_thread(in_step.wait, 120)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

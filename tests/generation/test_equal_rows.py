@@ -211,7 +211,9 @@ def test_what_is_shared(rows: list[list[int]], block_size: int) -> None:
         assert lengths == [_longest_shared(p.tokens, [o.tokens for o in prompts[:i]], 1) for i, p in enumerate(prompts)]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     st.sampled_from(models.FAMILIES),
     st.sampled_from(sorted(MODES)),

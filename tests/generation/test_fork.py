@@ -59,11 +59,11 @@ def held(lock: Any) -> Iterator[None]:
     def hold() -> None:
         with lock:
             holds.set()
-            go.wait()
+            go.wait(240)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    holds.wait()
+    assert holds.wait(120)
     try:
         yield
     finally:

@@ -329,3 +329,10 @@ def test_compiled_grammars_are_kept() -> None:
     assert constraints.key_of(constraints.json_schema({"properties": {"a": {}, "b": {}}})) != constraints.key_of(
         constraints.json_schema({"properties": {"b": {}, "a": {}}})
     )
+
+
+def test_its_locks_are_free_in_a_forked_child() -> None:
+    from hf_paged import locks
+
+    for lock in (grammar_module._lock, grammar_module.vocabulary_of(tokenizer())._lock):
+        assert lock in locks._locks

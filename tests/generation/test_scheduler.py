@@ -181,7 +181,7 @@ def test_the_latest_arrival_gives_way_and_comes_back(mode: str) -> None:
         engine.add(request)
     while not (output := engine.step()).preempted:
         pass
-    assert output.preempted == [engine.group("b")]
+    assert output.preempted == [(engine.group("b"), mode)]
     assert counts(output) == [("a", 1)]
     state = {"recompute": SeqStatus.WAITING, "swap": SeqStatus.SWAPPED}[mode]
     assert engine.group("b").status is engine.group("b").live[0].status is state
@@ -200,7 +200,7 @@ def test_who_is_urgent_keeps_its_blocks() -> None:
     engine.add(long(7, priority=0, request_id="urgent"))
     while not (output := engine.step()).preempted:
         pass
-    assert output.preempted == [engine.group("first")]
+    assert [group for group, _ in output.preempted] == [engine.group("first")]
 
 
 def test_a_swapped_group_comes_back_before_new_ones_start() -> None:

@@ -57,6 +57,23 @@ def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
             constraints.json_schema(wrapped)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": 5},
+        {"enum": 5},
+        {"type": {"a": 1}},
+        {"type": "string", "pattern": 5},
+        {"allOf": 5},
+        {"patternProperties": 5},
+    ],
+    ids=str,
+)
+def test_a_keyword_of_the_wrong_type_is_an_error_of_the_schema(schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a value of the wrong type"):
+        constraints.json_schema(schema)
+
+
 def test_names_and_data_are_no_keywords() -> None:
     for schema in (
         {"type": "object", "properties": {"not": STRING, "if": INTEGER}, "required": ["not"]},

@@ -23,8 +23,9 @@ def config(**options: Any) -> GenerationConfig:
 
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No snapshot is left out because the last one is new."""
+    """A snapshot is made after each step, whatever the time."""
     monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
+    monkeypatch.setattr(snapshots, "PATIENCE", 1e9)
 
 
 def add_all(engine: Engine, count: int) -> None:
@@ -99,6 +100,17 @@ def test_it_is_what_the_step_left(every_step: None, preemption: Any) -> None:
     assert kinds["admit"] == 9 + kinds["recompute"]
     assert kinds["swap_in"] == kinds["swap_out"] and kinds["evict"] > 0
     assert (stats.blocks_swapped_out > 0) == (stats.blocks_swapped_in > 0) == (preemption == "swap")
+
+
+def test_a_group_that_was_swapped_out_and_in_between_two_snapshots(every_step: None) -> None:
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=30, block_size=4)) as engine:
+        engine.snapshot()
+        engine.add_request([5, 6, 7], config(), request_id="r")
+        engine.step()
+        assert engine._scheduler.force_preempt("r", "swap")
+        engine.step()
+        snapshot = engine.snapshot()
+    assert snapshot is not None and [event.kind for event in snapshot.events] == ["admit", "swap_out", "swap_in"]
 
 
 def test_evictions_are_named(every_step: None) -> None:

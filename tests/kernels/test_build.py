@@ -100,7 +100,7 @@ def test_a_build_in_progress_is_waited_for(
     thread = threading.Thread(target=lambda: results.append(native_build.library()))
     with store.locked(directory):
         thread.start()
-        waits.wait()
+        assert waits.wait(120)
         store.publish(Path(shutil.copy(built, directory / "ready")), path)
     thread.join()
     assert results and results[0] is not None

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 def run_malformed(impls: list[str], **environment: str) -> None:
     command = [sys.executable, str(HERE / "malformed.py"), "1", "0", *impls]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     lines = done.stdout.splitlines() or ["nothing"]
     assert done.returncode == 0, f"ended with {done.returncode} at: {lines[-1]}\n{done.stderr[-3000:]}"
     assert len(lines) > 100 * len(impls)

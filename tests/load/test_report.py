@@ -53,6 +53,14 @@ def test_goodput(objectives: dict[str, float], good: int) -> None:
     assert report.summarise(RUN, objectives).goodput == pytest.approx(good / 5)
 
 
+def test_goodput_without_usage() -> None:
+    no_usage = Run([outcome(0.0, [1.0, 2.0], 2.0, None)], 1.0)
+    assert report.summarise(no_usage, {"ttft": 1.0, "itl": 1.0}).goodput == 1
+    for name in ("tpot", "norm"):
+        summary = report.summarise(no_usage, {"ttft": 1.0, name: 0.001})
+        assert summary.goodput is None and "goodput is not known" in report.table(summary)
+
+
 def test_percentiles_are_those_of_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     values = [5.0, 1.0, 9.0, 2.0, 2.5, 7.0]

@@ -47,7 +47,7 @@ def look(scheduler: Scheduler, output: SchedulerOutput) -> Step:
         "copies": sorted(output.block_copies[0]),
         "swapped out": len(output.swap_out[0]),
         "swapped in": len(output.swap_in[0]),
-        "preempted": [group.request_id for group in output.preempted],
+        "preempted": [group.request_id for group, _ in output.preempted],
         "waiting": scheduler.num_waiting,
         "preemptions": (scheduler.num_preemptions_recompute, scheduler.num_preemptions_swap),
     }

@@ -7,14 +7,14 @@ import logging
 import signal
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -24,8 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_paged
 from hf_paged.serving.server import Server, make_server
 from hf_paged.serving.service import Service
-from hf_paged.serving.settings import Settings
+from hf_paged.serving.settings import Limits, Settings
+from tests.waiting import Gate as Gate
+from tests.waiting import must, until
 
+_Result = TypeVar("_Result")
 QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 NAME = "pydoc"
 KEY = "a-key-of-the-tests"
@@ -62,12 +65,6 @@ def text_of(token_ids: list[int]) -> str:
     return str(tokenizer().decode(token_ids, skip_special_tokens=True))
 
 
-def must(is_done: bool, otherwise: str) -> None:
-    """Not an `assert`, which `python -O` removes together with the waiting in it."""
-    if not is_done:
-        raise AssertionError(otherwise)
-
-
 class Running:
     """A server that runs, and its clients."""
 
@@ -76,14 +73,15 @@ class Running:
         self.loop: Any = None
         self.thread: Any = None
         self._connections: list[socket.socket] = []
+        self._threads = ThreadPoolExecutor(thread_name_prefix="test-client")
         key = next((key for key in (service.settings.admin_key, *service.settings.api_keys) if key), "none")
-        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120)
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
     def connect(self) -> socket.socket:
         """A bare connection, that ends with the test at the latest."""
         host, port = self.url.removeprefix("http://").split(":")
-        connection = socket.create_connection((host, int(port)), timeout=60)
+        connection = socket.create_connection((host, int(port)), timeout=120)
         self._connections.append(connection)
         return connection
 
@@ -97,22 +95,38 @@ class Running:
 
     def call(self, what: Callable[[hf_paged.Engine], Any]) -> Any:
         """Run it in the engine's thread, after everything that was asked of it before."""
-        return self.on_loop(self.service.worker.call(what)).result(60)
+        return self.on_loop(self.service.worker.call(what)).result(120)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
+
+    def beside(self, what: Callable[..., _Result], *args: Any, **options: Any) -> Future[_Result]:
+        """Call it in a thread of its own."""
+        return self._threads.submit(what, *args, **options)
+
+    def await_command(self) -> None:
+        """Until something waits for the end of the step in progress."""
+        until(lambda: bool(self.service.worker._commands))
 
     def close(self) -> None:
         self.http.close()
         self.client.close()
         for connection in self._connections:
             connection.close()
+        self._threads.shutdown(wait=False)
 
     def assert_idle(self) -> None:
         """No request is left, and no block is used but by the prefix cache."""
         assert self.service.worker.num_in_flight == 0
         stats = self.call(lambda engine: (engine.check_integrity(), engine.stats())[1])
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.blocks_used) == (0, 0, 0, 0)
+
+
+def patient(limits: Limits) -> Limits:
+    """With ten minutes in place of the seconds that a client has by default: a busy machine is no slow client."""
+    default = Limits()
+    names = ("head_seconds", "body_seconds", "send_seconds")
+    return replace(limits, **{name: 600.0 for name in names if getattr(limits, name) == getattr(default, name)})
 
 
 @contextmanager
@@ -124,15 +138,19 @@ def serving(
     adapters: dict[str, str] | None = None,
     drain_seconds: float = 30,
     admin: bool = False,
+    limits: Limits | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """Start a server, and stop it as a signal would. model: None = the one that all tests share. admin: with an admin
-    key, which the clients send."""
+    key, which the clients send. limits: those of time are ten minutes where the test leaves the defaults."""
     engine = hf_paged.Engine(
         model or shared_model(), cache_config or hf_paged.CacheConfig(num_blocks=1024), scheduler_config
     )
     service = Service(
-        engine, tokenizer(), Settings(names=(NAME,), admin_key=ADMIN if admin else None, **settings), adapters
+        engine,
+        tokenizer(),
+        Settings(names=(NAME,), admin_key=ADMIN if admin else None, limits=patient(limits or Limits()), **settings),
+        adapters,
     )
     server = make_server(service, host="127.0.0.1", port=0, drain_seconds=drain_seconds, log_level="warning")
     started, loops = threading.Event(), []
@@ -144,27 +162,20 @@ def serving(
         started.set()
 
     server.startup = startup  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.run, name="test-server")
+    server.config.timeout_keep_alive = 600  # no client's idle connection ends during a slow test
+    thread = threading.Thread(target=server.run, name="test-server", daemon=True)
     thread.start()
-    must(started.wait(60), "the server has not started")
-    port = server.servers[0].sockets[0].getsockname()[1]
-    running = Running(server, service, engine, f"http://127.0.0.1:{port}")
-    running.loop, running.thread = loops[0], thread
     try:
-        yield running
+        must(started.wait(120), "the server has not started")
+        port = server.servers[0].sockets[0].getsockname()[1]
+        running = Running(server, service, engine, f"http://127.0.0.1:{port}")
+        running.loop, running.thread = loops[0], thread
+        with closing(running):
+            yield running
     finally:
-        running.close()
         server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that has no event of its own."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it has not happened within a minute"
-        time.sleep(0.005)
+        thread.join(120)
+        must(not thread.is_alive(), "the server has not ended")
 
 
 class Ended(logging.Handler):
@@ -186,7 +197,7 @@ class Ended(logging.Handler):
 
     def wait(self, count: int = 1) -> None:
         for _ in range(count):
-            must(self._found.acquire(timeout=60), f"no log line with {self._words}")
+            must(self._found.acquire(timeout=120), f"no log line with {self._words}")
 
     def __enter__(self) -> Ended:
         log = logging.getLogger("hf_paged.serving")
@@ -196,24 +207,3 @@ class Ended(logging.Handler):
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("hf_paged.serving").removeHandler(self)
-
-
-class Gate:
-    """Lets the engine run a given number of steps; the next one waits, in the middle of a step as it were."""
-
-    def __init__(self, engine: hf_paged.Engine, steps: int) -> None:
-        self._engine = engine
-        self._permits = threading.Semaphore(steps)
-        self._step = engine.step
-        engine.step = self._gated  # type: ignore[method-assign]
-
-    def _gated(self) -> Any:
-        must(self._permits.acquire(timeout=120), "the gate was never opened")
-        return self._step()
-
-    def pass_on(self, steps: int) -> None:
-        self._permits.release(steps)
-
-    def open(self) -> None:
-        self._engine.step = self._step  # type: ignore[method-assign]
-        self._permits.release(1000)

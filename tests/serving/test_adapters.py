@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_paged.serving.adapters import check_adapter, load_adapter
 from tests.serving.harness import NAME, Running, new_model, plain, serving
+from tests.waiting import Gate
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning")
 
@@ -171,19 +172,21 @@ def test_a_first_adapter_that_fails(folders: dict[str, str], tmp_path: Path) -> 
         load_adapter(model, "__base__", folders["sql"])
 
 
-@pytest.mark.slow
 def test_a_request_whose_adapter_is_unloaded_fails_alone(adapted: Running, folders: dict[str, str]) -> None:
     adapted.post("/v1/load_lora_adapter", lora_name="late", lora_path=folders["late"])
-    streams = [
-        adapted.client.completions.create(
-            model=name, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-        )
-        for name in ("late", "sql")
-    ]
-    for stream in streams:
-        next(stream)
-    adapted.post("/v1/unload_lora_adapter", lora_name="late")
+    gate = Gate(adapted.engine, 1)
+    fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    stream = adapted.client.completions.create(model="late", stream=True, **fields)
+    next(stream)
+    gate.wait()
+    other = adapted.beside(adapted.client.completions.create, model="sql", **fields)
+    adapted.await_command()
+    gate.pass_on(1)
+    gate.wait()  # in the third step, which has both
+    unloading = adapted.beside(adapted.post, "/v1/unload_lora_adapter", lora_name="late")
+    adapted.await_command()
+    gate.open()
     with pytest.raises(openai.APIError, match="late"):
-        list(streams[0])
-    assert list(streams[1])[-1].choices[0].finish_reason == "length"
+        list(stream)
+    assert other.result(120).choices[0].finish_reason == "length" and unloading.result(120).status_code == 200
     adapted.assert_idle()

@@ -22,7 +22,8 @@ from hf_paged.cli.main import main
 from hf_paged.serving import forms
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits, Settings, check_exposure
-from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Gate, Running, serving, tokenizer, until
+from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Running, serving, tokenizer
+from tests.waiting import Gate, until
 
 ROOT = Path(hf_paged.__file__).parent
 PROMPT = "A list is"
@@ -245,7 +246,7 @@ def test_requests_have_a_place_before_they_are_tokenized(monkeypatch: pytest.Mon
 
     def slow(self: Any, text: str, **options: Any) -> list[int]:
         encoded.append(text)
-        assert go_on.wait(60)
+        assert go_on.wait(120)
         return encode(self, text, **options)
 
     monkeypatch.setattr(ServedModel, "encode", slow)
@@ -264,7 +265,7 @@ def test_requests_have_a_place_before_they_are_tokenized(monkeypatch: pytest.Mon
         second.close()
         gone.wait()
         go_on.set()
-        first.join(60)
+        first.join(120)
         assert answers[0].status_code == 200
         assert running.post("/v1/completions", prompt="fourth").status_code == 200
         assert encoded == ["first", "fourth"]
@@ -276,13 +277,18 @@ def test_an_error_of_the_server_is_answered_as_every_other_one(
     def broken(*args: Any, **options: Any) -> list[int]:
         raise ZeroDivisionError("a fault in a tokenizer")
 
+    def count() -> float:
+        name = 'hf_paged:http_requests_total{route="/v1/completions",status="500"} '
+        lines = server.http.get("/metrics").text.splitlines()
+        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+    before = count()
     monkeypatch.setattr(ServedModel, "encode", broken)
     with Ended("request=mine-7 failed") as logged:
         answer = server.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine-7"})
         logged.wait()
     assert answer.status_code == 500 and "mine-7" in message(answer) and answer.headers["x-request-id"] == "mine-7"
-    monkeypatch.undo()
-    assert 'http_requests_total{route="/v1/completions",status="500"} 1.0' in server.http.get("/metrics").text
+    assert count() == before + 1
 
 
 def test_text_that_is_no_unicode() -> None:
@@ -403,11 +409,6 @@ def test_what_is_not_served_says_so(server: Running, fields: dict[str, Any]) -> 
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "not_served"
 
 
-def test_alternatives_have_a_limit(server: Running) -> None:
-    answer = server.post("/v1/chat/completions", messages=HELLO, logprobs=True, top_logprobs=21)
-    assert answer.status_code == 400 and "top_logprobs=21" in message(answer) and "20" in message(answer)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_options_that_leave_no_token_are_the_clients_mistake(server: Running, stream: bool) -> None:
     fields = {"prompt": PROMPT, "allowed_token_ids": [2], "min_tokens": 2, "max_tokens": 5, "stream": stream}
@@ -469,11 +470,7 @@ def test_models(server: Running) -> None:
         server.client.models.retrieve("gpt-4")
 
 
-def test_tokenize(server: Running) -> None:
-    ids = tokenizer()(PROMPT)["input_ids"]
-    answer = server.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()
-    assert answer["tokens"] == ids and answer["count"] == len(ids) and len(answer["token_strs"]) == len(ids)
-    assert server.post("/detokenize", tokens=ids).json() == {"prompt": tokenizer().decode(ids)}
+def test_tokenize_messages(server: Running) -> None:
     text = tokenizer().apply_chat_template(HELLO, add_generation_prompt=True, tokenize=False)
     chat = server.post("/tokenize", messages=HELLO).json()
     assert chat["tokens"] == tokenizer()(text, add_special_tokens=False)["input_ids"]
@@ -545,6 +542,7 @@ def test_no_pickle_and_no_torch_load_on_the_way_in() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_what_is_refused_is_refused_without_assertions_too() -> None:
     """`python -O` removes every `assert` but those of test modules, which pytest rewrites."""
     options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning"]
@@ -553,6 +551,7 @@ def test_what_is_refused_is_refused_without_assertions_too() -> None:
         capture_output=True,
         text=True,
         cwd=ROOT.parent,
+        timeout=1400,
     )
     assert done.returncode == 0, done.stdout
 
@@ -564,4 +563,4 @@ def test_the_command_says_what_to_install() -> None:
         f"from hf_paged.cli.main import main\nsys.exit(main(['serve', {QA!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
-    assert done.returncode == 2 and "pip install 'hf-paged[serve]'" in done.stderr
+    assert done.returncode == 2 and "pip install -e '.[serve]'" in done.stderr

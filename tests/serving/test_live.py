@@ -14,7 +14,8 @@ from hf_paged.generation.engine import snapshots
 from hf_paged.serving import replies, tracing
 from hf_paged.serving.latencies import Recent
 from hf_paged.serving.page_files import PAGE_FILES
-from tests.serving.harness import KEY, NAME, Ended, Gate, Running, serving
+from tests.serving.harness import KEY, NAME, Ended, Running, serving
+from tests.waiting import Gate
 
 FOLDER = files("hf_paged.serving") / "page"
 SOURCES = {name: (FOLDER / name).read_text() for name in PAGE_FILES.values()}
@@ -64,17 +65,25 @@ def test_the_page_brings_everything_with_it() -> None:
 # -- the data ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot is made after each step, whatever the time."""
+    monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
+    monkeypatch.setattr(snapshots, "PATIENCE", 1e9)
+
+
 def in_flight(server: Running, **options: Any) -> Any:
     body = {"max_tokens": 40, "stream": True, "extra_body": {"ignore_eos": True}, **options}
     return server.client.completions.create(model=NAME, prompt=[5] * 20, **body)
 
 
-def test_neither_live_nor_metrics_waits_for_a_step(server: Running) -> None:
-    """While the engine's thread is held up, what would run between two steps does not run."""
+def test_neither_live_nor_metrics_waits_for_a_step(server: Running, every_step: None) -> None:
+    """While a step holds the engine's lock, both answer: with the state in which the step before has left it."""
+    server.http.get("/live")  # from now on snapshots are made
     gate = Gate(server.engine, 1)
     stream = in_flight(server)
     try:
-        next(stream)
+        gate.wait()
         figures = server.http.get("/metrics")
         live = server.http.get("/live").json()
     finally:
@@ -87,8 +96,7 @@ def test_neither_live_nor_metrics_waits_for_a_step(server: Running) -> None:
     assert [len(table) for table in request["sequences"][0]["tables"]] == [2]
 
 
-def test_an_idle_server_repeats_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
+def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> None:
     server.post("/v1/completions", prompt=[7] * 40, max_tokens=2)
     server.http.get("/live")
     first = server.http.get("/live")

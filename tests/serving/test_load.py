@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 from hf_paged.cli.main import main
 from hf_paged.load import client
 from tests.serving.harness import NAME, Ended, serving
+from tests.waiting import until
 
 LOAD = ("bench", "serve", "--scale", "0.02", "--vocab-size", "400", "--num-prompts", "12")
 
@@ -27,15 +29,15 @@ def bench(server: Any, *words: str, status: int = 0) -> None:
 
 def test_figures(server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out" / "run.json"
-    bench(server, "--request-rate", "200", "--goodput", "ttft:60000", "--goodput", "itl:0", "--json", str(path))
+    bench(server, "--request-rate", "200", "--goodput", "ttft:600000", "--goodput", "e2e:0", "--json", str(path))
     answer = json.loads(path.read_text())
     rows, summary = answer["requests"], answer["summary"]
-    assert summary["complete"] == 12 and not summary["errors"] and summary["goodput"] < summary["requests_per_s"]
+    assert summary["complete"] == 12 and not summary["errors"] and summary["goodput"] == 0 < summary["requests_per_s"]
     # Every answer has its full length, and its prompt was sent token for token.
     assert [row["completion_tokens"] for row in rows] == [row["asked_tokens"] for row in rows]
     assert summary["completion_tokens"] == sum(row["asked_tokens"] for row in rows)
     assert all(row["arrival"] <= row["sent"] < row["first"] <= row["end"] for row in rows)
-    assert set(summary["metrics"]) == {"ttft", "itl", "tpot", "norm", "e2e"}
+    assert set(summary["metrics"]) | {"itl"} == {"ttft", "itl", "tpot", "norm", "e2e"}  # ITL: not if all came at once
     assert answer["options"]["seed"] == 0 and "api_key" not in answer["options"]
     out = capsys.readouterr().out
     assert "12 of 12 requests complete" in out and "norm. latency" in out
@@ -48,11 +50,12 @@ def test_chat_and_text(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_clients_that_go_away(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that is slow to send has several tokens in one piece, so that some may get their whole answer."""
     with Ended("status=") as log:
         bench(server, "--disconnect", "1", "--scale", "0.2", "--warmups", "0")
-        log.wait(12)  # the server has noticed all of them, or had sent all it had
-    out = capsys.readouterr().out
-    assert "0 of 12 requests complete, 12 clients left, 0 errors" in out
+        log.wait(12)
+    found = re.search(r"(\d+) of 12 requests complete, (\d+) clients left, 0 errors", capsys.readouterr().out)
+    assert found is not None and int(found[1]) + int(found[2]) == 12
 
 
 def test_errors_are_counted_and_end_with_status_1(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,22 +102,24 @@ def fake_server(*parts: str, delay: threading.Event | None = None) -> Iterator[s
                 self.wfile.write(part.encode())
                 self.wfile.flush()
                 if delay is not None:
-                    delay.wait(60)
+                    delay.wait(120)
 
         def log_message(self, *_: Any) -> None: ...
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
-def sent(url: str, count: int = 1, **options: Any) -> list[client.Outcome]:
+def sent(url: str, count: int = 1, leaves_after: int | None = None, **options: Any) -> list[client.Outcome]:
     endpoint = client.Endpoint(url, "m", **options)
-    return client.run(endpoint, [client.Planned(0.0, [5, 6], 3)] * count).outcomes
+    return client.run(endpoint, [client.Planned(0.0, [5, 6], 3, leaves_after)] * count).outcomes
 
 
 def event(**fields: Any) -> str:
@@ -132,6 +137,13 @@ def test_events_of_other_servers() -> None:
     assert outcome.is_complete and len(outcome.pieces) == 1 and outcome.completion_tokens is None
 
 
+def test_no_proxy_is_asked_for_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "ftp://nowhere")
+    with fake_server() as url, pytest.raises(ValueError, match="501"):  # the server's answer
+        client.served_model(url)
+
+
 def test_answers_that_are_none() -> None:
     with fake_server(event(choices=[{"text": "a"}])) as url:
         assert sent(url)[0].error == "the answer broke off without a finish_reason"
@@ -139,10 +151,19 @@ def test_answers_that_are_none() -> None:
         assert "no" in (sent(url)[0].error or "")
     with fake_server("data: {no JSON\n\n") as url:
         assert "JSONDecodeError" in (sent(url)[0].error or "")
+    for odd in ('{"usage": {}}', "5", '{"choices": [7]}'):
+        with fake_server(f"data: {odd}\n\n") as url:
+            assert "Error: " in (sent(url)[0].error or ""), odd
     never = threading.Event()
     with fake_server(event(choices=[{"text": "a"}]), delay=never) as url:
         assert sent(url, timeout=0.05)[0].error == "no end after 0.05 s"
         never.set()
+
+
+def test_a_client_leaves_after_as_many_pieces_as_planned() -> None:
+    with fake_server(*[event(choices=[{"text": "a"}])] * 5) as url:
+        for outcome in sent(url, count=3, leaves_after=2):
+            assert outcome.has_left and len(outcome.pieces) == 2 and not outcome.is_complete and outcome.error is None
 
 
 def test_requests_are_sent_whether_or_not_others_are_answered() -> None:
@@ -150,7 +171,7 @@ def test_requests_are_sent_whether_or_not_others_are_answered() -> None:
 
     class AllThere(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
-            return together.wait(60) >= 0  # no answer ends before all eight requests have come
+            return together.wait(120) >= 0  # no answer ends before all eight requests have come
 
     with fake_server(event(choices=[{"text": "a", "finish_reason": "length"}]), delay=AllThere()) as url:
         assert all(outcome.is_complete for outcome in sent(url, count=8))
@@ -165,11 +186,9 @@ def test_a_thousand_clients_that_go_away_leave_no_block(tmp_path: Path) -> None:
     with serving() as server, Ended("status='disconnected'") as log:
         words = ["--num-prompts", "1000", "--request-rate", "400", "--disconnect", "1", "--scale", "0.1"]
         bench(server, *words, "--json", str(path))
-        while server.service.worker.num_in_flight:
-            server.http.get("/health")
+        until(lambda: server.service.worker.num_in_flight == 0)
         summary = json.loads(path.read_text())["summary"]
         assert summary["complete"] + summary["left"] == 1000 and not summary["errors"]
-        # How many leave before their answer is complete depends on the machine: a slow server sends several tokens at
-        # once, and a client that has its whole answer has nothing left to leave.
+        # How many leave before their answer is complete depends on the machine, as above.
         assert summary["left"] > 0 and log.lines
         server.assert_idle()

@@ -11,6 +11,7 @@ import pytest
 import hf_paged
 from tests.serving import browser as browsers
 from tests.serving.harness import KEY, serving
+from tests.waiting import Gate
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,7 +70,7 @@ def test_a_conversation(tab: browsers.Browser) -> None:
 def load(url: str, **more: Any) -> httpx.Response:
     prompts = [f"The built-in function number {index} returns" for index in range(24)]
     body = {"prompt": prompts, "n": 2, "temperature": 1, "max_tokens": 64, "ignore_eos": True, "seed": 3, **more}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=240)
 
 
 def test_it_shows_a_load(tab: browsers.Browser) -> None:
@@ -85,8 +86,12 @@ def test_it_shows_a_load(tab: browsers.Browser) -> None:
             " seen.shared = Math.max(seen.shared, document.querySelectorAll('#table td.block').length);"
             "}).observe(document.body, {subtree: true, childList: true});"
         )
-        assert load(running.url).status_code == 200
-        tab.wait("return document.getElementById('state').textContent === 'idle' && seen.rows > 1 && seen.shared > 1")
+        gate = Gate(running.engine, 10)
+        loading = running.beside(load, running.url)
+        tab.wait("return seen.rows > 1 && seen.shared > 1")  # before the load can end
+        gate.open()
+        assert loading.result(240).status_code == 200
+        tab.wait("return document.getElementById('state').textContent === 'idle'")
         stats = running.engine.stats()
         assert tile(tab, 4) == str(stats.preemptions_swap + stats.preemptions_recompute)
         assert tile(tab, 5) == f"{stats.cow_copies:,}"

@@ -224,7 +224,8 @@ class Layer:
                 self._norms[name] = fused_ops.Norm(weight, norm.eps)
                 self._norm_addresses[name] = weight.data_ptr()
                 changed = True
-            if weight.dtype != torch.bfloat16 or weight.numel() != self._norm_sizes[name]:
+            fits = weight.dtype == torch.bfloat16 and weight.numel() == self._norm_sizes[name]
+            if not fits or not weight.is_contiguous():
                 return False
         for name, packed in self.packed.items():
             if packed.native is None:

@@ -134,7 +134,7 @@ def _forward_of(module: nn.Module) -> Callable[..., torch.Tensor]:
 
     def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = parameters["weight"]
-        fits = rows.dtype == weight.dtype == dtype and rows.shape[-1:] == weight.shape
+        fits = rows.dtype == weight.dtype == dtype and rows.shape[-1:] == weight.shape and weight.is_contiguous()
         if args or kwargs or not fits or not in_packed_step():
             result: torch.Tensor = owner.forward(reference(), rows, *args, **kwargs)
             return result

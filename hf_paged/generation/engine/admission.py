@@ -21,7 +21,7 @@ from hf_paged.generation.sampling.beam_request import BeamRequest
 from hf_paged.generation.sampling.group import GroupRequest
 from hf_paged.generation.sampling.request import Request, SingleRequest
 from hf_paged.generation.sampling.scores import PromptScores
-from hf_paged.generation.validation import check_fits, check_generation, check_length, check_request
+from hf_paged.generation.validation import check_fits, check_generation, check_length, check_request, position_limit
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 
@@ -81,6 +81,12 @@ class Admission:
         )
         self._check_size(prepared)
         return self._made(prepared, generation_config, options, choice)
+
+    def longest_request(self, num_beams: int) -> int:
+        """The greatest `max_length` that is safe for any request: each group of layers needs blocks for all of it."""
+        blocks = min(manager.allocator.num_blocks for manager in self._managers) - (num_beams - 1)
+        limits = (blocks * self._managers[0].block_size, position_limit(self._model), self._max_length)
+        return min(limit for limit in limits if limit is not None)
 
     def _check_size(self, prepared: PreparedRequest) -> None:
         config, length = prepared.generation_config, len(prepared.prompt_token_ids)

@@ -6,7 +6,6 @@ The public class: makes requests from prompts and options, and follows them. `co
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -28,7 +27,7 @@ from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
-from hf_paged.generation.engine.streams import RequestStream
+from hf_paged.generation.engine.streams import RequestStream, progress_bar
 from hf_paged.generation.sampling.request import Request
 from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
@@ -172,6 +171,10 @@ class Engine(EngineCore):
         self._check_usable()
         return self._admission.request(prompt_ids, generation_config, options, self.tokenizer)
 
+    def longest_request(self, num_beams: int = 1) -> int:
+        """The most tokens, prompt included, that the model and an empty cache allow a request."""
+        return self._admission.longest_request(num_beams)
+
     def _check_usable(self) -> None:
         with self._door:  # raises in a forked child
             self._check_open()
@@ -201,7 +204,7 @@ class Engine(EngineCore):
         """
         stream = self._open_stream(prompts, generation_config, attention_mask, options, finals_only=True)
         finished: dict[str, RequestOutput] = {}
-        with closing(stream), _progress(len(stream.requests), progress) as bar:
+        with closing(stream), progress_bar(len(stream.requests), progress) as bar:
             started, before = time.monotonic(), self._stepper.generated_tokens
             for output in stream:
                 finished[output.request_id] = output
@@ -316,8 +319,7 @@ class Engine(EngineCore):
         root = self._admission.cache_root(self._adapters.choose(adapter), cache_salt)
         with self._lock, self._door:
             self._check_not_stepping()
-            was_kept = cache is not None and cache.unpin(ids, root)
-        return was_kept
+            return cache is not None and cache.unpin(ids, root)
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, those of `cache_prefix` too. Running requests cache no further blocks."""
@@ -366,6 +368,11 @@ class Engine(EngineCore):
                 finally:
                     self._pauses.end()
 
+    @property
+    def is_paused_here(self) -> bool:
+        """Whether this thread is inside `pause`, and so must not wait for a step."""
+        return self._pauses.is_own
+
     def _resume(self, recompute: bool) -> None:
         if recompute:
             self._scheduler.recompute_all()
@@ -407,8 +414,7 @@ class Engine(EngineCore):
         with self._lock:
             group, manager = self._scheduler.get(request_id), self._memory.managers[0]
             seqs = [] if group is None else [seq for seq in group.live if seq.seq_id in manager]
-            known = [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
-        return known
+            return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
 
     def close(self) -> None:
         """Abort all unfinished requests and free the memory. Idempotent.
@@ -442,10 +448,3 @@ class Engine(EngineCore):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _progress(total: int, progress: bool | None) -> Any:
-    from tqdm.auto import tqdm
-
-    wanted = sys.stderr.isatty() if progress is None else progress
-    return tqdm(total=total, unit="request", disable=not wanted)

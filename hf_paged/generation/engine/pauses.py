@@ -12,6 +12,11 @@ class Pauses:
         self._ended = threading.Condition(lock)
         self.owners: list[int] = []  # ids of threads, one entry for each pause
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this thread has one."""
+        return threading.get_ident() in self.owners
+
     def begin(self) -> None:
         self.owners.append(threading.get_ident())
 
@@ -22,6 +27,6 @@ class Pauses:
     def wait(self) -> None:
         """Return when there is no pause. Raises RuntimeError in a thread that has one: it would wait for itself."""
         while self.owners:
-            if threading.get_ident() in self.owners:
+            if self.is_own:
                 raise RuntimeError("this thread has paused the engine: leave `with engine.pause()` first")
             self._ended.wait()

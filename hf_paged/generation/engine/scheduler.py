@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from operator import attrgetter
-from typing import Literal
 
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import PrefixCache
@@ -17,7 +16,7 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.prefixes import Prefixes
 from hf_paged.generation.engine.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
-from hf_paged.generation.engine.tables import SchedulerOutput, Tables
+from hf_paged.generation.engine.tables import Preemption, SchedulerOutput, Tables
 
 _by_order = attrgetter("order")
 
@@ -319,7 +318,7 @@ class Scheduler:
 
     # -- preemption ---------------------------------------------------------------------------------------------
 
-    def force_preempt(self, request_id: str, mode: Literal["recompute", "swap"]) -> bool:
+    def force_preempt(self, request_id: str, mode: Preemption) -> bool:
         """Preempt a running group between two steps, as if blocks had run out (tests). False if it does not run."""
         group = self._groups.get(request_id)
         if group is None or group.status is not SeqStatus.RUNNING:
@@ -327,7 +326,7 @@ class Scheduler:
         self._preempt(group, mode)
         return True
 
-    def _cheaper_way(self, group: SequenceGroup) -> Literal["recompute", "swap"]:
+    def _cheaper_way(self, group: SequenceGroup) -> Preemption:
         """In mode "auto": recompute what one step can recompute, swap what takes several.
 
         A prefill that fits in one step rides along with the others at about the price of its arithmetic, while a
@@ -340,16 +339,21 @@ class Scheduler:
         one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self._token_budget
         return "recompute" if one_step else "swap"
 
-    def _preempt(self, group: SequenceGroup, mode: Literal["recompute", "swap"]) -> None:
+    def _preempt(self, group: SequenceGroup, mode: Preemption) -> None:
         """Take all blocks of a running group that is not in this step. Recompute if the swap space is full."""
-        group.num_preemptions += 1
-        self._output.preempted.append(group)
         if mode == "swap" and self._tables.swap_out(group, self._output.swap_out):
+            group.num_preemptions += 1
             self.num_preemptions_swap += 1
+            self._output.preempted.append((group, "swap"))
             self._set_status(group, SeqStatus.SWAPPED)
         else:
-            self.num_preemptions_recompute += 1
-            self._start_over(group)
+            self._recompute(group)
+
+    def _recompute(self, group: SequenceGroup) -> None:
+        group.num_preemptions += 1
+        self.num_preemptions_recompute += 1
+        self._output.preempted.append((group, "recompute"))
+        self._start_over(group)
 
     # -- other weights ------------------------------------------------------------------------------------------
 
@@ -361,10 +365,7 @@ class Scheduler:
     def recompute_all(self) -> None:
         """Free the K/V of all running and swapped groups, which then wait as after a preemption. Between two steps."""
         for group in (*self._running, *self._swapped):
-            group.num_preemptions += 1
-            self._output.preempted.append(group)
-            self.num_preemptions_recompute += 1
-            self._start_over(group)
+            self._recompute(group)
 
     # -- after the forward --------------------------------------------------------------------------------------
 

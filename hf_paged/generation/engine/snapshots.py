@@ -36,8 +36,7 @@ MAX_EVENTS = 200
 @dataclass(frozen=True, slots=True)
 class SequenceView:
     """tables: block ids by layer group, of device blocks or, in a swapped request, of host blocks. Empty while the
-    sequence has none. The entry of a block that has left its
-    sliding window is -1."""
+    sequence has none. The entry of a block that has left its sliding window is -1."""
 
     seq_id: int
     num_tokens: int
@@ -202,8 +201,8 @@ class Watch:
     # -- events -------------------------------------------------------------------------------------------------
 
     def _note(self, output: SchedulerOutput) -> None:
-        for group in output.preempted:
-            self._add("swap_out" if group.status is SeqStatus.SWAPPED else "recompute", group.request_id, [])
+        for group, way in output.preempted:
+            self._add("swap_out" if way == "swap" else way, group.request_id, [])
         cache = self._scheduler.prefix_cache
         if cache is not None and cache.evicted:
             self._add("evict", None, cache.evicted)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from hf_paged.generation.engine.core import EngineCore, Inbox
 from hf_paged.generation.engine.outputs import RequestOutput
@@ -74,3 +76,11 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __del__(self) -> None:
         self.abandon()
+
+
+def progress_bar(total: int, wanted: bool | None) -> Any:
+    """Counts requests on stderr. wanted: None = on a terminal."""
+    from tqdm.auto import tqdm
+
+    wanted = sys.stderr.isatty() if wanted is None else wanted
+    return tqdm(total=total, unit="request", disable=not wanted)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
 
 Copies = list[list[BlockCopy]]
+Preemption = Literal["recompute", "swap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class SchedulerOutput:
     swap_out: Copies
     swap_in: Copies
     scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
-    preempted: list[SequenceGroup] = field(default_factory=list)  # since the last step
+    preempted: list[tuple[SequenceGroup, Preemption]] = field(default_factory=list)  # since the last step
     failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
     admitted: list[SequenceGroup] = field(default_factory=list)  # were waiting
     resumed: list[SequenceGroup] = field(default_factory=list)  # were swapped out

@@ -100,7 +100,7 @@ def either(parts: Sequence[Constraint]) -> Constraint:
 def check_installed() -> None:
     """Raises ImportError that names the extra."""
     if find_spec("xgrammar") is None:
-        raise ImportError("grammars need the package xgrammar; install it with: pip install 'hf-paged[grammar]'")
+        raise ImportError("grammars need the package xgrammar; in a checkout: pip install -e '.[grammar]'")
 
 
 def compiled(constraint: Constraint, compiler: Any) -> Any:

@@ -24,6 +24,7 @@ from transformers import LogitsProcessor
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.edits import Words, keep_only
+from hf_paged.locks import usable_after_fork
 
 _BITS = 32  # tokens in a word of a mask
 
@@ -60,7 +61,7 @@ class Vocabulary:
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         self._compiler = xgrammar.GrammarCompiler(self.info, max_threads=torch.get_num_threads(), cache_enabled=False)
         self._kept: OrderedDict[str, Any] = OrderedDict()  # by last use
-        self._lock = threading.Lock()
+        self._lock = usable_after_fork(threading.Lock())
 
     def known(self, constraint: Constraint) -> Any | None:
         """The `xgrammar.CompiledGrammar`, if it is one of those that are kept."""
@@ -86,7 +87,7 @@ class Vocabulary:
 
 
 _vocabularies: WeakKeyDictionary[Any, dict[frozenset[str], Vocabulary]] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = usable_after_fork(threading.Lock())
 
 
 def vocabulary_of(tokenizer: Any, marks: frozenset[str] = frozenset()) -> Vocabulary:

@@ -134,7 +134,7 @@ class Request:
         self.exception: BaseException | None = None  # that caused the error
 
     def begin(self) -> None:
-        """It leaves the queue, perhaps not for the first time."""
+        """The scheduler admits the request (again after a preemption)."""
         if self.metrics.start_time is None:
             self.metrics = replace(self.metrics, start_time=time.monotonic())
 
@@ -156,8 +156,7 @@ class Request:
         """Tell the streamer that no more tokens will come."""
 
     def output(self, delivered: dict[Request, Delivered] | None = None) -> RequestOutput:
-        """The request as it stands now. delivered: how many tokens of each request the reader has;
-        updated here."""
+        """The request as it stands now. delivered: how many tokens of each request the reader has; updated here."""
         completions = self.completions(() if delivered is None else delivered.get(self, ()))
         if delivered is not None:
             delivered[self] = tuple([completion.num_tokens for completion in completions])
@@ -235,9 +234,8 @@ class SingleRequest(Request):
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
         self._chain: Chain | None = None
-        self._endings: list[frozenset[int]] | None = (
-            None  # for each criterion; empty: the criteria must always be called
-        )
+        # For each criterion; empty: the criteria must always be called.
+        self._endings: list[frozenset[int]] | None = None
         self._num_streamed = 0
 
     def chain(self, width: int) -> Chain:

@@ -85,7 +85,10 @@ def check_schema(schema: Any) -> None:
             continue
         if not isinstance(each, dict):
             raise ValueError(f"{json.dumps(each)[:50]} stands where a JSON schema is needed")
-        _check_keywords({"type": "string", **each} if is_name else each)
+        try:
+            _check_keywords({"type": "string", **each} if is_name else each)
+        except TypeError as error:
+            raise ValueError(f"a keyword of the schema has a value of the wrong type: {error}") from error
         for name, value in each.items():
             waiting += [(inner, depth + 1, name == "propertyNames") for inner in _inner(name, value)]
 

@@ -1,0 +1,56 @@
+"""How tests wait for other threads: for events, never for seconds, so that they pass on a machine of any speed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hf_paged
+
+
+def must(is_done: bool, otherwise: str) -> None:
+    """Not an `assert`, which `python -O` removes together with the waiting in it."""
+    if not is_done:
+        raise AssertionError(otherwise)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that has no event of its own."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "it has not happened within two minutes"
+        time.sleep(0.005)
+
+
+class Gate:
+    """Lets an engine run a given number of steps; the next one is held in the middle, with the lock of the engine.
+
+    What is asked of the engine meanwhile waits for the end of that step, so its requests cannot end before.
+    """
+
+    def __init__(self, engine: hf_paged.Engine, steps: int) -> None:
+        self._runner = engine._runner
+        self._run = self._runner.run
+        self._permits = threading.Semaphore(steps)
+        self._holds = threading.Event()
+        self._runner.run = self._gated  # type: ignore[method-assign]
+
+    def _gated(self, *args: Any) -> Any:
+        if not self._permits.acquire(blocking=False):
+            self._holds.set()
+            must(self._permits.acquire(timeout=240), "the gate was never opened")
+        return self._run(*args)
+
+    def wait(self) -> None:
+        """Until a step is held."""
+        must(self._holds.wait(120), "no step has come to the gate")
+
+    def pass_on(self, steps: int) -> None:
+        self._holds.clear()
+        self._permits.release(steps)
+
+    def open(self) -> None:
+        vars(self._runner).pop("run", None)
+        self._permits.release(1000)
