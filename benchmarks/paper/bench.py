@@ -64,7 +64,7 @@ def run(job: Job, say: Say) -> dict[str, Data]:
         _path(job, name).write_text(json.dumps(data[name], indent=1) + "\n")
         _draw(name, data[name], job)
     job.page.parent.mkdir(parents=True, exist_ok=True)
-    job.page.write_text(page.render(data, job.effort, job.page.stem))
+    job.page.write_text(page.render(data, job.page.stem))
     return data
 
 
@@ -84,7 +84,8 @@ def _made(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]) ->
         say(f"figure {name}: {position[run] + 1} of {len(runs)}: {what}")
 
     outcomes = store.all(runs, progress, job.workers)
-    return figure.read(outcomes) | {"seeds": max(map(len, grouped(outcomes).values()))}
+    seeds = max(map(len, grouped(outcomes).values()))
+    return figure.read(outcomes) | {"seeds": seeds, "share": job.effort.share}
 
 
 def _measured(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]) -> Data:

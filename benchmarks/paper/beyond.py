@@ -32,7 +32,7 @@ AZURE = {("azure-conv", 1.09): 2.8, ("azure-code", 1.0): 3.6, ("azure-code", 13.
 
 def runs_azure(effort: Effort) -> list[Run]:
     runs = [
-        Run(LARGE, workload, policy, rate, 0, 30, variation=variation)
+        Run(LARGE, workload, policy, rate, 0, 15, variation=variation)
         for (workload, variation), top in AZURE.items()
         for policy in ("ours", *BASELINES)
         for rate in spread(top, 12, 0.05)[:: effort.every]
@@ -57,7 +57,7 @@ CHUNKS_RATE = 1.2
 
 
 def runs_chunks(effort: Effort) -> list[Run]:
-    return seeded(effort, [Run(LARGE, "azure-conv", "ours", CHUNKS_RATE, 0, 30, budget=size) for size in BUDGETS])
+    return seeded(effort, [Run(LARGE, "azure-conv", "ours", CHUNKS_RATE, 0, 15, budget=size) for size in BUDGETS])
 
 
 def read_chunks(outcomes: Outcomes) -> Data:
@@ -83,7 +83,7 @@ def read_chunks(outcomes: Outcomes) -> Data:
 
 def runs_turns(effort: Effort) -> list[Run]:
     runs = [
-        Run("OPT-13B", "turns", policy, rate, 0, 30)
+        Run("OPT-13B", "turns", policy, rate, 0, 15)
         for policy in ("ours", "ours-unshared")
         for rate in spread(1.8, 14)[:: effort.every]
     ]
@@ -104,7 +104,7 @@ URGENT = 0.2
 
 def runs_priorities(effort: Effort) -> list[Run]:
     runs = [
-        Run("OPT-13B", "sharegpt", "ours", rate, 0, 30, urgent=urgent)
+        Run("OPT-13B", "sharegpt", "ours", rate, 0, 15, urgent=urgent)
         for urgent in (0.0, URGENT)
         for rate in spread(2.4, 12, 0.3)[:: effort.every]
     ]
@@ -139,7 +139,7 @@ TILES_PREFIX = 341
 
 def runs_tiles(effort: Effort) -> list[Run]:
     runs = [
-        Run("LLaMA-13B", "translation", policy, rate, 0, 5, prefix=TILES_PREFIX)
+        Run("LLaMA-13B", "translation", policy, rate, 0, 2, prefix=TILES_PREFIX)
         for policy in ("ours-tiles", "ours")
         for rate in spread(80.0, 14)[:: effort.every]
     ]
@@ -179,8 +179,8 @@ CHANGES: dict[str, Data] = {
 CASES = {
     "ShareGPT": Run("OPT-13B", "sharegpt", "ours", 6.0, 0, 5),
     "Alpaca": Run("OPT-13B", "alpaca", "ours", 150.0, 0, 1),
-    "6 beams": Run("OPT-13B", "alpaca", "ours", 30.0, 0, 1, "beams", 6),
-    "prefix of 341": Run("LLaMA-13B", "translation", "ours", 100.0, 0, 2, prefix=341),
+    "6 beams": Run("OPT-13B", "alpaca", "ours", 30.0, 0, 0.5, "beams", 6),
+    "prefix of 341": Run("LLaMA-13B", "translation", "ours", 100.0, 0, 1, prefix=341),
     "chat": Run("OPT-13B", "chat", "ours", 3.0, 0, 10),
 }
 """Requests come faster than any system serves them."""

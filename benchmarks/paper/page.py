@@ -11,7 +11,7 @@ from benchmarks.paper.beams import TOP_PROBABILITY
 from benchmarks.paper.beyond import BEYOND
 from benchmarks.paper.cost import ASSUMED, SETUPS
 from benchmarks.paper.figures import FIGURES
-from benchmarks.paper.reading import LATENCY_FACTOR, Effort
+from benchmarks.paper.reading import LATENCY_FACTOR
 from benchmarks.paper.requests import CHAT_ROUNDS, TRANSLATION_INPUT, TRANSLATION_OUTPUT, TRANSLATION_SIGMA
 from benchmarks.paper.store import FAR
 
@@ -22,7 +22,7 @@ NOTES = dict(note.split("\n", 1) for note in _WORDS.split("\n=== "))
 ORDER = ("2", "12", "13", "14", "15", "16", "17", "18", "18b", "19")
 
 
-def render(data: dict[str, Data], effort: Effort, folder: str) -> str:
+def render(data: dict[str, Data], folder: str) -> str:
     """The page. data: by figure; `folder` holds the plots, relative to the page."""
     titles = {figure.name: figure.title for figure in (*FIGURES, *BEYOND)}
     titles |= {"18": "Kernel latency over block sizes", "adapters": "Adapters"}
@@ -38,12 +38,13 @@ def render(data: dict[str, Data], effort: Effort, folder: str) -> str:
     if beyond:
         parts.append("## Beyond the paper\n\n" + NOTES["beyond"] + "\n")
     for name in beyond:
-        parts.append(f"**{titles[name]}.** {data[name]['sentence']}\n\n![{titles[name]}]({folder}/figure-{name}.png)\n")
+        said = data[name]["sentence"] + _seeds(data[name])
+        parts.append(f"**{titles[name]}.** {said}\n\n![{titles[name]}]({folder}/figure-{name}.png)\n")
     if "real" in data:
         parts.append(_real(data["real"]))
     if "fit" in data:
         parts.append(_fit(data["fit"]))
-    parts.append(_assumptions(effort))
+    parts.append(_assumptions())
     if "assumptions" in data:
         parts.append("## What the assumptions change\n\n" + NOTES["assumptions"] + "\n")
         table = data["assumptions"]["table"]
@@ -57,7 +58,10 @@ def _lines(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def _seeds(data: Data) -> str:
-    return f" Medians of {data['seeds']} runs." if data.get("seeds", 1) > 1 else ""
+    text = (
+        f" Medians of {data['seeds']} seeds." if data.get("seeds", 1) > 1 else " One seed." if "seeds" in data else ""
+    )
+    return text + (f" Rough: {data['share']:.0%} of each trace." if data.get("share", 1) < 1 else "")
 
 
 def _summary(data: dict[str, Data]) -> str:
@@ -98,8 +102,11 @@ def _difference(row: Data) -> str:
         return ""
     if isinstance(paper, (int, float)):
         text = f"{ours - paper:+.1f} points" if row["unit"] == "%" else f"{ours / paper - 1:+.0%}"
+    elif row["agrees"]:
+        text = ""
     else:
-        text = "" if row["agrees"] else "outside"
+        bound = row["within"][0] if ours < row["within"][0] else row["within"][1]
+        text = f"{ours / bound - 1:+.0%} from {bound:g}"
     return text if row["agrees"] else f"**{text}**"
 
 
@@ -114,7 +121,7 @@ def _machine(data: Data) -> str:
     )
 
 
-def _assumptions(effort: Effort) -> str:
+def _assumptions() -> str:
     setups = [
         [
             setup.name,
@@ -134,12 +141,8 @@ def _assumptions(effort: Effort) -> str:
         sigmas=sigmas,
         translation=f"{TRANSLATION_INPUT} in, {TRANSLATION_OUTPUT} out, sigma {TRANSLATION_SIGMA:g}",
         beta=TOP_PROBABILITY,
-        seeds=f"Seeds from 0 to {effort.seeds - 1}; lines are medians, bands go from the lowest to the highest value."
-        if effort.seeds > 1
-        else "One seed, 0.",
         far=FAR,
         rounds=CHAT_ROUNDS,
-        share="" if effort.share == 1 else f"; here only {effort.share:.1%} of it",
     )
     published, assumed = NOTES["published"], NOTES["assumed"].format(assumed=assumed)
     return "\n".join(["## Assumptions\n", published, "", _lines(head, setups), assumed, "", text])

@@ -50,6 +50,7 @@ def check(
         "paper": paper,
         "ours": round(ours, 4),
         "unit": unit,
+        "within": within,
         "agrees": within is None or within[0] <= ours <= within[1],
     }
 
