@@ -50,7 +50,7 @@ def check(
         "paper": paper,
         "ours": round(ours, 4),
         "unit": unit,
-        "within": within,
+        "within": within and [round(bound, 4) for bound in within],
         "agrees": within is None or within[0] <= ours <= within[1],
     }
 
