@@ -13,11 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import throughput
 import torch
 import transformers
 
@@ -117,7 +121,8 @@ def main() -> None:
         figures[case.__name__] = case(model, args)
         print(case.__name__, {name: round(value, 4) for name, value in figures[case.__name__].items()}, flush=True)
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
+        report = {"date": time.strftime("%Y-%m-%d"), "machine": throughput.machine(args), **figures}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
-import random
-import socket
 import statistics
-import string
 import subprocess
 import sys
 import tempfile
@@ -27,6 +23,9 @@ from typing import Any
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import servers
+import throughput
 
 from hf_paged.load import client, workloads
 
@@ -46,28 +45,6 @@ with hf_paged.Engine(model) as engine:
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
 print(json.dumps({"seconds": seconds, "cpu": cpu, "tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}))
 """
-
-
-def save_checkpoint(name: str, folder: str) -> None:
-    import torch
-    import transformers
-    from throughput import SHAPES
-    from tokenizers import Tokenizer, decoders
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPES[name], bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    rng = random.Random(0)
-    vocab = {token: place for place, token in enumerate(["<pad>", "<s>", "</s>", *sorted(ByteLevel.alphabet())])}
-    while len(vocab) < config.vocab_size:  # a space and letters, as most tokens of a real one
-        vocab.setdefault("Ġ" + "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 8))), len(vocab))
-    core = Tokenizer(BPE(vocab=vocab, merges=[], unk_token="<pad>"))
-    core.pre_tokenizer, core.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
 
 
 def run_offline(folder: str, job: Path) -> dict[str, float]:
@@ -98,29 +75,11 @@ async def whole(endpoint: client.Endpoint, requests: list[client.Planned]) -> in
 
 
 def run_served(folder: str, requests: list[client.Planned], *, streams: bool) -> dict[str, float]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "hf_paged.cli", "serve", folder, "--port", str(port), "--log-level", "error"]
-    server = subprocess.Popen([*words, "--served-model-name", "m"], stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in itertools.count():
-            try:
-                httpx.get(f"{url}/health")
-                break
-            except httpx.TransportError:
-                assert server.poll() is None, "the server has ended"
-                time.sleep(0.2)
-        endpoint = client.Endpoint(url, "m", extra={"ignore_eos": True, "temperature": 0})
-        client.run(endpoint, [client.Planned(0.0, [5] * 8, 4)])
+    with servers.running(servers.ours(folder)) as server:
         before, started = cpu_seconds(server.pid), time.perf_counter()
-        tokens = streamed(endpoint, requests) if streams else asyncio.run(whole(endpoint, requests))
+        tokens = streamed(server.endpoint, requests) if streams else asyncio.run(whole(server.endpoint, requests))
         seconds, cpu = time.perf_counter() - started, cpu_seconds(server.pid) - before
         return {"seconds": seconds, "cpu": cpu, "tokens": tokens}
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def main() -> None:
@@ -138,7 +97,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {"offline": [], "streamed": [], "whole": []}
     loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(args.model, folder)
+        servers.save_checkpoint(args.model, folder)
         job = Path(folder, "job.json")
         job.write_text(json.dumps({"prompts": prompts, "lengths": [each.output_length for each in lengths]}))
         planned = [client.Planned(0.0, prompt, each.output_length) for prompt, each in zip(prompts, lengths)]
@@ -149,8 +108,13 @@ def main() -> None:
             loads.append(os.getloadavg()[0])
     report(runs, loads)
     if args.json:
-        options = {name: str(value) for name, value in vars(args).items()}
-        args.json.write_text(json.dumps({"options": options, "loads": loads, "runs": runs}, indent=1) + "\n")
+        options = {name: value for name, value in vars(args).items() if name != "json"}
+        about = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": throughput.machine(argparse.Namespace(device="cpu")),
+            "options": options,
+        }
+        args.json.write_text(json.dumps({**about, "loads": loads, "runs": runs}, indent=1) + "\n")
 
 
 def report(runs: dict[str, list[dict[str, Any]]], loads: list[float]) -> None:

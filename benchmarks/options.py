@@ -96,6 +96,10 @@ def sampling_params(options: Options, count: int, words: Any) -> dict[str, Any]:
     return params | {name: options[name] for name in ("top_p", "repetition_penalty") if name in options}
 
 
+Runs = dict[str, Callable[[int], float]]
+"""Set of options -> what runs that many of the requests with it, and returns tokens per second."""
+
+
 def run(model: Any, prompts: list[list[int]], configs: list[Any], words: Any) -> float:
     """Tokens per second of all requests, which arrive together."""
     torch.manual_seed(0)
@@ -111,7 +115,45 @@ def run(model: Any, prompts: list[list[int]], configs: list[Any], words: Any) ->
     return tokens / seconds
 
 
-def main() -> None:
+def peer_run(peer: Vllm, prompts: list[list[int]], params: list[dict[str, Any]]) -> float:
+    """As `run`."""
+    seconds, tokens = peer.run(prompts, params)
+    assert tokens == [each["max_tokens"] for each in params], "an option has ended a request of vLLM early"
+    return sum(tokens) / seconds
+
+
+def measured(systems: dict[str, Runs], count: int, num_runs: int) -> dict[str, dict[str, list[float]]]:
+    """System -> set of options -> tokens per second of each run, of `count` requests."""
+    turns = [(system, name) for name in systems["hf-paged"] for system, runs in systems.items() if name in runs]
+    speeds: dict[str, dict[str, list[float]]] = {system: {name: [] for name in systems[system]} for system in systems}
+    for system, name in turns:
+        systems[system][name](2)
+    for _ in range(num_runs):
+        for system, name in turns:
+            speeds[system][name].append(systems[system][name](count))
+            print(f"{system}, {name}: {speeds[system][name][-1]:.1f} tokens/s", file=sys.stderr)
+    return speeds
+
+
+def table(ours: dict[str, list[float]], peers: dict[str, list[float]] | None) -> str:
+    """The median run of each set of options. peers: vLLM's runs, if it ran."""
+    lines = ["| options | tokens/s | of bare |", "|---|---|---|"]
+    if peers is not None:
+        lines = [lines[0] + " vLLM, tokens/s | ours is |", lines[1] + "---|---|"]
+    bare = statistics.median(ours["bare"])
+    for name, runs in ours.items():
+        speed = statistics.median(runs)
+        row = f"| {name} | {speed:.1f} | {speed / bare:.2f} |"
+        if peers is not None and name in peers:
+            peer = statistics.median(peers[name])
+            row += f" {peer:.1f} | {speed / peer:.2f}x |"
+        elif peers is not None:
+            row += " (no such option) | |"
+        lines.append(row)
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=throughput.SHAPES, default="135m", help="shape of the random Llama")
     parser.add_argument("--layers", type=int, help="number of layers, instead of the shape's own")
@@ -127,7 +169,11 @@ def main() -> None:
     parser.add_argument("--vllm-options", default="{}", help="further arguments of vllm.LLM as JSON")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
@@ -142,53 +188,30 @@ def main() -> None:
     rng = random.Random(args.seed)
     names = list(dict.fromkeys(["bare", *args.sets.split(",")]))
     lengths = [r.output_length for r in requests]
-    options = {name: [SETS[name](length, rng, vocab_size) for length in lengths] for name in names}
-    configs = {
-        name: [
-            transformers.GenerationConfig(max_new_tokens=length, pad_token_id=0, **each)
-            for length, each in zip(lengths, options[name])
-        ]
-        for name in names
-    }
-    speeds: dict[str, list[float]] = {name: [] for name in names}
-    peer, peer_speeds = None, {}
+    systems: dict[str, Runs] = {"hf-paged": {}}
+    peer = None
     if args.vllm_python:
         peer_options = {"dtype": args.dtype, "threads": args.threads or 1, "options": json.loads(args.vllm_options)}
         peer = Vllm(args.vllm_python, model, tokenizer=words, **peer_options)
-        peer_speeds = {name: [] for name in names if name != "no_repeat_ngram"}
-    params = {
-        name: [sampling_params(each, length, words) for length, each in zip(lengths, options[name])]
-        for name in peer_speeds
-    }
-    for name, each in configs.items():
-        run(model, prompts[:2], each[:2], words)
-        if name in peer_speeds:
-            peer.run(prompts[:2], params[name][:2])
-    for _ in range(args.runs):
-        for name, each in configs.items():
-            speeds[name].append(run(model, prompts, each, words))
-            print(f"{name}: {speeds[name][-1]:.1f} tokens/s", file=sys.stderr)
-            if name in peer_speeds:
-                seconds, tokens = peer.run(prompts, params[name])
-                assert tokens == lengths, "an option has ended a request of vLLM early"
-                peer_speeds[name].append(sum(tokens) / seconds)
-                print(f"    vLLM: {peer_speeds[name][-1]:.1f} tokens/s", file=sys.stderr)
-    medians = {name: statistics.median(each) for name, each in speeds.items()}
-    peer_medians = {name: statistics.median(each) for name, each in peer_speeds.items()}
+        systems["vLLM"] = {}
+    for name in names:
+        options = [SETS[name](length, rng, vocab_size) for length in lengths]
+        configs = [
+            transformers.GenerationConfig(max_new_tokens=length, pad_token_id=0, **each)
+            for length, each in zip(lengths, options)
+        ]
+        systems["hf-paged"][name] = lambda count, configs=configs: run(model, prompts[:count], configs[:count], words)
+        if peer and name != "no_repeat_ngram":
+            params = [sampling_params(each, length, words) for length, each in zip(lengths, options)]
+            systems["vLLM"][name] = lambda count, params=params: peer_run(peer, prompts[:count], params[:count])
+    speeds = measured(systems, len(requests), args.runs)
     print(f"{len(requests)} requests of {args.workload} x {args.scale}; {throughput.machine(args)}\n")
-    print("| options | tokens/s | of bare |" + (" vLLM, tokens/s | ours is |" if peer else ""))
-    print("|---|---|---|" + ("---|---|" if peer else ""))
-    for name, speed in medians.items():
-        row = f"| {name} | {speed:.1f} | {speed / medians['bare']:.2f} |"
-        if name in peer_medians:
-            row += f" {peer_medians[name]:.1f} | {speed / peer_medians[name]:.2f}x |"
-        elif peer:
-            row += " (no such option) | |"
-        print(row)
+    print(table(speeds["hf-paged"], speeds.get("vLLM")))
     if args.json:
-        report = {"date": time.strftime("%Y-%m-%d"), "machine": throughput.machine(args), "tokens_per_s": speeds}
+        report = {"date": time.strftime("%Y-%m-%d"), "machine": throughput.machine(args)}
+        report["tokens_per_s"] = speeds["hf-paged"]
         if peer:
-            report |= {"vllm": peer.version, "vllm_tokens_per_s": peer_speeds}
+            report |= {"vllm": peer.version, "vllm_tokens_per_s": speeds["vLLM"]}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if peer:
         peer.close()

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -236,7 +237,13 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
         from hf_paged.kernels import ops
 
         versions["kernels"] = ops.default_impl("cpu")
-    return {"device": device, "threads": torch.get_num_threads(), **versions}
+    return {"device": device, "threads": torch.get_num_threads(), **versions, "commit": _commit()}
+
+
+def _commit() -> str:
+    """The commit of this checkout, with "-dirty" if it has changes; empty outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def main(argv: list[str] | None = None) -> None:

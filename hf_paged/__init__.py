@@ -21,7 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, UnsupportedModelError
+from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, RankError, UnsupportedModelError
 from hf_paged.integration.hook import install, install_serving, uninstall, uninstall_serving
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ __all__ = [
     "OutOfBlocks",
     "PagedKVCache",
     "QueueFull",
+    "RankError",
     "RequestMetrics",
     "RequestOutput",
     "SchedulerConfig",

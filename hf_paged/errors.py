@@ -27,6 +27,10 @@ class QueueFull(RuntimeError):
     """The queue of waiting requests is full (`SchedulerConfig.max_waiting`); submit the request again later."""
 
 
+class RankError(RuntimeError):
+    """A process of a tensor-parallel engine has failed or ended, and the engine with it, on all ranks."""
+
+
 class EngineError(RuntimeError):
     """At least one request of `Engine.generate` failed. `__cause__` is the exception of the first one that failed.
 

@@ -14,20 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-CHECKPOINT = ROOT / "examples" / "pydoc-lm-qa"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.server_process import CHECKPOINT, ROOT, serving
+
 NAME, KEY = "pydoc", "a-key-of-the-clients"
 SECONDS = 600  # for the calls of one client
 
@@ -143,34 +143,14 @@ def make_task() -> dict[str, Any]:
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """The address of a server in a process of its own, which has to end without an error."""
-    arguments = ["serve", str(CHECKPOINT), "--port", "0", "--api-key", KEY, "--served-model-name", NAME]
-    code = f"import sys; from hf_paged.cli.main import main; sys.exit(main({arguments!r}))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment)
-    if process.stderr is None:
-        raise RuntimeError("no pipe")
-    lines: list[str] = []
-    address = None
-    for line in process.stderr:
-        lines.append(line)
-        if found := re.search(r"running on (http://\S+)", line):
-            address = found[1]
-            break
-    if address is None:
-        raise SystemExit(f"the server has not started:\n{''.join(lines)}")
-    reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    try:
-        yield address
-    finally:
-        process.terminate()
-        status = process.wait(60)
-        reader.join(60)
-    faults = [line for line in lines if "Traceback" in line]
-    if status or faults:
-        raise SystemExit(f"the server's exit status was {status}, with {len(faults)} faults:\n{''.join(lines[-50:])}")
+def checked_server() -> Iterator[str]:
+    """The address of a server, which has to end without an error."""
+    with serving("--api-key", KEY, "--served-model-name", NAME) as server:
+        yield server.url
+    faults = [line for line in server.lines if "Traceback" in line]
+    if server.status or faults:
+        log = "".join(server.lines[-50:])
+        raise SystemExit(f"the server's exit status was {server.status}, with {len(faults)} faults:\n{log}")
 
 
 # -- the clients -------------------------------------------------------------------------------------------------------
@@ -285,7 +265,7 @@ def main() -> int:
     given = parser.parse_args()
     clients = chosen(given.only)
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as temporary, serving() as url:
+    with tempfile.TemporaryDirectory() as temporary, checked_server() as url:
         environments = (given.environments or Path(temporary)).resolve()
         task = {"url": url, **make_task()}
         for client in clients:

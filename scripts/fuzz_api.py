@@ -14,17 +14,22 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-CHECKPOINT = ROOT / "examples" / "pydoc-lm-qa"
-KEY, ADMIN = "a-key", "the-admin-key"
-# Small, so that a random request ends soon.
-LIMITS = ("--max-model-len", "96", "--default-max-tokens", "8", "--log-level", "info")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.server_process import serving
+
+ADMIN = "the-admin-key"
+OPTIONS = (
+    *("--api-key", "a-key", "--admin-key", ADMIN),
+    # Small, so that a random request ends soon.
+    *("--max-model-len", "96", "--default-max-tokens", "8", "--log-level", "info"),
+)
 EXCLUDED = (
     # A field may be fine alone and contradict another one, which a JSON schema cannot say.
     *("--exclude-checks", "positive_data_acceptance"),
@@ -86,20 +91,6 @@ def events_match_their_schema(ctx, response, case):
 """
 
 
-def serve() -> tuple[subprocess.Popen[str], str]:
-    """The server and its address."""
-    arguments = ["serve", str(CHECKPOINT), "--port", "0", "--api-key", KEY, "--admin-key", ADMIN, *LIMITS]
-    code = f"import sys; from hf_paged.cli.main import main; sys.exit(main({arguments!r}))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment)
-    if process.stderr is None:
-        raise RuntimeError("no pipe")
-    for line in process.stderr:
-        if found := re.search(r"running on (http://\S+)", line):
-            return process, found[1]
-    raise SystemExit(f"the server has not started: exit status {process.wait()}")
-
-
 def fuzz(schemathesis: str, url: str, hooks: Path, examples: int, seed: int) -> tuple[int, bool]:
     """The number of cases, and whether all answers were as described."""
     command = [schemathesis, "run", f"{url}/openapi.json", "--checks", "all", *EXCLUDED]
@@ -125,30 +116,25 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=300, help="requests for each route and round")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    process, url = serve()
+    command = shutil.which(given.schemathesis)
+    if command is None:
+        parser.error(f"--schemathesis {given.schemathesis}: there is no such command")
+    command = os.path.abspath(command)  # it runs in another folder
     total, seed, is_good = 0, given.seed, True
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            hooks = Path(folder) / "hooks.py"
-            hooks.write_text(HOOKS)
-            while is_good and total < given.cases:
-                cases, is_good = fuzz(given.schemathesis, url, hooks, given.examples, seed)
-                total += cases
-                print(f"seed {seed}: {cases} cases, {'all' if is_good else 'not all'} answers as described", flush=True)
-                if not cases:
-                    return 2
-                seed += 1
-    finally:
-        process.terminate()
-        status = process.wait(60)
-        reader.join(60)
-    faults = [line for line in lines if "Traceback" in line or " failed" in line]
-    print(f"{total} cases; {len(faults)} faults in the server's log; its exit status was {status}")
+    with serving(*OPTIONS) as server, tempfile.TemporaryDirectory() as folder:
+        hooks = Path(folder) / "hooks.py"
+        hooks.write_text(HOOKS)
+        while is_good and total < given.cases:
+            cases, is_good = fuzz(command, server.url, hooks, given.examples, seed)
+            total += cases
+            print(f"seed {seed}: {cases} cases, {'all' if is_good else 'not all'} answers as described", flush=True)
+            if not cases:
+                is_good = False
+            seed += 1
+    faults = [line for line in server.lines if "Traceback" in line or " failed" in line]
+    print(f"{total} cases; {len(faults)} faults in the server's log; its exit status was {server.status}")
     print("".join(faults[:20]), end="")
-    return 0 if is_good and not faults and status == 0 else 1
+    return 0 if is_good and not faults and server.status == 0 else 1
 
 
 if __name__ == "__main__":

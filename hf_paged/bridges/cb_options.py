@@ -64,6 +64,9 @@ class EngineOptions:
     scheduler_config: SchedulerConfig
     cuda_graphs: bool | None = None
 
+    def open(self, model: Any) -> Engine:
+        return Engine(model, self.cache_config, self.scheduler_config, cuda_graphs=self.cuda_graphs)
+
 
 def engine_options(config: Any) -> EngineOptions:
     """config: a ContinuousBatchingConfig or None. Raises ValueError for what the engine does not do.

@@ -175,10 +175,7 @@ class PagedManager(ContinuousBatchingManager):
         self.background_thread_status.clear()
         self._stop_wanted.clear()
         self._aborts = self._keeps_engine = False
-        options = self._options
-        self._engine = self._engine or Engine(
-            self.model, options.cache_config, options.scheduler_config, cuda_graphs=options.cuda_graphs
-        )
+        self._engine = self._engine or self._options.open(self.model)
         self._generation_thread = threading.Thread(
             target=self._run, args=(self._engine,), name="hf-paged-continuous-batching", daemon=True
         )

@@ -86,8 +86,7 @@ class PagedGenerateManager(utils.BaseGenerateManager):
         if self._model is model:
             return
         self.stop()
-        options = engine_options(self._config)
-        self._engine = Engine(model, options.cache_config, options.scheduler_config, cuda_graphs=options.cuda_graphs)
+        self._engine = engine_options(self._config).open(model)
         limit = 0 if self._config is None else self._config.max_queue_size
         self._worker = EngineWorker(self._engine, max_in_flight=limit or sys.maxsize)
         self._worker.start()

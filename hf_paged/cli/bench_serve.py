@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_paged.cli.common import Job, UsageError, show
+from hf_paged.cli.common import Job, UsageError, option, show
 
 EXIT_ERRORS = 1
 
@@ -34,48 +34,48 @@ class Prompts(StrEnum):
     text = "text"
 
 
-def _option(text: str, *names: str, **kwargs: Any) -> Any:
-    return typer.Option(*names, help=text, **kwargs)
-
-
 def serve(
     context: typer.Context,
-    base_url: Annotated[str, _option("address of the server, without /v1")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, _option("name for the requests (default: the first of /v1/models)")] = None,
-    api_key: Annotated[str | None, _option("key of the server", envvar="OPENAI_API_KEY")] = None,
-    endpoint: Annotated[Route, _option("route below /v1")] = Route.completions,
-    workload: Annotated[Workload, _option("lengths of prompts and answers")] = Workload.sharegpt,
-    scale: Annotated[float, _option("lengths are multiplied by this", min=0.001)] = 1.0,
-    num_prompts: Annotated[int, _option("number of requests", min=1)] = 100,
+    base_url: Annotated[str, option("address of the server, without /v1")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, option("name for the requests (default: the first of /v1/models)")] = None,
+    api_key: Annotated[str | None, option("key of the server", envvar="OPENAI_API_KEY")] = None,
+    endpoint: Annotated[Route, option("route below /v1")] = Route.completions,
+    workload: Annotated[Workload, option("lengths of prompts and answers")] = Workload.sharegpt,
+    scale: Annotated[float, option("lengths are multiplied by this", min=0.001)] = 1.0,
+    num_prompts: Annotated[int, option("number of requests", min=1)] = 100,
     request_rate: Annotated[
-        float | None, _option("Poisson arrivals a second (default: all at the start)", min=0.000001)
+        float | None, option("Poisson arrivals a second (default: all at the start)", min=0.000001)
     ] = None,
     trace: Annotated[
-        Path | None, _option("recorded requests: JSON lines with timestamp (ms), input_length, output_length")
+        Path | None, option("recorded requests: JSON lines with timestamp (ms), input_length, output_length")
     ] = None,
     prompts: Annotated[
-        Prompts, _option("random token ids, or random words (one for a token: the server's usage tells the tokens)")
+        Prompts, option("random token ids, or random words (one for a token: the server's usage tells the tokens)")
     ] = Prompts.tokens,
-    vocab_size: Annotated[int, _option("token ids of prompts are 3 and more, below this", min=4)] = 512,
-    ignore_eos: Annotated[bool, _option("answers of full length; a field of vLLM and hf-paged")] = True,
-    temperature: Annotated[float, _option("of the requests", min=0.0)] = 0.0,
-    extra_body: Annotated[str, _option("further fields of the requests, as JSON")] = "{}",
+    vocab_size: Annotated[int, option("token ids of prompts are 3 and more, below this", min=4)] = 512,
+    ignore_eos: Annotated[bool, option("answers of full length; a field of vLLM and hf-paged")] = True,
+    temperature: Annotated[float, option("of the requests", min=0.0)] = 0.0,
+    extra_body: Annotated[str, option("further fields of the requests, as JSON")] = "{}",
     goodput: Annotated[
         list[str] | None,
-        _option("METRIC:MS, most milliseconds of a good request; ttft, itl, tpot, norm or e2e; repeatable"),
+        option("METRIC:MS, most milliseconds of a good request; ttft, itl, tpot, norm or e2e; repeatable"),
     ] = None,
-    disconnect: Annotated[float, _option("share of the clients that go away in mid-stream", min=0.0, max=1.0)] = 0.0,
-    warmups: Annotated[int, _option("requests before the measurement, one after the other", min=0)] = 1,
-    timeout: Annotated[float, _option("seconds a request may take", min=0.001)] = 600.0,
-    seed: Annotated[int, _option("of lengths, prompts, arrivals and disconnects")] = 0,
-    json_file: Annotated[Path | None, _option("write summary and requests to this file", "--json")] = None,
-    plot: Annotated[Path | None, _option("draw latencies into this file (.png, .svg); needs matplotlib")] = None,
+    disconnect: Annotated[float, option("share of the clients that go away in mid-stream", min=0.0, max=1.0)] = 0.0,
+    warmups: Annotated[int, option("requests before the measurement, one after the other", min=0)] = 1,
+    timeout: Annotated[float, option("seconds a request may take", min=0.001)] = 600.0,
+    seed: Annotated[int, option("of lengths, prompts, arrivals and disconnects")] = 0,
+    json_file: Annotated[Path | None, option("write summary and requests to this file", "--json")] = None,
+    plot: Annotated[Path | None, option("draw latencies into this file (.png, .svg); needs matplotlib")] = None,
 ) -> Job:
     """Put load on an OpenAI endpoint (hf-paged serve, vLLM, transformers serve) and measure what its clients see.
 
     Requests are sent when they are due, whether or not earlier ones have been answered. Latencies count from then on.
     The exit status is 1 if a request failed.
     """
+    for name in ("request_rate", "scale", "workload") if trace is not None else ():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise UsageError(f"--trace has arrivals and lengths of its own; leave --{name.replace('_', '-')} out")
     given = dict(context.params)
     return lambda: _serve(given)
 
@@ -90,7 +90,7 @@ def _serve(given: dict[str, Any]) -> int:
     endpoint = _endpoint(given)
     for request in requests[: given["warmups"]]:
         # Not the request itself: its prompt would then be in the server's prefix cache.
-        warm = client.run(endpoint, [client.Planned(0.0, request.prompt[::-1], request.output_length)])
+        warm = client.run(endpoint, [client.Planned(0.0, _reversed(request.prompt), request.output_length)])
         if warm.outcomes[0].error is not None:
             raise UsageError(f"{endpoint.base_url} does not serve the first request: {warm.outcomes[0].error}")
     ended = 0
@@ -112,6 +112,11 @@ def _serve(given: dict[str, Any]) -> int:
 
         draw(run, given["plot"], f"{endpoint.model}, {_load(given)}")
     return EXIT_ERRORS if summary.errors else 0
+
+
+def _reversed(prompt: str | list[int]) -> str | list[int]:
+    """A prompt with the same tokens, or words, in another order."""
+    return " ".join(reversed(prompt.split())) if isinstance(prompt, str) else prompt[::-1]
 
 
 def _endpoint(given: dict[str, Any]) -> Any:
@@ -142,11 +147,9 @@ def planned(given: dict[str, Any]) -> list[Any]:
 
     count, seed = given["num_prompts"], given["seed"]
     if given["trace"] is not None:
-        if given["request_rate"] is not None:
-            raise UsageError("--trace has arrivals of its own; leave --request-rate out")
         try:
             recorded = workloads.read_trace(given["trace"])
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"--trace {given['trace']}: every line is a JSON object with timestamp, input_length and output_length "
                 f"({type(error).__name__}: {error})"

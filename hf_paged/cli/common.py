@@ -33,6 +33,11 @@ DTypeOption = Annotated[DType, typer.Option(help="of the weights; auto: as they 
 Device = Annotated[str | None, typer.Option(help="such as cpu or cuda:0 (default: a GPU if there is one)")]
 
 
+def option(text: str, *names: str, **kwargs: Any) -> Any:
+    """An option with this help. names: the flags, where they differ from the parameter's name."""
+    return typer.Option(*names, help=text, **kwargs)
+
+
 def show(message: str) -> None:
     """Print a line of progress that the next one overwrites. Does nothing if standard error is not a terminal."""
     if sys.stderr.isatty():
@@ -64,8 +69,13 @@ def from_pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
         raise UsageError(f"cannot load the {what} of {name}: {reason}") from error
 
 
-def load_model(checkpoint: str, dtype: DType, device: str | None, *, random_weights: bool = False) -> Any:
-    """The model in eval mode. Raises UsageError if transformers has no language model for its configuration."""
+def load_model(
+    checkpoint: str, dtype: DType, device: str | None, *, random_weights: bool = False, num_ranks: int = 1
+) -> Any:
+    """The model in eval mode. Raises UsageError if transformers has no language model for its configuration.
+
+    num_ranks: of the processes that call this together, each of which gets its part of the weights.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging
@@ -74,6 +84,8 @@ def load_model(checkpoint: str, dtype: DType, device: str | None, *, random_weig
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = from_pretrained(AutoConfig, checkpoint, "configuration")
     loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if num_ranks > 1:
+        return _load_part(loader, checkpoint, config, dtype, num_ranks)
     target = _device(device)
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype is DType.auto else getattr(torch, dtype.value)
@@ -81,6 +93,27 @@ def load_model(checkpoint: str, dtype: DType, device: str | None, *, random_weig
     else:
         model = from_pretrained(loader, checkpoint, "model", config=config, dtype=dtype.value)
     return model.to(target).eval()
+
+
+def check_tensor_parallel(num_ranks: int, device: str | None) -> None:
+    """Raises UsageError if this machine cannot start so many ranks."""
+    import torch
+
+    if num_ranks == 1:
+        return
+    flag = f"--tensor-parallel-size {num_ranks}"
+    if device is not None:
+        raise UsageError(f"{flag} with --device {device}: each rank takes a GPU of its own, or the CPU; drop --device")
+    if torch.cuda.is_available() and torch.cuda.device_count() < num_ranks:
+        raise UsageError(f"{flag}: there are {torch.cuda.device_count()} GPUs; use as many ranks, or fewer")
+
+
+def _load_part(loader: Any, checkpoint: str, config: Any, dtype: DType, num_ranks: int) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    spread = DistributedConfig(tp_size=num_ranks)
+    model = from_pretrained(loader, checkpoint, "model", config=config, dtype=dtype.value, distributed_config=spread)
+    return model.eval()
 
 
 def _device(name: str | None) -> Any:

@@ -25,13 +25,16 @@ from hf_paged.cli.common import (
     DTypeOption,
     Job,
     UsageError,
+    check_tensor_parallel,
     find_checkpoint,
     from_pretrained,
     load_model,
+    option,
     show,
     without_none,
 )
 from hf_paged.cli.figures import figures_of, render
+from hf_paged.cli.ranks import TensorParallel, is_rank, on_ranks, read_input, shared_seed
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -42,10 +45,6 @@ def _count(text: str, *, minimum: int = 0) -> Any:
 
 def _share(text: str) -> Any:
     return typer.Option(help=text, min=0.0, max=1.0)
-
-
-def _option(text: str) -> Any:
-    return typer.Option(help=text)
 
 
 # Ranges are checked here if transformers silently accepts a value outside, or takes it for "off".
@@ -65,23 +64,24 @@ def generate(
     ] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
+    tensor_parallel_size: TensorParallel = 1,
     max_new_tokens: Annotated[
         int | None, _count(f"maximum number of tokens to generate (default: {DEFAULT_NEW_TOKENS})", minimum=1)
     ] = None,
     min_new_tokens: Annotated[int | None, _count("minimum number of tokens to generate")] = None,
     num_beams: Annotated[int | None, _count("number of beams", minimum=1)] = None,
     num_return_sequences: Annotated[int | None, _count("number of texts per prompt", minimum=1)] = None,
-    length_penalty: Annotated[float | None, _option("exponent of the length that divides a beam's score")] = None,
-    early_stopping: Annotated[bool | None, _option("beam search: stop as soon as enough beams have ended")] = None,
-    do_sample: Annotated[bool | None, _option("sample instead of greedy search")] = None,
-    temperature: Annotated[float | None, _option("sampling: divides the logits")] = None,
+    length_penalty: Annotated[float | None, option("exponent of the length that divides a beam's score")] = None,
+    early_stopping: Annotated[bool | None, option("beam search: stop as soon as enough beams have ended")] = None,
+    do_sample: Annotated[bool | None, option("sample instead of greedy search")] = None,
+    temperature: Annotated[float | None, option("sampling: divides the logits")] = None,
     top_k: Annotated[int | None, _count("sampling: keep the k likeliest tokens (0: all)")] = None,
     top_p: Annotated[float | None, _share("sampling: keep the likeliest tokens of this total probability")] = None,
     min_p: Annotated[float | None, _share("sampling: keep tokens this likely, relative to the likeliest")] = None,
     typical_p: Annotated[float | None, _share("sampling: keep locally typical tokens of this probability")] = None,
-    repetition_penalty: Annotated[float | None, _option("above 1: tokens that have occurred are less likely")] = None,
+    repetition_penalty: Annotated[float | None, option("above 1: tokens that have occurred are less likely")] = None,
     no_repeat_ngram_size: Annotated[int | None, _count("no run of this many tokens occurs twice")] = None,
-    stop_strings: Annotated[list[str] | None, _option("stop a text after this; may be given several times")] = None,
+    stop_strings: Annotated[list[str] | None, option("stop a text after this; may be given several times")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the random numbers (torch.manual_seed)")] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens in a block of the cache (default: 16)")] = None,
     num_blocks: Annotated[
@@ -99,7 +99,7 @@ def generate(
     """
     given = {name: context.params[name] for name in _GENERATION_OPTIONS if context.params[name] not in (None, [], ())}
 
-    def job() -> int:
+    def work() -> int:
         call = _Call(
             prompts=_read_prompts(list(prompts or ()), file),
             options=given,
@@ -108,7 +108,13 @@ def generate(
             stream=stream,
             as_json=as_json,
         )
-        return _run(call, _load(call, checkpoint, dtype, device, chat), seed, stats)
+        loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size)
+        return _run(call, loaded, shared_seed() if seed is None and is_rank() else seed, stats)
+
+    def job() -> int:
+        find_checkpoint(checkpoint)
+        check_tensor_parallel(tensor_parallel_size, device)
+        return on_ranks(tensor_parallel_size, work, needs_input=_reads_input(prompts, file))
 
     return job
 
@@ -169,12 +175,12 @@ class _Answer:
 
 def _read_prompts(prompts: list[str], source: str | None) -> list[str]:
     places = [f"prompt {number}" for number in range(1, len(prompts) + 1)]
-    if source is None and not prompts and not sys.stdin.isatty():
+    if source is None and _reads_input(prompts, source):
         source = "-"
     if source is not None:
         where = "standard input" if source == "-" else source
         try:
-            text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+            text = read_input() if source == "-" else Path(source).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise UsageError(f"{where} is not UTF-8 text; convert it first") from None
         except OSError as error:
@@ -190,6 +196,10 @@ def _read_prompts(prompts: list[str], source: str | None) -> list[str]:
         if not prompt.strip():
             raise UsageError(f"{place} is empty ({prompt!r}); give it some text, or leave it out")
     return prompts
+
+
+def _reads_input(prompts: list[str] | None, source: str | None) -> bool:
+    return source == "-" or (source is None and not prompts and (is_rank() or not sys.stdin.isatty()))
 
 
 def _check_options(call: _Call, defaults: Any) -> None:
@@ -215,8 +225,7 @@ def _check_options(call: _Call, defaults: Any) -> None:
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
-def _load(call: _Call, checkpoint: str, dtype: DType, device: str | None, chat: bool | None) -> _Loaded:
-    find_checkpoint(checkpoint)
+def _load(call: _Call, checkpoint: str, dtype: DType, device: str | None, chat: bool | None, num_ranks: int) -> _Loaded:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     # Load the small files first, so that most mistakes are reported before the weights are read.
@@ -231,7 +240,7 @@ def _load(call: _Call, checkpoint: str, dtype: DType, device: str | None, chat: 
     if chat and not tokenizer.chat_template:
         raise UsageError(f"--chat: the tokenizer of {checkpoint} has no chat template; drop --chat")
     show("loading the model ...")
-    model = load_model(checkpoint, dtype, device)
+    model = load_model(checkpoint, dtype, device, num_ranks=num_ranks)
     _refuse_unsupported(model)
     ids = [_encode(tokenizer, prompt, chat=chat) for prompt in call.prompts]
     options = _with_length(model, ids, call.options)

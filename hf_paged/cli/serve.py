@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -20,14 +21,18 @@ from hf_paged.cli.common import (
     DTypeOption,
     Job,
     UsageError,
+    check_tensor_parallel,
     find_checkpoint,
     from_pretrained,
     load_model,
+    option,
     show,
     without_none,
 )
+from hf_paged.cli.ranks import TensorParallel, is_first_rank, on_ranks
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_LAST_SECONDS = 20  # from the end of draining until ranks are killed
 
 
 class DefaultsFrom(StrEnum):
@@ -47,68 +52,65 @@ class LogLevel(StrEnum):
     error = "error"
 
 
-def _option(text: str, *names: str, **kwargs: Any) -> Any:
-    return typer.Option(*names, help=text, **kwargs)
-
-
 def serve(
     context: typer.Context,
     checkpoint: Checkpoint,
-    host: Annotated[str, _option("address to listen on")] = "127.0.0.1",
-    port: Annotated[int, _option("port to listen on", min=0, max=65535)] = 8000,
+    host: Annotated[str, option("address to listen on")] = "127.0.0.1",
+    port: Annotated[int, option("port to listen on", min=0, max=65535)] = 8000,
     api_key: Annotated[
-        list[str] | None, _option("key that clients must send; may be given several times", envvar="HF_PAGED_API_KEY")
+        list[str] | None, option("key that clients must send; may be given several times", envvar="HF_PAGED_API_KEY")
     ] = None,
-    allow_no_key: Annotated[bool, _option("listen to other machines without a key", "--allow-no-key")] = False,
+    allow_no_key: Annotated[bool, option("listen to other machines without a key", "--allow-no-key")] = False,
     served_model_name: Annotated[
         list[str] | None,
-        _option("name in /v1/models and in requests (default: CHECKPOINT); may be given several times"),
+        option("name in /v1/models and in requests (default: CHECKPOINT); may be given several times"),
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        _option("NAME=FOLDER of a PEFT adapter, served as model NAME; repeatable", "--adapter", "--lora-modules"),
+        option("NAME=FOLDER of a PEFT adapter, served as model NAME; repeatable", "--adapter", "--lora-modules"),
     ] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
-    max_model_len: Annotated[int | None, _option("tokens of prompt and answer together", min=2)] = None,
-    max_num_seqs: Annotated[int | None, _option("sequences in a step", min=1)] = None,
-    max_num_batched_tokens: Annotated[int | None, _option("tokens in a step", min=1)] = None,
+    tensor_parallel_size: TensorParallel = 1,
+    max_model_len: Annotated[int | None, option("tokens of prompt and answer together", min=2)] = None,
+    max_num_seqs: Annotated[int | None, option("sequences in a step", min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, option("tokens in a step", min=1)] = None,
     scheduling_policy: Annotated[
-        Policy, _option("requests run in the order of their arrival (fcfs), or of their field `priority`")
+        Policy, option("requests run in the order of their arrival (fcfs), or of their field `priority`")
     ] = Policy.fcfs,
-    max_in_flight: Annotated[int, _option("requests that run or wait; others get status 429", min=1)] = 1024,
+    max_in_flight: Annotated[int, option("requests that run or wait; others get status 429", min=1)] = 1024,
     gpu_memory_utilization: Annotated[
-        float | None, _option("share of the free memory for the K/V cache", min=0.0, max=1.0)
+        float | None, option("share of the free memory for the K/V cache", min=0.0, max=1.0)
     ] = None,
-    kv_cache_memory: Annotated[str | None, _option("size of the K/V cache, such as 4GiB")] = None,
-    swap_memory: Annotated[str | None, _option("host memory for preempted requests, such as 4GiB")] = None,
-    block_size: Annotated[int | None, _option("tokens in a block of the cache")] = None,
-    enable_prefix_caching: Annotated[bool, _option("share the blocks of common prefixes")] = True,
+    kv_cache_memory: Annotated[str | None, option("size of the K/V cache, such as 4GiB")] = None,
+    swap_memory: Annotated[str | None, option("host memory for preempted requests, such as 4GiB")] = None,
+    block_size: Annotated[int | None, option("tokens in a block of the cache")] = None,
+    enable_prefix_caching: Annotated[bool, option("share the blocks of common prefixes")] = True,
     generation_config: Annotated[
-        DefaultsFrom, _option("options that a request leaves out: the checkpoint's (auto), or sampling at 1.0 (vllm)")
+        DefaultsFrom, option("options that a request leaves out: the checkpoint's (auto), or sampling at 1.0 (vllm)")
     ] = DefaultsFrom.auto,
-    default_max_tokens: Annotated[int, _option("tokens of a chat answer where a request has no limit", min=1)] = 1024,
-    max_logprobs: Annotated[int, _option("alternatives for each token", min=0)] = 20,
+    default_max_tokens: Annotated[int, option("tokens of a chat answer where a request has no limit", min=1)] = 1024,
+    max_logprobs: Annotated[int, option("alternatives for each token", min=0)] = 20,
     max_request_seconds: Annotated[
-        float | None, _option("from a request's arrival to its end (default: no limit)", min=0.001)
+        float | None, option("from a request's arrival to its end (default: no limit)", min=0.001)
     ] = None,
-    chat_template: Annotated[str | None, _option("file with a Jinja template in place of the tokenizer's")] = None,
+    chat_template: Annotated[str | None, option("file with a Jinja template in place of the tokenizer's")] = None,
     response_template: Annotated[
-        str | None, _option("JSON file with a response template of transformers in place of the tokenizer's")
+        str | None, option("JSON file with a response template of transformers in place of the tokenizer's")
     ] = None,
     max_grammar_seconds: Annotated[
         float,
-        _option("of processor time to compile a request's schema or grammar; 0: they are refused", min=0.0),
+        option("of processor time to compile a request's schema or grammar; 0: they are refused", min=0.0),
     ] = 10.0,
     admin_key: Annotated[
         str | None,
-        _option(
+        option(
             "key for /pause, /resume, /reset_prefix_cache and the loading of adapters, which are off without it",
             envvar="HF_PAGED_ADMIN_KEY",
         ),
     ] = None,
-    drain_seconds: Annotated[int, _option("after SIGTERM, until running requests are aborted", min=0)] = 30,
-    log_level: Annotated[LogLevel, _option("what is logged", "--log-level", "--uvicorn-log-level")] = LogLevel.info,
+    drain_seconds: Annotated[int, option("after SIGTERM, until running requests are aborted", min=0)] = 30,
+    log_level: Annotated[LogLevel, option("what is logged", "--log-level", "--uvicorn-log-level")] = LogLevel.info,
 ) -> Job:
     """Serve a checkpoint over HTTP, with OpenAI's routes.
 
@@ -124,15 +126,31 @@ def _serve(given: dict[str, Any]) -> int:
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; in a checkout: pip install -e '.[serve]'")
     find_checkpoint(given["checkpoint"])
-    from hf_paged.serving.server import listen, run_server
+    check_tensor_parallel(given["tensor_parallel_size"], given["device"])
     from hf_paged.serving.settings import check_exposure
 
     settings = _settings(given)
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     adapters = _adapters(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    return on_ranks(
+        given["tensor_parallel_size"],
+        lambda: _run(given, settings, adapters),
+        last_seconds=given["drain_seconds"] + _LAST_SECONDS,
+    )
+
+
+def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
+    from hf_paged.serving.server import listen, run_server
+
+    if not is_first_rank():
+        with _load(given, adapters)[0] as engine:
+            engine.run_worker()
+        return 0
     sockets = listen(given["host"], given["port"])
     engine, tokenizer = _load(given, adapters)
+    gc.collect()
+    gc.freeze()  # the model and the modules stay: collections among requests need not look at them
     return run_server(
         engine,
         tokenizer,
@@ -224,7 +242,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
     cache_config, scheduler_config = hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
     tokenizer = from_pretrained(AutoTokenizer, given["checkpoint"], "tokenizer")
     show("loading the model ...")
-    model = load_model(given["checkpoint"], given["dtype"], given["device"])
+    model = load_model(given["checkpoint"], given["dtype"], given["device"], num_ranks=given["tensor_parallel_size"])
     show("")
     for name, folder in adapters.items():
         load_adapter(model, name, folder)

@@ -158,6 +158,17 @@ def largest(
     return best[chosen // run] * run + chosen % run, values
 
 
+def keep_largest(scores: torch.Tensor, counts: Sequence[int], fill: float) -> torch.Tensor:
+    """scores fp32 [num_rows, vocab] -> the same, changed in place: scores of row i below its counts[i]-th largest are
+    `fill`; 1 <= counts[i] <= vocab. NaN is larger than all numbers, as for `topk`."""
+    is_native = fill == -torch.inf and ops.default_impl(scores.device) == "native" and scores.stride(1) == 1
+    if is_native and not native_ops.keep_largest(scores, counts):  # no row has NaN
+        return scores
+    largest = torch.topk(scores, max(counts))[0]
+    least = largest.gather(1, torch.tensor(counts, device=scores.device)[:, None] - 1)
+    return scores.masked_fill_(scores < least, fill)
+
+
 def raw_logprobs(logits: torch.Tensor, tokens: torch.Tensor, to_fp32: ToFp32) -> torch.Tensor:
     """`logprobs_of` for logits of the model's dtype, without a copy where native code reads them.
 

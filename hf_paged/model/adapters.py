@@ -6,6 +6,7 @@ Knows only PEFT's layers. PEFT is optional and is not imported while a model has
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,12 +31,13 @@ class AdapterChoice:
     taken the name. `key` is unique among all choices of one Adapters; None is the model without adapters.
     """
 
-    __slots__ = ("configs", "key", "names")
+    __slots__ = ("configs", "description", "key", "names")
 
     def __init__(self, names: _Names, configs: dict[str, Any], key: str | None) -> None:
         self.names = names
         self.configs = configs
         self.key = key
+        self.description: bytes | None = None  # when `Adapters.describe` has made it
 
 
 class Adapters:
@@ -53,6 +55,7 @@ class Adapters:
         self._configs: dict[str, Any] = {}
         self._layers: dict[Any, frozenset[str]] = {}  # PEFT's layers in the model, with the adapters each has
         self._choices: dict[frozenset[tuple[torch.nn.Module, tuple[str, ...]]], AdapterChoice] = {}
+        self._described: dict[bytes, AdapterChoice] = {}
         self._seen = False
 
     @property
@@ -92,6 +95,37 @@ class Adapters:
                     raise
         return result
 
+    def describe(self, choice: AdapterChoice) -> bytes:
+        """The choice as data, for the same model with the same adapters in another process."""
+        if choice.description is None:
+            numbers = {layer: number for number, layer in enumerate(self._layers)}
+            names = [(numbers[layer], own) for layer, own in choice.names.items()]
+            choice.description = pickle.dumps((choice.key, len(numbers), names))
+        return choice.description
+
+    def described(self, description: bytes) -> AdapterChoice:
+        """The choice that another process has described.
+
+        Raises RuntimeError if the adapters of this process are others.
+        """
+        with self._lock:
+            self._look()
+            choice = self._described.get(description)
+            if choice is None:
+                key, count, numbered = pickle.loads(description)
+                layers = list(self._layers)
+                names = {layers[number]: own for number, own in numbered} if count == len(layers) else {}
+                lost = [name for own in names.values() for name in own if name not in self._configs]
+                if count != len(layers) or lost:
+                    raise RuntimeError(
+                        f"the driver has adapters in {count} layers, this rank in {len(layers)}"
+                        + (f", without {_list(lost[:1])}" if lost else "")
+                        + "; load the same adapters, in the same order, on every rank"
+                    )
+                configs = {name: self._configs[name] for own in names.values() for name in own}
+                choice = self._described[description] = AdapterChoice(names, configs, key)
+        return choice
+
     def _named(self, adapter: str) -> _Names:
         if adapter != BASE:
             if not isinstance(adapter, str) or adapter not in self._configs:
@@ -130,7 +164,7 @@ class Adapters:
             kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
             found = (module for module in self._model.modules() if isinstance(module, kinds))
             layers = {module: frozenset(module._get_available_adapters()) for module in found}
-        self._layers, self._configs = layers, dict(configs)
+        self._layers, self._configs, self._described = layers, dict(configs), {}
         # A name may come back with other weights.
         self._choices = {
             key: choice

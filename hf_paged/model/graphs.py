@@ -252,7 +252,10 @@ class GraphedSteps:
         if self._is_off:
             return None
         captured = self._captured.get(variant)
-        if captured is None and len(self._captured) == MAX_VARIANTS:
+        if captured is None and len(self._captured) >= MAX_VARIANTS:
+            # Loading and deleting adapters outdates all graphs. Those of variants that are gone are never renewed.
+            self._captured = {of: each for of, each in self._captured.items() if not each.watch.has_other_weights()}
+        if captured is None and len(self._captured) >= MAX_VARIANTS:
             self._decline(f"there are graphs for {MAX_VARIANTS} sets of adapters already")
             return None
         captured = captured or self._take()

@@ -39,8 +39,12 @@ class ModelWatch:
 
     def changed(self) -> bool:
         """Whether anything differs from the record. Takes about 0.1 ms for a model of 32 layers."""
+        return self.has_other_weights() or self._look() != self._settings
+
+    def has_other_weights(self) -> bool:
+        """Whether weights have been added, removed or moved since, those of any adapter included."""
         self._weights.look()
-        return self._weights.layout != self._layout or self._look() != self._settings
+        return self._weights.layout != self._layout
 
     def _look(self) -> list[Any]:
         """The recorded values that are compared with `==`."""

@@ -6,10 +6,12 @@ K/V is in the same blocks as in a packed step and is gathered for each layer (th
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
@@ -53,14 +55,13 @@ class RowModel:
         Raises UnsupportedModelError if even generate's own split does not give the logits of generate.
         """
         ids = torch.arange(5, device=device_of(self.model))[None]
-        plain = self.model.generate(
+        without_defaults = copy.copy(self.model)  # the modules are the same
+        # The model's own options may end the call early, or need more than a model, as stop strings do.
+        without_defaults.generation_config = GenerationConfig()
+        plain = without_defaults.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=3,
-            do_sample=False,
-            num_beams=1,
-            num_return_sequences=1,
-            eos_token_id=None,
             pad_token_id=0,
             output_logits=True,
             return_dict_in_generate=True,

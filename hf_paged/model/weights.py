@@ -284,7 +284,7 @@ def _inner_names(tensor: torch.Tensor) -> Sequence[str]:
     if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return ()
     names: Sequence[str] = tensor.__tensor_flatten__()[0]
-    return names
+    return [name for name in names if isinstance(getattr(tensor, name), torch.Tensor)]  # DTensor lists its mesh too
 
 
 def _address(tensor: torch.Tensor) -> int | None:

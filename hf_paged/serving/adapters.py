@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hf_paged.model.adapters import BASE
+from hf_paged.model.state import state_of
 
 _FILES = {
     "adapter_config.json": "give the folder of a PEFT adapter on the server",
@@ -30,10 +31,24 @@ def load_adapter(model: Any, name: str, folder: str) -> None:
     """Load a PEFT adapter under this name. Raises ValueError if that is impossible; the model then computes as before.
 
     PEFT changes the model before it reads the weights, and leaves weights that the folder does not have at their
-    initial values, with which the adapter does nothing.
+    initial values, with which the adapter does nothing. Requests that are being prepared in another thread wait: they
+    must not see an adapter that has a part of its layers.
     """
     if name == BASE:
         raise ValueError(f"an adapter cannot have the name {BASE!r}, which stands for the model without adapters")
+    with state_of(model).lock:
+        if name in (vars(model).get("peft_config") or {}):
+            raise ValueError(f"an adapter {name!r} is loaded already; unload it, or choose another name")
+        _load(model, name, folder)
+
+
+def unload_adapter(model: Any, name: str) -> None:
+    """Remove an adapter that `load_adapter` has loaded."""
+    with state_of(model).lock:
+        model.delete_adapter(name)
+
+
+def _load(model: Any, name: str, folder: str) -> None:
     try:
         found = model.load_adapter(folder, adapter_name=name)  # a folder that exists: nothing is fetched
     except (ImportError, OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
@@ -50,7 +65,7 @@ def load_adapter(model: Any, name: str, folder: str) -> None:
 
 
 def _remove(model: Any, name: str) -> None:
-    """What there is of it."""
+    """Remove an adapter that was loaded in part."""
     if name in (vars(model).get("peft_config") or {}):
         model._hf_peft_config_loaded = True  # set late when the first adapter is loaded
         model.delete_adapter(name)

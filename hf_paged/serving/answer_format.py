@@ -20,6 +20,7 @@ from hf_paged.serving.parsing import (
     Parser,
     PlainParser,
     TemplateParser,
+    lenient,
     new_response_parser,
 )
 
@@ -27,6 +28,10 @@ log = logging.getLogger("hf_paged.serving")
 
 Form = dict[str, Any]
 """A format of xgrammar's structural tags."""
+
+
+class UnfollowedTool(ValueError):
+    """A grammar cannot follow the schema of a tool's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ class AnswerFormat:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def parser(self, prompt: str, calls: Calls | None) -> Parser:
-        """For the answer to a prompt, with the tool calls that the request allows."""
+        """For the answer to a prompt, with the tool calls that the request allows. Raises ValueError for a prompt that
+        cannot be read."""
         is_native = calls is not None and (self.call is not None or not calls.is_forced)
         if self.template is None:
             inner: Parser = PlainParser()
@@ -109,7 +115,7 @@ class AnswerFormat:
 
     def constraint(self, prompt: str, content: Constraint | None, calls: Calls | None) -> Constraint | None:
         """What the answer to a prompt has to be, its reasoning included. content: what its content has to be. None: it
-        is free."""
+        is free. Raises UnfollowedTool; ValueError for a prompt that cannot be read."""
         if calls is not None and calls.is_forced:
             wanted = constraints.structure(self._forced(calls))
         elif content is not None:
@@ -154,7 +160,7 @@ class AnswerFormat:
         if self.reasoning is None or self.template is None:
             return None
         begin, end = self.reasoning
-        events = new_response_parser(self.template, prompt).initial_events
+        events = new_response_parser(lenient(self.template), prompt).initial_events
         regions = [event for event in events if event["field"] in REASONING and event["type"] != "region_chunk"]
         is_open = bool(regions) and regions[-1]["type"] == "region_open"
         if regions and not is_open:
@@ -180,6 +186,10 @@ def _in_order(*forms: Form) -> Form:
 
 
 def _tag(begin: str, tool: Tool, end: str) -> Form:
+    try:
+        constraints.check_schema(tool.parameters)
+    except ValueError as error:
+        raise UnfollowedTool(f"{tool.name}: {error}") from error
     arguments = {
         "type": "json_schema",
         "json_schema": tool.parameters,

@@ -17,13 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hf_paged.generation.engine.outputs import RequestOutput
-from hf_paged.serving.choices import Choices, Delta, joined, overdue
+from hf_paged.serving.choices import Choices, Delta, overdue
 from hf_paged.serving.forms import Form, usage
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.worker import EngineStopped, Job
 
 _Result = TypeVar("_Result")
+_LONG = 512  # tokens that are not turned into text on the event loop
 
 
 @dataclass(slots=True)
@@ -134,7 +135,9 @@ class JobAnswer(Response):
         try:
             while changed := await self._job.changes():
                 self._outcome.note(changed.values())
-                deltas = self._choices.update(changed)
+                whole = (each for output in changed.values() if output.finished for each in output.outputs)
+                is_long = sum(each.num_tokens for each in whole) > _LONG
+                deltas = await _made(partial(self._choices.update, changed), is_long=is_long)
                 self._outcome.finish_reasons += [delta.finish_reason for delta in deltas if delta.finish_reason]
                 yield deltas
                 if self._choices.are_finished:
@@ -149,7 +152,7 @@ class JobAnswer(Response):
         deltas = [delta async for some in self._deltas() for delta in some]
 
         def whole() -> dict[str, Any]:
-            return self._form.whole(joined(deltas, len(self._plan.prompts) * self._plan.n), self._usage())
+            return self._form.whole(deltas, self._usage())
 
         body = await _made(lambda: to_json(whole()), is_long=self._plan.logprobs is not None)
         answer = Response(body, media_type="application/json", headers=self._engine_ids)
@@ -165,6 +168,8 @@ class JobAnswer(Response):
         try:
             async for deltas in self._deltas():
                 for delta in deltas:
+                    if not delta.is_seen(self._plan):
+                        continue
                     events_of = partial(self._events_of, delta)
                     if events := await _made(events_of, is_long=delta.prompt is not None):
                         await _send_on(send, events)
@@ -198,8 +203,8 @@ async def _send_on(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _made(make: Callable[[], bytes], *, is_long: bool) -> bytes:
-    """is_long: it may have millions of numbers, for which the event loop does not wait."""
+async def _made(make: Callable[[], _Result], *, is_long: bool) -> _Result:
+    """is_long: it may have many tokens or millions of numbers, for which the event loop does not wait."""
     return await asyncio.to_thread(make) if is_long else make()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.refusals import check_messages
 from hf_paged.serving.response_form import ResponseForm
 from hf_paged.serving.responses import ResponsesRequest, chat_of
-from hf_paged.serving.service import Service
+from hf_paged.serving.service import CLIENT_GONE, Service
 
 # Routes of other servers: what to do instead.
 _ELSEWHERE = {
@@ -42,6 +43,8 @@ _ELSEWHERE = {
     "/sleep": "stop the server instead",
     "/wake_up": "start the server instead",
 }
+
+_TYPE = re.compile(r"constrained-\w+|[a-z-]+\[.*\]", re.DOTALL)  # pydantic's name of one type of several in a place
 
 
 def create_app(service: Service) -> FastAPI:
@@ -96,12 +99,13 @@ async def _on_problem(request: Request, problem: Problem) -> Response:
 
 
 async def _on_invalid(request: Request, error: RequestValidationError) -> Response:
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
+    # Of a value of several types there is an error for each; the kind that was meant got furthest.
+    worst = max(error.errors(), key=lambda each: len(each["loc"]))
+    place = ".".join(str(part) for part in worst["loc"][1:] if not _TYPE.fullmatch(str(part)))
+    message = str(worst["msg"]).removeprefix("Value error, ")
+    if worst["type"] == "extra_forbidden":
         message = "this field is not known; leave it out"
-    if first["type"] == "json_invalid":
+    if worst["type"] == "json_invalid":
         return await _on_problem(request, Problem(400, f"the body is not valid JSON: {message} ({place})"))
     text = f"{place}: {message}" if place else message
     return await _on_problem(request, Problem(422, text, param=place or None, code="invalid_field"))
@@ -172,6 +176,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     def ids_of(body: schema.TokenizeRequest) -> list[int]:
         if body.prompt is not None:
+            served.check_size(body.prompt)
             return served.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         check_messages(body.messages or [])
         text = served.render(
@@ -181,10 +186,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             kwargs=body.chat_template_kwargs,
             tools=body.tools or [],
         )
+        served.check_size(text)
         return served.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
     @app.post("/tokenize", responses=answers(replies.Tokenized))
-    async def tokenize(body: schema.TokenizeRequest) -> Response:
+    async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
         served.adapter_of(body.model)
 
         def answer() -> bytes:
@@ -193,15 +199,19 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             made = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids, "token_strs": names}
             return to_json(made)
 
-        return Response(await service.prepared(answer), media_type="application/json")
+        made = await service.tokenized(answer, request)
+        if made is None:
+            return Response(status_code=CLIENT_GONE)
+        return Response(made, media_type="application/json")
 
     @app.post("/detokenize", response_model=replies.Detokenized)
-    async def detokenize(body: schema.DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(request: Request, body: schema.DetokenizeRequest) -> Any:
         served.adapter_of(body.model)
         for token in body.tokens:
             if token >= served.vocab_size:
                 raise Problem(400, f"tokens: the vocabulary has no token {token}", param="tokens")
-        return {"prompt": await service.prepared(partial(served.decode, body.tokens))}
+        text = await service.tokenized(partial(served.decode, body.tokens), request)
+        return Response(status_code=CLIENT_GONE) if text is None else {"prompt": text}
 
 
 # -- state ---------------------------------------------------------------------------------------------------------

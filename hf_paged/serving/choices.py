@@ -70,14 +70,32 @@ class Choice:
         self._known = 0  # tokens that have been looked at
         self.is_finished = False
 
-    def update(self, output: CompletionOutput) -> Delta | None:
-        """What is new in the output, which has at least the tokens of the last one. None: nothing."""
+    def update(self, output: CompletionOutput) -> list[Delta]:
+        """What is new in the output, which has at least the tokens of the last one.
+
+        One delta at most; with log-probabilities and a parser one for each token, so that it can be seen which of them
+        are the content's.
+        """
+        if self.is_finished:
+            return []
+        new = output.since(self._known)
+        reason = _REASONS.get(output.finish_reason or "")
+        is_apart = self._parser is not None and self._plan.logprobs is not None
+        count = new.num_tokens
+        ends = [*range(1, count), count] if is_apart else [count]
+        starts = [0, *ends[:-1]]
+        made = (
+            self._delta(output, new, slice(start, end), reason if end == count else None)
+            for start, end in zip(starts, ends)
+        )
+        return [delta for delta in made if delta is not None]
+
+    def _delta(self, output: CompletionOutput, new: CompletionOutput, part: slice, reason: str | None) -> Delta | None:
+        """For a part of what is new in the output. reason: why the choice ends after it. None: nothing."""
         if self.is_finished:
             return None
-        new = output.since(self._known)
-        tokens = new.token_ids
-        reason = _REASONS.get(output.finish_reason or "")
-        is_ended_by_token = output.finish_reason == "eos" and not self._plan.include_stop
+        tokens = new.token_ids[part]
+        is_ended_by_token = reason is not None and output.finish_reason == "eos" and not self._plan.include_stop
         text, count = self._read(tokens, len(tokens) - is_ended_by_token, is_last=reason is not None)
         if self._stops.found is None:
             count = len(tokens)
@@ -93,8 +111,8 @@ class Choice:
             self.index,
             pieces.content,
             tokens[:count],
-            new.logprobs[:count] if is_scored else [],
-            top_logprobs=(new.top_logprobs or [])[:count] if is_scored else [],
+            new.logprobs[part][:count] if is_scored else [],
+            top_logprobs=(new.top_logprobs or [])[part][:count] if is_scored else [],
             finish_reason="tool_calls" if reason == "stop" and self._calls_tools else reason,
             stop_reason=self._stop_reason(output) if reason is not None else None,
             reasoning=pieces.reasoning,
@@ -163,7 +181,7 @@ class Choices:
                     raise Problem(503, "the request was aborted by the operator of the server", code="aborted")
                 if completion.finish_reason == "deadline":
                     raise overdue()
-                if (delta := self._choices[place * self._plan.n + number].update(completion)) is not None:
+                for delta in self._choices[place * self._plan.n + number].update(completion):
                     delta = self._scored(delta, output)
                     self.completion_tokens += len(delta.token_ids)
                     deltas.append(delta)

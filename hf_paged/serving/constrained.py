@@ -83,10 +83,6 @@ def calls_of(body: ChatRequest) -> Calls | None:
 def _tool(tool: schema.Tool) -> Tool:
     function = tool.function
     parameters = {"type": "object"} if function.parameters is None else function.parameters
-    try:
-        constraints.check_schema(parameters)
-    except ValueError as error:
-        raise Problem(400, f"tools: {function.name}: {error}", param="tools", code="invalid_grammar") from error
     return Tool(function.name, parameters, bool(function.strict), tool.model_dump(exclude_none=True))
 
 

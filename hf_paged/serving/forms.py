@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from hf_paged.generation.engine.outputs import TopLogprobs
-from hf_paged.serving.choices import Delta, PromptScores
+from hf_paged.serving.choices import Delta, PromptScores, joined
 from hf_paged.serving.parsing import CallPart
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
@@ -47,7 +47,8 @@ class Form(Protocol):
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The events after the last delta. usage: of chat completions."""
 
-    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]: ...
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer that is not streamed."""
 
     def failure(self, problem: Problem) -> dict[str, Any]:
         """The event for an error after the beginning."""
@@ -107,8 +108,9 @@ class CompletionForm(_CompletionEvents):
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._head, "choices": []}
 
-    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "choices": [self._choice(delta) for delta in choices], "usage": usage}
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = [self._choice(delta) for delta in joined(deltas, len(self._indices()))]
+        return {**self._head, "choices": choices, "usage": usage}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         plan, index = self._plan, delta.index
@@ -203,8 +205,8 @@ class ChatForm(_CompletionEvents):
     def usage_chunk(self) -> dict[str, Any]:
         return self._chunk([])
 
-    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        made = [self._choice(delta, "message", self._message(delta)) for delta in choices]
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        made = [self._choice(delta, "message", self._message(delta)) for delta in joined(deltas, self._plan.n)]
         answer = {**self._head, "object": "chat.completion", "choices": made, "usage": usage}
         if self._plan.return_token_ids:
             answer["prompt_token_ids"] = self._plan.prompts[0]

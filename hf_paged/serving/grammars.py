@@ -62,6 +62,14 @@ class Grammars:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, constraint)
         except ValueError as error:
             raise _refused(str(error)) from error
+        except (RuntimeError, OSError) as error:
+            log.exception("the process that compiles grammars does not run")
+            raise Problem(
+                503,
+                "grammars cannot be compiled now; the server's log says why",
+                code="no_compiler",
+                headers={"retry-after": "10"},
+            ) from error
         finally:
             self._num_waiting -= 1
 

@@ -52,7 +52,7 @@ def answers(
 
 
 def described(app: FastAPI, settings: Settings) -> dict[str, Any]:
-    """Made once."""
+    """The document, which is kept from the first call on."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
         events = [(each, "serialization") for each in (replies.ChatChunk, replies.ResponseEvent)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -18,6 +19,8 @@ log = logging.getLogger("hf_paged.serving")
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field with a model's reasoning."""
+
+_MAX_SPACES = 64  # of white space that a mark takes with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class TemplateParser:
     ) -> None:
         """template: of transformers. prompt: the text that the answer follows. marks: around a tool call, as far as
         they are known. max_calls: further calls are dropped (None: no limit)."""
-        self._parser: Any = new_response_parser(_lenient(template), prompt, tools)
+        self._parser: Any = new_response_parser(lenient(template), prompt, tools)
         self._marks = marks
         self._max_calls = max_calls
         self._num_calls = 0
@@ -129,13 +132,25 @@ class TemplateParser:
         return pieces
 
 
-def _lenient(template: dict[str, Any]) -> dict[str, Any]:
-    """A template with which a tool call that is no JSON is read as a text, and not an error."""
-    calls = template["fields"].get("tool_calls", {})
-    if calls.get("content") != "json":
-        return template
-    calls = {**calls, "content_args": {**calls.get("content_args", {}), "allow_non_json": True}}
-    return {**template, "fields": {**template["fields"], "tool_calls": calls}}
+def lenient(template: dict[str, Any]) -> dict[str, Any]:
+    """A template with which a tool call that is no JSON is read as a text, and not an error.
+
+    White space before a mark is a part of the mark up to a limit. Without one, the time for a run of spaces grows with
+    the square of its length. The rest of the run is trimmed.
+    """
+    fields = {
+        name: {key: _bounded(key, each) for key, each in spec.items()} for name, spec in template["fields"].items()
+    }
+    calls = fields.get("tool_calls", {})
+    if calls.get("content") == "json":
+        calls["content_args"] = {**calls.get("content_args", {}), "allow_non_json": True}
+    return {**template, "fields": fields}
+
+
+def _bounded(key: str, value: Any) -> Any:
+    if key not in ("open_pattern", "close_pattern"):
+        return value
+    return re.sub(r"^\\s([*+])", lambda found: rf"\s{{{int(found[1] == '+')},{_MAX_SPACES}}}", value)
 
 
 class _Trimmed:
@@ -154,7 +169,7 @@ class _Trimmed:
 
 
 class ForcedCallsParser:
-    """Reads what the grammar of `tools.plain_calls` allows, and gives the arguments away as they come.
+    """Reads what `AnswerFormat` forces without marks around calls, and gives the arguments away as they come.
 
     inner: finds the content, which has the calls.
     """
@@ -238,8 +253,13 @@ class PlainParser:
 
 
 def new_response_parser(template: Any, prompt: str, tools: Sequence[dict[str, Any]] = ()) -> Any:
-    """transformers' parser of an answer to the prompt."""
+    """transformers' parser of an answer to the prompt. Raises ValueError for a prompt that cannot be read."""
     from transformers.utils.chat_parsing import ResponseParser
 
     takes_tools = "tools" in signature(ResponseParser).parameters  # since transformers 5.23
-    return ResponseParser(template, prefix=prompt, **({"tools": list(tools)} if takes_tools else {}))
+    try:
+        return ResponseParser(template, prefix=prompt, **({"tools": list(tools)} if takes_tools else {}))
+    except Exception as error:  # the template's parsers raise what they like, for what the prompt has
+        if not prompt:  # it is the template that is wrong
+            raise
+        raise ValueError(f"the response template cannot read the end of the prompt: {error!r:.200}") from error

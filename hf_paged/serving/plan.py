@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import GenerationConfig
 
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.grammar import Grammar
+from hf_paged.serving.answer_format import UnfollowedTool
 from hf_paged.serving.constrained import calls_of, check_end, content_of, tools_of
 from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
@@ -104,7 +106,7 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
         raise not_served("prompt_logprobs: use echo=true with logprobs", param="prompt_logprobs")
     given = body.prompt
     many: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    _check_fan_out(len(many), body, served)
+    _check_limits(len(many), body, served)
     for each in many:
         if isinstance(each, str):
             served.check_size(each)
@@ -131,7 +133,7 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
 def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
     """Renders the template and tokenizes; not for the event loop. Raises Problem."""
     check_served(body)
-    _check_fan_out(1, body, served)
+    _check_limits(1, body, served)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if limit == 0:
         raise Problem(400, "max_tokens=0 generates nothing; raise it", param="max_tokens")
@@ -150,8 +152,13 @@ def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) 
     skip = body.skip_special_tokens and answers.template is None
     plan = _plan(body, served, [prompt], key_digest, limit=limit, default=default, texts=[], skip_special_tokens=skip)
     if answers.template is not None or (calls is not None and calls.is_forced):
-        plan = replace(plan, new_parser=partial(answers.parser, text, calls))
-    return _with_constraint(plan, body, answers.constraint(text, content_of(body), calls))
+        # The prompt is read here, once for all choices, because it may be long.
+        plan = replace(plan, new_parser=partial(deepcopy, answers.parser(text, calls)))
+    try:
+        constraint = answers.constraint(text, content_of(body), calls)
+    except UnfollowedTool as error:
+        raise Problem(400, f"tools: {error}", param="tools", code="invalid_grammar") from error
+    return _with_constraint(plan, body, constraint)
 
 
 def _with_constraint(plan: Plan, body: Sampling, constraint: Constraint | None) -> Plan:
@@ -173,39 +180,28 @@ def _plan(
     skip_special_tokens: bool,
 ) -> Plan:
     name, adapter = served.adapter_of(body.model)
-    if body.priority and not served.settings.priorities:
-        raise Problem(
-            400,
-            f"priority={body.priority}: this server runs requests in the order of their arrival; leave it out, or "
-            "start the server with --scheduling-policy priority",
-            param="priority",
-        )
-    salt = _salt(key_digest, body.cache_salt)
     options = _Options(body, served, skip_special_tokens=skip_special_tokens)
     logprobs = _num_logprobs(body, served)
-    echo = isinstance(body, CompletionRequest) and body.echo
+    echo = isinstance(body, CompletionRequest) and bool(body.echo)
     scores_prompts = echo and logprobs is not None
-    submissions, scored = [], 0
-    for prompt in prompts:
-        length = _new_tokens(len(prompt), limit, default, served)
-        scored += options.width * (length + (len(prompt) if scores_prompts else 0))
-        if length or scores_prompts:
-            submissions.append(
-                Submission(
-                    prompt_ids=prompt,
-                    config=options.config(length or 1),
-                    processors=options.processors(len(prompt)),
-                    criteria=options.criteria(len(prompt)),
-                    adapter=adapter,
-                    cache_salt=salt,
-                    priority=body.priority,
-                    logprobs=logprobs or None,
-                    prompt_logprobs=logprobs if scores_prompts else None,
-                    deadline=served.settings.limits.request_seconds,
-                )
-            )
+    lengths = [_new_tokens(len(prompt), limit, default, served) for prompt in prompts]
     if logprobs is not None:
-        _check_scores(scored * (logprobs + 1), served)
+        scored = sum(lengths) + (sum(map(len, prompts)) if scores_prompts else 0)
+        _check_scores(options.width * scored * (logprobs + 1), served)
+    submissions = [
+        options.submission(
+            prompt,
+            length or 1,
+            adapter=adapter,
+            cache_salt=_salt(key_digest, body.cache_salt),
+            priority=body.priority,
+            logprobs=logprobs or None,
+            prompt_logprobs=logprobs if scores_prompts else None,
+            deadline=served.settings.limits.request_seconds,
+        )
+        for prompt, length in zip(prompts, lengths)
+        if length or scores_prompts
+    ]
     stream = body.stream_options
     return Plan(
         model=name,
@@ -234,8 +230,15 @@ def _plan(
     )
 
 
-def _check_fan_out(num_prompts: int, body: Sampling, served: ServedModel) -> None:
-    """Before anything is copied."""
+def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None:
+    """Raises Problem (400) for too many prompts or sequences, and for a priority that would change nothing."""
+    if body.priority and not served.settings.priorities:
+        raise Problem(
+            400,
+            f"priority={body.priority}: this server runs requests in the order of their arrival; leave it out, or "
+            "start the server with --scheduling-policy priority",
+            param="priority",
+        )
     limits, width = served.settings.limits, max(body.n or 1, body.best_of or 1)
     limit = limits.sequences
     if num_prompts > limits.in_flight:
@@ -322,7 +325,17 @@ class _Options:
             **self._tokens(),
         }
 
-    def config(self, max_new_tokens: int) -> Any:
+    def submission(self, prompt: list[int], max_new_tokens: int, **others: Any) -> Submission:
+        """others: the fields that are equal for all prompts. Raises Problem (400)."""
+        return Submission(
+            prompt_ids=prompt,
+            config=self._config(max_new_tokens),
+            processors=self._processors(len(prompt)),
+            criteria=self._criteria(len(prompt)),
+            **others,
+        )
+
+    def _config(self, max_new_tokens: int) -> Any:
         body = self._body
         if body.min_tokens > max_new_tokens:
             raise Problem(400, f"min_tokens={body.min_tokens} is more than max_tokens={max_new_tokens}")
@@ -330,13 +343,13 @@ class _Options:
         config.seed = body.seed
         return config
 
-    def processors(self, prompt_length: int) -> list[Any]:
+    def _processors(self, prompt_length: int) -> list[Any]:
         presence, frequency = self._body.presence_penalty or 0.0, self._body.frequency_penalty or 0.0
         if not presence and not frequency:
             return []
         return [OccurrencePenalty(prompt_length, presence_penalty=presence, frequency_penalty=frequency)]
 
-    def criteria(self, prompt_length: int) -> list[Any]:
+    def _criteria(self, prompt_length: int) -> list[Any]:
         body = self._body
         if not body.stops:
             return []

@@ -16,7 +16,18 @@ def _given(value: Any) -> bool:
     return value not in (None, [], {}, False)
 
 
-_CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
+Refusals = dict[str, tuple[Callable[[Any], bool], str]]
+"""Name of a field -> whether a value asks for something, and what to do instead."""
+
+COMMON: Refusals = {
+    "store": (_given, "nothing is stored; leave this field out"),
+    "service_tier": (lambda value: value not in (None, "auto", "default"), "there is one tier; leave this field out"),
+    "safety_identifier": (_given, "nothing is stored; `user` stands in the log, so use that"),
+    "prompt_cache_key": (_given, "common prefixes are found by content; use cache_salt to keep prefixes apart"),
+}
+
+_CHAT: Refusals = {
+    **COMMON,
     "functions": (_given, _FUNCTIONS),
     "function_call": (lambda value: value not in (None, "none", "auto"), _FUNCTIONS),
     "reasoning_effort": (
@@ -28,26 +39,27 @@ _CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "audio": (_given, _TEXT_ONLY),
     "prediction": (_given, "predicted outputs are not served; leave this field out"),
     "web_search_options": (lambda value: value is not None, "this server fetches nothing; leave this field out"),
-    "store": (_given, "nothing is stored; leave this field out"),
     "metadata": (_given, "nothing is stored; leave this field out"),
-    "service_tier": (lambda value: value not in (None, "auto", "default"), "there is one tier; leave this field out"),
-    "safety_identifier": (_given, "nothing is stored; `user` stands in the log, so use that"),
-    "prompt_cache_key": (_given, "common prefixes are found by content; use cache_salt to keep prefixes apart"),
 }
 
-_COMPLETION: dict[str, tuple[Callable[[Any], bool], str]] = {
+_COMPLETION: Refusals = {
     "suffix": (_given, "completions within a text are not served; leave this field out"),
 }
 
-_MESSAGE = ("function_call", "refusal", "audio")
+_MESSAGE = ("function_call", "refusal", "audio", "annotations")
 _ROLES = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+
+
+def refuse(body: Any, refusals: Refusals) -> None:
+    """Raises Problem (400) for the first of these fields with which the body asks for something."""
+    for name, (is_asked, remedy) in refusals.items():
+        if is_asked(getattr(body, name)):
+            raise not_served(f"{name}: {remedy}", param=name)
 
 
 def check_served(body: ChatRequest | CompletionRequest) -> None:
     """Raises Problem (400) for a field that would have to be ignored."""
-    for name, (is_asked, remedy) in (_CHAT if isinstance(body, ChatRequest) else _COMPLETION).items():
-        if is_asked(getattr(body, name)):
-            raise not_served(f"{name}: {remedy}", param=name)
+    refuse(body, _CHAT if isinstance(body, ChatRequest) else _COMPLETION)
     if isinstance(body, ChatRequest):
         check_messages(body.messages)
 

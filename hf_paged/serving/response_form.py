@@ -91,8 +91,8 @@ class ResponseForm:
         status = "incomplete" if self._finish_reason == "length" else "completed"
         return [*events, self._event(f"response.{status}", response=self._response(status, usage))]
 
-    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        for delta in choices:
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        for delta in deltas:
             self.chunks(delta)
         response: dict[str, Any] = self.closing(usage)[-1]["response"]
         return response

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.refusals import COMMON, Refusals, refuse
 from hf_paged.serving.schema import (
     AtLeastOne,
     Body,
@@ -15,10 +15,12 @@ from hf_paged.serving.schema import (
     Count,
     FunctionDefinition,
     FunctionName,
+    Items,
     NamedSchema,
     Options,
     StructuredOutputs,
     Text,
+    Texts,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -42,10 +44,13 @@ class OtherContent(BaseModel):
     type: Literal["input_image", "input_file", "input_audio", "refusal"]
 
 
+Content = Annotated[TextContent | OtherContent, Field(discriminator="type")]
+
+
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextContent | OtherContent]
+    content: Text | Items[Content]
     id: Id | None = None
     status: str | None = None
     phase: str | None = None
@@ -65,7 +70,7 @@ class CallItem(Body):
 class CallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: Id
-    output: Text | list[TextContent | OtherContent]
+    output: Text | Items[Content]
     id: Id | None = None
     status: str | None = None
 
@@ -81,7 +86,7 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     id: Id | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    content: list[ReasoningContent] | None = None
+    content: Items[ReasoningContent] | None = None
     encrypted_content: None = None
     status: str | None = None
 
@@ -113,7 +118,17 @@ class OtherItem(BaseModel):
     ]
 
 
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem | OtherItem
+def _completed(given: Any) -> Any:
+    """An item without a type is a message. Clients send back all fields of an answer's items; None stands for none."""
+    if not isinstance(given, dict):
+        return given
+    return {"type": "message", **{name: value for name, value in given.items() if value is not None}}
+
+
+Item = Annotated[
+    Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem | OtherItem, Field(discriminator="type")],
+    BeforeValidator(_completed),
+]
 
 
 class FunctionTool(FunctionDefinition):
@@ -139,6 +154,9 @@ class OtherTool(BaseModel):
     ]
 
 
+OneTool = Annotated[FunctionTool | OtherTool, Field(discriminator="type")]
+
+
 class ToolName(Body):
     type: Literal["function"]
     name: FunctionName
@@ -147,7 +165,7 @@ class ToolName(Body):
 class ToolNames(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolName], Field(min_length=1, max_length=128)]
+    tools: Annotated[Items[ToolName], Field(min_length=1, max_length=128)]
 
 
 class PlainFormat(Body):
@@ -170,19 +188,21 @@ class ResponseStreamOptions(Body):
 class ResponsesRequest(Options):
     """POST /v1/responses."""
 
-    input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    input: Text | Annotated[Items[Item], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
     max_output_tokens: AtLeastOne | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool | OtherTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolName | ToolNames | None = None
+    tools: Annotated[Items[OneTool], Field(max_length=128)] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[ToolName | ToolNames, Field(discriminator="type")] | None
+    ) = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], Field(max_length=16)] | None = None
+    include: Annotated[Items[str], Field(max_length=16)] | None = None
     top_logprobs: Count | None = None
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[Texts, Field(max_length=16)] | None = None
     # Refused unless they ask for nothing.
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
@@ -205,10 +225,10 @@ class ResponsesRequest(Options):
 
 
 _STORED = "nothing is stored; send the whole conversation as input"
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_REFUSED: Refusals = {
+    **COMMON,
     "previous_response_id": (lambda value: value is not None, _STORED),
     "conversation": (lambda value: value is not None, _STORED),
-    "store": (lambda value: value is True, "nothing is stored; leave this field out"),
     "prompt": (lambda value: value is not None, "no prompts are stored; send instructions and input"),
     "background": (lambda value: value is True, "answers are not kept; leave this field out, or use stream=true"),
     "reasoning": (
@@ -218,18 +238,13 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "include": (lambda value: any(each != _LOGPROBS for each in value or ()), f"only {_LOGPROBS!r} is served"),
     "max_tool_calls": (lambda value: value is not None, "this server runs no tools; leave this field out"),
     "truncation": (lambda value: value not in (None, "disabled"), "shorten the input, or leave this field out"),
-    "service_tier": (lambda value: value not in (None, "auto", "default"), "there is one tier; leave this field out"),
-    "safety_identifier": (lambda value: value is not None, "`user` stands in the log, so use that"),
-    "prompt_cache_key": (lambda value: value is not None, "prefixes are found by content; cache_salt keeps them apart"),
     "prompt_cache_retention": (lambda value: value is not None, "prefixes are kept while memory lasts; leave it out"),
 }
 
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
     """The chat request for the same answer. Raises Problem."""
-    for name, (is_asked, remedy) in _REFUSED.items():
-        if is_asked(getattr(body, name)):
-            raise not_served(f"{name}: {remedy}", param=name)
+    refuse(body, _REFUSED)
     fields = {name: getattr(body, name) for name in Options.model_fields}
     options = body.text or TextOptions()
     scored = _LOGPROBS in (body.include or ())

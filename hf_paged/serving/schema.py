@@ -1,30 +1,63 @@
 """What clients send: OpenAI's fields and those that vLLM's clients know. A field that is not here is refused (422).
 
-Checks of single values stand here; what depends on the model or the server's limits is checked in plan.py.
+Checks of single values stand here; what depends on the model or the server's limits is checked in plan.py. pydantic
+makes an error of each value that is wrong, so lists end at their first one and objects have few keys: otherwise one
+large body would keep the event loop busy for seconds.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 _MAX_STRING = 4 * 2**20
+_MAX_KEYS = 200  # of an object with known keys; no request has as many
 _INT64 = 2**63
 
+_Value = TypeVar("_Value")
+Items = Annotated[list[_Value], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(max_length=_MAX_STRING)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
+Bias = Annotated[Number, Field(ge=-100, le=100)]
+
+
+def _few(given: Any) -> Any:
+    """The value. Raises ValueError for an object with too many keys to look at each."""
+    if isinstance(given, dict) and len(given) > _MAX_KEYS:
+        raise ValueError(f"an object with {len(given)} keys; no request has more than {_MAX_KEYS}")
+    return given
+
+
+def _is_json(given: dict[str, Any]) -> dict[str, Any]:
+    """The value. Raises ValueError for one that an answer cannot repeat: its strings are no Unicode, or it has NaN."""
+    try:
+        json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a JSON object is needed: {error}") from error
+    return given
+
+
+JSONSchema = Annotated[dict[str, Any], AfterValidator(_is_json)]
+Texts = Annotated[dict[str, str], BeforeValidator(_few)]
+"""Values that are texts, by name."""
 
 
 class Body(BaseModel):
     """A request's body: no unknown field, no number that is not finite."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_keys(cls, given: Any) -> Any:
+        return _few(given)
 
 
 class StreamOptions(Body):
@@ -44,7 +77,7 @@ class ObjectFormat(Body):
 class NamedSchema(Body):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JSONSchema | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -63,7 +96,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     regex: Text | None = None
     grammar: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=4096)] | None = None
+    choice: Annotated[Items[Text], Field(min_length=1, max_length=4096)] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
@@ -87,7 +120,7 @@ class Options(Body):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=16)] | None = None
     ignore_eos: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
@@ -112,10 +145,10 @@ class Sampling(Options):
     best_of: AtLeastOne | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=128)] | None = None
     include_stop_str_in_output: bool = False
-    bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
+    bad_words: Annotated[Items[StopString], Field(max_length=1024)] | None = None
     allowed_token_ids: TokenIds | None = None
     use_beam_search: bool = False
     length_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
@@ -126,13 +159,16 @@ class Sampling(Options):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _ids_as_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                raise ValueError(f"the key {key[:40]!r} is not a token id")
-        return value
+    def _first_wrong_bias(cls, given: Any) -> Any:
+        """There may be a bias for each token of a vocabulary; pydantic would make an error of each wrong one."""
+        for key, bias in given.items() if isinstance(given, dict) else ():
+            if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+                raise ValueError(f"the key {str(key)[:40]!r} is not a token id")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise ValueError(f"the bias of token {key} is not a number from -100 to 100")
+        return given
 
     @model_validator(mode="after")
     def _together(self) -> Sampling:
@@ -158,9 +194,9 @@ class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
     prompt: (
-        Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+        Text | TokenIds | Annotated[Items[Text], Field(min_length=1)] | Annotated[Items[TokenIds], Field(min_length=1)]
     )
-    echo: bool = False
+    echo: bool | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
     add_special_tokens: bool = True
@@ -180,7 +216,7 @@ class OtherPart(BaseModel):
     type: Literal["image_url", "input_audio", "audio_url", "video_url", "file", "refusal"]
 
 
-Content = Text | list[TextPart | OtherPart]
+Content = Text | Items[Annotated[TextPart | OtherPart, Field(discriminator="type")]]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -203,17 +239,18 @@ class Message(Body):
     content: Content | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: Text | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[Items[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     function_call: dict[str, Any] | None = None
     refusal: str | None = None
     audio: dict[str, Any] | None = None
+    annotations: list[Any] | None = None
 
 
 class FunctionDefinition(Body):
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JSONSchema | None = None
     strict: bool | None = None
 
 
@@ -235,7 +272,7 @@ class NamedTool(Body):
 
 class ToolChoices(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=128)]
 
 
 class AllowedTools(Body):
@@ -245,15 +282,16 @@ class AllowedTools(Body):
     allowed_tools: ToolChoices
 
 
-class Templated(Body):
-    """What decides how messages become a prompt."""
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=4096)]
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+
+class Templated(Body):
+    """What decides, beside the messages, how they become a prompt."""
+
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _one_end(self) -> Templated:
@@ -267,6 +305,8 @@ class Templated(Body):
 class ChatRequest(Sampling, Templated):
     """POST /v1/chat/completions."""
 
+    messages: Messages
+    add_special_tokens: bool = False
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -274,16 +314,16 @@ class ChatRequest(Sampling, Templated):
         Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None
     ) = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Items[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Texts | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -300,18 +340,14 @@ class ChatRequest(Sampling, Templated):
         return self
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templated):
     """POST /tokenize, with a text, or with messages as in a chat request."""
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
@@ -324,7 +360,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class LoadAdapterRequest(Body):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,13 +17,14 @@ from starlette.responses import Response
 
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.generation.sampling.request import Request as EngineRequest
 from hf_paged.model.adapters import BASE
-from hf_paged.serving.adapters import check_adapter, load_adapter
+from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Outcome, unless_gone
-from hf_paged.serving.choices import Choices
+from hf_paged.serving.choices import Choices, overdue
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.latencies import Latencies
@@ -39,7 +41,16 @@ log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
 _LOG_SECONDS = 10.0
-_CLIENT_GONE = 499  # nginx's status for the log; no client sees it
+CLIENT_GONE = 499  # nginx's status for the log; no client sees it
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What an answer is made of. All is made before the engine has the request, because making it may fail."""
+
+    plan: Plan
+    choices: Choices
+    form: Form
 
 
 class Service:
@@ -57,6 +68,7 @@ class Service:
     ) -> None:
         """adapters: name -> folder of those that the model has already."""
         self.settings = settings
+        self._num_ranks = num_ranks(engine.model)
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
@@ -127,10 +139,19 @@ class Service:
         """Queue the requests of a plan; raises Problem if it cannot be served. name: how the answer's id begins."""
         began, request_id = asyncio.get_running_loop().time(), request.state.request_id
         limit = self.settings.limits.request_seconds
+        ends_at = None if limit is None else began + limit
         self.check_open()
         span = RequestSpan(name, request.headers)
+        answer_id = f"{name}-{request_id}"
+        created = int(time.time())
+
+        def make() -> _Parts:
+            plan = make_plan()
+            tokenizer = self.served.tokenizer
+            return _Parts(plan, Choices(plan, tokenizer), form_of(plan, tokenizer, answer_id, created))
+
         try:
-            opened = await self._opened(make_plan, request)
+            opened = await self._opened(make, request, ends_at)
         except Problem as problem:
             log.info("request=%s refused status=%d reason=%r", request_id, problem.status, problem.message)
             span.refused(problem.status, problem.message)
@@ -140,11 +161,10 @@ class Service:
             raise
         if opened is None:
             log.info("request=%s status='disconnected' before it was queued", request_id)
-            span.refused(_CLIENT_GONE, "disconnected")
-            return Response(status_code=_CLIENT_GONE)
-        plan, job = opened
-        answer_id = f"{name}-{request_id}"
-        form = form_of(plan, self.served.tokenizer, answer_id, int(time.time()))
+            span.refused(CLIENT_GONE, "disconnected")
+            return Response(status_code=CLIENT_GONE)
+        parts, job = opened
+        plan = parts.plan
         span.planned(plan, answer_id)
 
         def ended(outcome: Outcome) -> None:
@@ -152,45 +172,61 @@ class Service:
             span.ended(outcome, seconds)
             _log_end(request_id, plan, outcome, seconds)
 
-        return JobAnswer(
-            plan,
-            job,
-            Choices(plan, self.served.tokenizer),
-            form,
-            ends_at=None if limit is None else began + limit,
-            on_end=ended,
-        )
+        return JobAnswer(plan, job, parts.choices, parts.form, ends_at=ends_at, on_end=ended)
 
-    async def _opened(self, make_plan: Callable[[], Plan], request: Request) -> tuple[Plan, Job | None] | None:
-        """The plan and its job, None without submissions. None if the client has gone before its turn.
+    async def tokenized(self, what: Callable[[], _Result], request: Request) -> _Result | None:
+        """As `prepared`, for a request that nothing is generated for. None if the client has gone. Raises Problem."""
 
-        Requests that are prepared have a place each, so that no more of them wait than may run. Raises Problem.
-        """
-        limit = self.settings.limits.in_flight
+        async def work() -> _Result:
+            with self._place():
+                return await self.prepared(what)
 
         with _refusals():
-            if self.worker.num_in_flight + self._num_preparing >= limit:
-                raise self.worker.full()
-            self._num_preparing += 1
+            return await unless_gone(work(), request.receive)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """For a request that is prepared, so that no more of them wait than may run. Raises QueueFull."""
+        if self.worker.num_in_flight + self._num_preparing >= self.settings.limits.in_flight:
+            raise self.worker.full()
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
+    async def _opened(
+        self, make: Callable[[], _Parts], request: Request, ends_at: float | None
+    ) -> tuple[_Parts, Job | None] | None:
+        """The parts of an answer and its job, None without submissions. None if the client has gone before its turn.
+
+        Raises Problem, also when `ends_at` has come: the engine knows its own deadline from the first step on.
+        """
+        with _refusals():
             try:
-                done = await unless_gone(self._requests(make_plan), request.receive)
-            finally:
-                self._num_preparing -= 1
-            if done is None:
-                return None
-            plan, requests = done
-            return plan, await self.worker.open(requests, finals_only=plan.reads_once) if requests else None
+                async with asyncio.timeout_at(ends_at):
+                    return await unless_gone(self._open(make), request.receive)
+            except TimeoutError:
+                raise overdue() from None
 
-    async def _requests(self, make_plan: Callable[[], Plan]) -> tuple[Plan, list[EngineRequest]]:
-        def prepare() -> tuple[Plan, list[EngineRequest] | None]:
-            plan = make_plan()
-            return plan, None if plan.constraint is not None else self.worker.prepare(plan.submissions)
+    async def _open(self, make: Callable[[], _Parts]) -> tuple[_Parts, Job | None]:
+        with self._place():
+            parts, requests = await self._requests(make)
+        if not requests:
+            return parts, None
+        return parts, await self.worker.open(requests, finals_only=parts.plan.reads_once)
 
-        plan, requests = await self.prepared(prepare)
+    async def _requests(self, make: Callable[[], _Parts]) -> tuple[_Parts, list[EngineRequest]]:
+        def prepare() -> tuple[_Parts, list[EngineRequest] | None]:
+            parts = make()
+            is_free = parts.plan.constraint is None
+            return parts, self.worker.prepare(parts.plan.submissions) if is_free else None
+
+        parts, requests = await self.prepared(prepare)
         if requests is None:
-            plan = plan.constrained(await self._grammars.compiled(plan.constraint))
+            plan = parts.plan.constrained(await self._grammars.compiled(parts.plan.constraint))
             requests = await self.prepared(partial(self.worker.prepare, plan.submissions))
-        return plan, requests
+        return parts, requests
 
     async def call_engine(self, awaitable: Any) -> Any:
         """The result of what the engine was asked for, its refusals as Problems."""
@@ -211,6 +247,7 @@ class Service:
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Raises Problem if it cannot be loaded; the model is then unchanged."""
+        self._check_one_rank()
         if name in (BASE, *self.settings.names, *self.served.adapters):
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")
         try:
@@ -222,10 +259,17 @@ class Service:
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that use it end with an error. Raises Problem (404) if there is none of this name."""
+        self._check_one_rank()
         if name not in self.served.adapters:
             raise Problem(404, f"no adapter {name!r} is loaded", param="lora_name", code="model_not_found")
         del self.served.adapters[name]
-        await self.call_engine(self.worker.call(lambda engine: engine.model.delete_adapter(name)))
+        await self.call_engine(self.worker.call(lambda engine: unload_adapter(engine.model, name)))
+
+    def _check_one_rank(self) -> None:
+        if self._num_ranks > 1:
+            raise Problem(
+                400, f"the model is on {self._num_ranks} ranks, which load adapters at the start only (--adapter)"
+            )
 
     # -- in the background --------------------------------------------------------------------------------------
 

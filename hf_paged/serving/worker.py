@@ -31,7 +31,7 @@ class EngineStopped(RuntimeError):
 
 
 class _Command:
-    """Something for the thread to do between two steps, and the future of who waits for it."""
+    """Something for the thread to do between two steps, and the future that its caller awaits."""
 
     def __init__(self, call: Callable[[], Any], *, is_addition: bool = False) -> None:
         self.call = call
@@ -69,6 +69,7 @@ class Job:
         self._latest: dict[int, RequestOutput] = {}
         self._unfinished = set(ids)
         self._error: Exception | None = None
+        self.is_closed = False
 
     async def changes(self) -> dict[int, RequestOutput]:
         """The latest outputs of the requests that have changed since the last call, by their place; waits for one.
@@ -93,6 +94,7 @@ class Job:
 
     def close(self) -> None:
         """Abort what is unfinished; nothing waits for it."""
+        self.is_closed = True
         if self._unfinished:
             self._unfinished = set()
             self._close(self)
@@ -191,9 +193,9 @@ class EngineWorker:
         job = Job([request.request_id for request in requests], self._abandon, finals_only=finals_only)
         self._jobs.update(dict.fromkeys(job.ids, job))
         try:
-            await self._do(lambda: self._add(requests), is_addition=True)
+            await self._do(lambda: self._add(job, requests), is_addition=True)
         except asyncio.CancelledError:
-            job.close()  # the commands run in order: after it was added
+            job.close()
             raise
         except BaseException:
             self._forget(job)
@@ -315,7 +317,9 @@ class EngineWorker:
     def _can_step(self) -> bool:
         return not self._is_paused and self._engine.has_unfinished_requests()
 
-    def _add(self, requests: Sequence[Request]) -> None:
+    def _add(self, job: Job, requests: Sequence[Request]) -> None:
+        if job.is_closed:  # while a pause held this back: it has been aborted already
+            return
         self._engine.submit(requests)
         self._running.update(request.request_id for request in requests)
 

@@ -70,7 +70,8 @@ def evaluate(kind: str, name: str, rest: str, doc: dict[str, Any], **options: An
         )
 
 
-TOKENIZER = {"tokenizer": task.checkpoint, "tokenizer_backend": "huggingface"}
+# lm-eval tokenizes, and by itself it leaves out the BOS token that the checkpoint's tokenizer puts before a prompt.
+TOKENIZER = {"tokenizer": task.checkpoint, "tokenizer_backend": "huggingface", "add_bos_token": True}
 
 
 def generates(kind: str, name: str, question: str, answer: str, until: list[str], **options: Any) -> None:

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.kernels import gather, ops
 from tests import models
+from tests.generation.test_engine import row_by_row
 
 
 def config(**options: Any) -> GenerationConfig:
@@ -220,6 +221,12 @@ def test_what_the_models_own_generation_config_says() -> None:
         model.generation_config.output_attentions = True
         with pytest.raises(ValueError, match="output_attentions=True"):
             engine.generate([prompt])
+
+
+def test_the_defaults_of_a_model_do_not_disturb_its_trial() -> None:
+    model = row_by_row()
+    model.generation_config = config(stop_strings=["a"], eos_token_id=list(range(models.VOCAB)))
+    Engine(model, CacheConfig(num_blocks=64)).close()
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])

@@ -22,6 +22,7 @@ from hf_paged.kernels.sampling import (
     _in_one,
     draw,
     greedy,
+    keep_largest,
     largest,
     logprobs_of,
     raw_logprobs,
@@ -230,6 +231,30 @@ def test_a_row_without_a_distribution_has_no_top_p(value: float) -> None:
 
 
 @pytest.mark.usefixtures("_impl")
+@pytest.mark.parametrize("vocab", [1, 63, 1000, 64 * 96])
+def test_drawing_from_the_largest_scores_is_top_k(vocab: int) -> None:
+    """With ties, with fewer finite scores than are kept, and with more kept than there are runs of scores."""
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 2, 50, 200, vocab):
+        scores = (torch.randn(6, vocab + 5, generator=generator) * 3).bfloat16().float()[:, :vocab]  # rows apart
+        scores[1] = 0.5
+        scores[2, vocab // 3 :] = -torch.inf
+        scores[3] = torch.arange(vocab)
+        counts = [min(count + row, vocab) for row in range(6)]
+        least = [row.topk(k)[0][-1] for row, k in zip(scores, counts)]
+        expected = torch.stack([row.masked_fill(row < edge, -torch.inf) for row, edge in zip(scores, least)])
+        assert keep_largest(scores, counts, -torch.inf) is scores
+        assert scores.equal(expected)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, 0.0])
+def test_nan_is_among_the_largest_scores(fill: float) -> None:
+    scores = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    scores[1, 7] = torch.nan
+    expected = torch.stack([row.masked_fill(row < row.topk(4)[0][-1], fill) for row in scores])
+    assert keep_largest(scores, [4] * 3, fill).allclose(expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_before_the_processors(dtype: torch.dtype) -> None:
     logits = (torch.randn(6, 311) * 4).to(dtype)

@@ -12,6 +12,7 @@ import xgrammar
 
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling.grammar import vocabulary_of
+from hf_paged.generation.sampling.schemas import as_xgrammar_reads
 from tests.generation.test_grammar import tokenizer
 
 
@@ -158,3 +159,20 @@ def test_regular_expressions(pattern: str, fitting: list[str], others: list[str]
 def test_regular_expressions_that_cannot_be_followed(pattern: str) -> None:
     with pytest.raises(ValueError, match="cannot be followed"):
         constraints.regex(pattern)
+
+
+class Counted(str):
+    """Counts the characters of its slices."""
+
+    copied = 0
+
+    def __getitem__(self, place: Any) -> str:
+        part = super().__getitem__(place)
+        Counted.copied += len(part)
+        return part
+
+
+def test_a_long_pattern_is_read_in_linear_time() -> None:
+    pattern = Counted(r"ab[c]\d(?P<name>x)(?:y)" * 200)
+    assert as_xgrammar_reads(pattern) == r"ab[c]\d(x)(?:y)" * 200
+    assert Counted.copied < 10 * len(pattern)

@@ -66,7 +66,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (("tests/fused/test_native_layers.py", "-k", "same_bits"), set()),
         (
             ("tests/generation/test_sampling.py", "-k", "draw or greedy or multinomial or generator or nan"),
-            {"hfp_greedy", "hfp_draw"},
+            {"hfp_greedy", "hfp_draw", "hfp_draw_top_p", "hfp_keep_largest"},
         ),
     ],
     ids=["shapes", "native", "ids", "layers", "models", "sampling"],

@@ -10,6 +10,7 @@ import pytest
 
 from hf_paged.cli import bench_serve
 from hf_paged.cli.common import UsageError
+from hf_paged.cli.main import main
 from hf_paged.load import report, workloads
 from hf_paged.load.client import Outcome, Run
 
@@ -114,7 +115,7 @@ def test_prompts_as_text() -> None:
     assert isinstance(bench_serve.planned({**OPTIONS, "endpoint": bench_serve.Route.chat})[0].prompt, str)
 
 
-def test_a_recorded_trace(tmp_path: Path) -> None:
+def test_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 2500, "input_length": 4, "output_length": 2},
@@ -123,11 +124,17 @@ def test_a_recorded_trace(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     requests = bench_serve.planned({**OPTIONS, "trace": path, "request_rate": None, "disconnect": 0.0})
     assert [(r.arrival, len(r.prompt), r.output_length) for r in requests] == [(0.0, 3, 9), (2.0, 4, 2)]
-    with pytest.raises(UsageError, match="arrivals of its own"):
-        bench_serve.planned({**OPTIONS, "trace": path})
-    path.write_text('{"timestamp": 1}')
-    with pytest.raises(UsageError, match="every line is a JSON object"):
-        bench_serve.planned({**OPTIONS, "trace": path, "request_rate": None})
+    for option, value in (("--request-rate", "1"), ("--scale", "2"), ("--workload", "alpaca")):
+        assert main(["bench", "serve", "--trace", str(path), option, value]) == 2
+        assert f"leave {option} out" in capsys.readouterr().err
+    for wrong in ('{"timestamp": 1}', "[1]", "1"):
+        path.write_text(wrong)
+        with pytest.raises(UsageError, match="every line is a JSON object"):
+            bench_serve.planned({**OPTIONS, "trace": path, "request_rate": None})
+
+
+def test_a_warm_up_has_the_words_of_its_request() -> None:
+    assert bench_serve._reversed("the of and") == "and of the" and bench_serve._reversed([1, 2, 3]) == [3, 2, 1]
 
 
 def test_objectives() -> None:

@@ -333,6 +333,22 @@ def test_every_adapter_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         assert engine.stats().graph_replays == 9 * 2
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_that_come_and_go_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), options).eval()
+    monkeypatch.setattr(graphs, "MAX_VARIANTS", 1)
+    prompt, made = models.prompts(5), config("greedy", max_new_tokens=3, eos_token_id=NEVER)
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+        for number in range(2):
+            model.add_adapter(f"adapter {number}", options)
+            model.eval()
+            engine.generate(prompt, made, adapter=f"adapter {number}")
+            model.delete_adapter(f"adapter {number}")
+        assert engine.stats().graph_replays == 2 * 2
+
+
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_paged.serving.adapters import check_adapter, load_adapter
+from hf_paged.model.state import state_of
+from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from tests.serving.harness import NAME, Running, new_model, plain, serving
 from tests.waiting import Gate
 
@@ -190,3 +192,36 @@ def test_a_request_whose_adapter_is_unloaded_fails_alone(adapted: Running, folde
         list(stream)
     assert other.result(120).choices[0].finish_reason == "length" and unloading.result(120).status_code == 200
     adapted.assert_idle()
+
+
+def test_an_adapter_that_is_loaded_stays(folders: dict[str, str]) -> None:
+    """Two clients may load one name at the same time, or one that tries again."""
+    model = new_model()
+    load_adapter(model, "sql", folders["sql"])
+    with pytest.raises(ValueError, match="is loaded already"):
+        load_adapter(model, "sql", folders["sql"])
+    assert "sql" in model.peft_config
+
+
+def test_requests_are_not_prepared_while_adapters_change(folders: dict[str, str], tmp_path: Path) -> None:
+    """Between the new adapter's config and its layers they would find an adapter without layers."""
+    model, held = new_model(), []
+    load, delete = model.load_adapter, model.delete_adapter
+
+    def is_held() -> bool:
+        other: list[bool] = []
+        lock = state_of(model).lock
+        thread = threading.Thread(target=lambda: other.append(not lock.acquire(blocking=False) or lock.release()))
+        thread.start()
+        thread.join()
+        return bool(other[0])
+
+    model.load_adapter = lambda *args, **options: (held.append(is_held()), load(*args, **options))[1]
+    model.delete_adapter = lambda *args, **options: (held.append(is_held()), delete(*args, **options))[1]
+    load_adapter(model, "sql", folders["sql"])
+    unload_adapter(model, "sql")
+    (tmp_path / "adapter_config.json").write_text((Path(folders["sql"]) / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_adapter(model, "sql", str(tmp_path))
+    assert held == [True] * 4

@@ -60,9 +60,9 @@ def test_an_update_copies_only_what_is_new(server: Running, fields: dict[str, An
     for end in range(1, len(ids) + 1):
         lists = [View(ids, 0, end), View(logprobs, 0, end), None, View(tops, 0, end)]
         output = CompletionOutput(0, lists, 0.0, None, "length" if end == len(ids) else None)
-        if delta := choice.update(output):
-            deltas.append(delta)
-            assert len(delta.token_ids) == 1
+        new = choice.update(output)
+        assert all(len(delta.token_ids) == 1 for delta in new)
+        deltas += new
         assert [type(each) for each in output._lists] == [View, View, type(None), View]
     (whole,) = joined(deltas, 1)
     assert whole.token_ids == ids and whole.text == tokenizer().decode(ids) and whole.finish_reason == "length"

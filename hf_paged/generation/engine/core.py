@@ -435,6 +435,7 @@ class EngineCore:
             arriving = {request.request_id for request in (*self._arriving, *self._reserved)}
             scheduled = {group.request_id for group in self._scheduler.groups}
             assert set(self._requests) - ended - arriving == scheduled
+            self._runner.check_integrity()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -22,8 +22,8 @@ from hf_paged.errors import EngineError
 from hf_paged.generation.engine.admission import Admission, RequestOptions, one_each, options_of_each
 from hf_paged.generation.engine.core import EngineCore
 from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.engine.parallel import FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.prompts import as_prompt, as_prompts
-from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
@@ -33,8 +33,6 @@ from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
-from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import state_of
 
 Prompt = SequenceOf[int] | torch.Tensor
@@ -78,23 +76,15 @@ class Engine(EngineCore):
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
         self.scheduler_config = asked.for_device(device_of(model).type)
         self.tokenizer = tokenizer
+        check_parallel(model, asked, cuda_graphs)
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model
         self._memory = opened.memory
         self._host_managers = opened.host_managers
-        if not opened.shares_prefixes:
-            self.scheduler_config = replace(self.scheduler_config, prefix_caching=False)
-        if not isinstance(opened.model, PackedModel):
-            if asked.async_scheduling:
-                raise ValueError(
-                    "async_scheduling=True: the model computes one sequence at a time (hf_paged.check says why); "
-                    "leave it out"
-                )
-            self.scheduler_config = replace(self.scheduler_config, async_scheduling=False)
+        self.scheduler_config = opened.usable(asked, self.scheduler_config)
         scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
         self._adapters = Adapters(self._model)
-        self._graphs = graphed_steps(opened.model, self.scheduler_config.max_num_seqs, cuda_graphs)
-        runner = Runner(opened.model, opened.memory, opened.host_pools, self._adapters, self._graphs)
+        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, cuda_graphs)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         super().__init__(self.scheduler_config, scheduler, runner, self._drop_stale_prefixes)
@@ -357,6 +347,7 @@ class Engine(EngineCore):
         with self._lock:
             self._check_open()
             self._between_steps(self._stepper.settle)
+            self._runner.pause()
             self._pauses.begin()
         try:
             yield
@@ -385,6 +376,25 @@ class Engine(EngineCore):
         if epoch != self._weights_epoch:
             self._scheduler.forget_prefixes()
             self._weights_epoch = epoch
+
+    # -- several ranks ------------------------------------------------------------------------------------------
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether requests are given to this engine: always, but on the ranks above 0 of a tensor-parallel model."""
+        return not isinstance(self._runner, FollowingRunner)
+
+    def run_worker(self, on_pause: Callable[[], Any] | None = None) -> None:
+        """On the ranks above 0 of a tensor-parallel model: compute what rank 0 plans, until its engine is closed.
+
+        on_pause: called when rank 0 has begun a `pause`, for changes of weights that all ranks make together. Raises
+        RuntimeError on rank 0, RankError if any rank fails or ends, and an error of its own forward. Let these errors
+        end the process, because other ranks may wait for it.
+        """
+        if not isinstance(self._runner, FollowingRunner):
+            raise RuntimeError("this engine takes the requests itself: run_worker() is for ranks above 0 (is_driver)")
+        self._check_open()
+        self._runner.follow(on_pause)
 
     # -- figures, the end ---------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ import torch
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.sequence import Plan, Sequence
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.kernels.metadata import step_arrays, to_device
-from hf_paged.model.adapters import Adapters
+from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
@@ -60,6 +61,28 @@ class _LateTokens:
         """Write them into ids int64 [num_tokens] without waiting for the device."""
         places, rows = to_device(self._where, ids.device)
         ids.index_copy_(0, places, self._sampled.index_select(0, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences with the same adapters as one forward. seqs: those whose next token is due, whose logits come first.
+
+    inner: sequences with logits that are wanted within their prompts, with the positions. late: the tokens that the
+    host does not know yet.
+    """
+
+    forward: Forward
+    seqs: list[Sequence]
+    inner: list[tuple[Sequence, range]]
+    late: _LateTokens | None
+
+    def result(self, logits: torch.Tensor) -> StepResult:
+        """logits [num_rows, vocab] of the forward."""
+        prompts, start = [], len(self.seqs)
+        for seq, own in self.inner:
+            prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
+            start += len(own)
+        return StepResult(self.seqs, logits[: len(self.seqs)] if self.seqs else None, prompts=prompts)
 
 
 class Runner:
@@ -111,21 +134,33 @@ class Runner:
         If this raises, the contents of the blocks that were to be moved are undefined.
         """
         self._follow_last_step()
-        if isinstance(self._model, RowModel) or output.moves_blocks:
-            with self._grad_mode():
-                self._prepare(output)
+        with self._grad_mode():
+            if isinstance(self._model, RowModel):
+                self._follow(self._model, output)
+            if output.moves_blocks:
+                self._move_blocks(output)
 
-    def _prepare(self, output: SchedulerOutput) -> None:
-        if isinstance(self._model, RowModel):
-            self._follow(self._model, output)
+    def _move_blocks(self, step: SchedulerOutput | StepPlan) -> None:
         for index, group in enumerate(self.memory.groups):
             if self._host_pools:
-                self._host_pools[index].swap_out(output.swap_out[index])
-                self._host_pools[index].swap_in(output.swap_in[index])
-                self.blocks_swapped_out += len(output.swap_out[index])
-                self.blocks_swapped_in += len(output.swap_in[index])
-            if output.block_copies[index]:
-                group.pool.copy_blocks(output.block_copies[index])
+                self._host_pools[index].swap_out(step.swap_out[index])
+                self._host_pools[index].swap_in(step.swap_in[index])
+                self.blocks_swapped_out += len(step.swap_out[index])
+                self.blocks_swapped_in += len(step.swap_in[index])
+            if step.block_copies[index]:
+                group.pool.copy_blocks(step.block_copies[index])
+
+    def carry_out(self, plan: StepPlan) -> None:
+        """Do what a driver has planned: move blocks and write K/V. The driver alone needs the logits."""
+        self._follow_last_step()
+        with self._grad_mode():
+            self._move_blocks(plan)
+            for forward in plan.forwards:
+                compute = partial(self._compute, forward)
+                if forward.adapters is None:
+                    compute()
+                else:
+                    self._adapters.run(self._adapters.described(forward.adapters), compute)
 
     def run(self, output: SchedulerOutput, sampled: SampledTokens | None = None) -> StepResult:
         """The forward of all scheduled tokens; `sampled` has those that the host does not know yet (never with a
@@ -135,7 +170,7 @@ class Runner:
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model)
         else:
-            compute = partial(self._run_packed, self._model, sampled)
+            compute = partial(self._run_packed, sampled)
         if not output.scheduled:
             return StepResult([], None)
         with self._grad_mode():
@@ -148,6 +183,12 @@ class Runner:
             if self._stream is not None and self._stream != current:
                 current.wait_stream(self._stream)
             self._stream = current
+
+    def pause(self) -> None:
+        """Between steps: the engine pauses."""
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if something else than this object computes the steps too, and has got others."""
 
     def wait(self) -> None:
         """Wait until the device has finished all steps."""
@@ -166,30 +207,44 @@ class Runner:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
         if not self._adapters.seen:
             return compute(plan)
-        parts: dict[Any, Plan] = {}
-        for seq, count in plan:
-            parts.setdefault(seq.group.adapters, []).append((seq, count))
+        parts = self._parts(plan)
         if len(parts) == 1:
-            return self._adapters.run(next(iter(parts)), partial(compute, plan))
+            return self._run_with(next(iter(parts)), partial(compute, plan))
         results, failed = [], []
         for choice, part in parts.items():
             try:
-                results.append(self._adapters.run(choice, partial(compute, part)))
+                results.append(self._run_with(choice, partial(compute, part)))
             except Exception as error:  # any failure is attributed to these adapters; other requests continue
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
 
-    def _run_packed(self, model: PackedModel, sampled: SampledTokens | None, plan: Plan) -> StepResult:
+    def _parts(self, plan: Plan) -> dict[AdapterChoice, Plan]:
+        """The sequences of each set of adapters, in the order in which they are computed."""
+        parts: dict[AdapterChoice, Plan] = {}
+        for seq, count in plan:
+            parts.setdefault(seq.group.adapters, []).append((seq, count))
+        return parts
+
+    def _run_with(self, choice: AdapterChoice, compute: Callable[[], StepResult]) -> StepResult:
+        return self._adapters.run(choice, compute)
+
+    def _run_packed(self, sampled: SampledTokens | None, plan: Plan) -> StepResult:
         """One forward of sequences with the same adapters."""
+        packed = self._pack(sampled, plan)
+        return packed.result(self._compute(packed.forward, packed.late))
+
+    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> Packed:
         tokens: list[int] = []
         seqs, rows = [], []
         pending: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
-        # Positions within a prompt whose logits are wanted, and what has to be added to get their places in `tokens`.
-        inner: list[tuple[Sequence, int, range]] = []
+        inner: list[tuple[Sequence, range]] = []
+        places: list[int] = []  # in `tokens`, of the positions in `inner`
         for seq, count in plan:
             first = seq.num_computed_tokens
             if seq.group.scored_from is not None:
-                inner.append((seq, len(tokens) - first, _inner(seq, first, first + count)))
+                own = _inner(seq, first, first + count)
+                inner.append((seq, own))
+                places += [len(tokens) - first + position for position in own]
             tokens += seq.token_ids[first : first + count]
             if first + count > len(seq.token_ids):
                 assert sampled is not None
@@ -198,32 +253,34 @@ class Runner:
             if first + count == seq.num_tokens:
                 seqs.append(seq)
                 rows.append(len(tokens) - 1)
-        late = _LateTokens(sampled.tokens, pending) if sampled is not None and pending else None
         step = step_arrays(
             [[manager.block_table(seq.seq_id) for seq, _ in plan] for manager in self.memory.managers],
             [seq.num_computed_tokens + count for seq, count in plan],
             [count for _, count in plan],
             self.memory.block_size,
         )
-        known = np.array(tokens, dtype=np.int64)
-        # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
-        is_decode = len(rows) == len(tokens)
-        if is_decode and self.graphs is not None:
-            adapters = plan[0][0].group.adapters if self._adapters.seen else None
-            replayed = self.graphs.forward(known, step, adapters, late)
+        forward = Forward(
+            np.array(tokens, dtype=np.int64),
+            step,
+            # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
+            None if len(rows) == len(tokens) else np.array(rows + places, dtype=np.int64),
+            self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None,
+        )
+        late = _LateTokens(sampled.tokens, pending) if sampled is not None and pending else None
+        return Packed(forward, seqs, inner, late)
+
+    def _compute(self, forward: Forward, late: _LateTokens | None = None) -> torch.Tensor:
+        """The logits [num_rows, vocab] of the tokens that are wanted."""
+        assert isinstance(self._model, PackedModel)
+        if forward.wanted is None and self.graphs is not None:
+            replayed = self.graphs.forward(forward.tokens, forward.step, forward.adapters, late)
             if replayed is not None:
-                return StepResult(seqs, replayed)
-        ids, positions = (to_device(x, self._device) for x in (known, step.positions))
+                return replayed
+        ids, positions = (to_device(x, self._device) for x in (forward.tokens, forward.step.positions))
         if late is not None:
             late(ids)
-        places = [*rows, *(offset + position for _, offset, own in inner for position in own)]
-        wanted = None if is_decode else to_device(np.array(places, dtype=np.int64), self._device)
-        logits = model.forward(ids, positions, step.metadata(self._device), wanted)
-        prompts, start = [], len(rows)
-        for seq, _, own in inner:
-            prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
-            start += len(own)
-        return StepResult(seqs, logits[: len(rows)] if seqs else None, prompts=prompts)
+        wanted = None if forward.wanted is None else to_device(forward.wanted, self._device)
+        return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted)
 
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
         for parent_id, child_id in output.forks:

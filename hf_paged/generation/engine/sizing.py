@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
+from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
@@ -46,7 +48,8 @@ class OpenedMemory:
     """What an engine needs to run: the model bound to its memory, and the swap space of each layer group.
 
     max_length: longer sequences would depend on other sequences of the batch (None: no limit). shares_prefixes: whether
-    the blocks of a prefix hold all of its state (a recurrent state is not in them).
+    the blocks of a prefix hold all of its state (a recurrent state is not in them). ranks: the other processes with
+    parts of the model, if it is tensor-parallel.
     """
 
     model: PackedModel | RowModel
@@ -55,10 +58,28 @@ class OpenedMemory:
     host_pools: list[HostPool]
     max_length: int | None
     shares_prefixes: bool
+    ranks: Ranks | None = None
+
+    def usable(self, asked: SchedulerConfig, config: SchedulerConfig) -> SchedulerConfig:
+        """`config` without what this model cannot do. Raises ValueError if `asked`, the caller's, insists on it."""
+        if not self.shares_prefixes:
+            config = replace(config, prefix_caching=False)
+        is_packed = isinstance(self.model, PackedModel)
+        if asked.async_scheduling and not is_packed:
+            raise ValueError(
+                "async_scheduling=True: the model computes one sequence at a time (hf_paged.check says why); "
+                "leave it out"
+            )
+        if not is_packed or self.ranks is not None:
+            config = replace(config, async_scheduling=False)
+        return config
 
 
 def open_memory(
-    model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, prepack: bool | None
+    model: Any,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    prepack: bool | None,
 ) -> OpenedMemory:
     """Bind the model to a memory of the configured size.
 
@@ -71,43 +92,70 @@ def open_memory(
 
 
 def _open(
-    model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, prepack: bool | None
+    model: Any,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    prepack: bool | None,
 ) -> OpenedMemory:
     report = refuse_unsupported(model)
     if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
-    bound: PackedModel | RowModel
+    bound = _bind(model, report, cache_config, prepack)
+    _measure(bound, scheduler_config)
+    ranks = ranks_of(model)
+    try:
+        host_blocks = _size(bound, cache_config, scheduler_config, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close(is_done=False)
+        raise
+    memory = bound.memory
+    host_managers, pools = [], []
+    if host_blocks:
+        host_managers = [
+            BlockManager(BlockAllocator(host_blocks), cache_config.block_size, sliding_window=manager.sliding_window)
+            for manager in memory.managers
+        ]
+        pools = [HostPool(group.pool, host_blocks) for group in memory.groups]
+    shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
+    return OpenedMemory(bound, memory, host_managers, pools, report.native_length, shares_prefixes, ranks)
+
+
+def _bind(model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None) -> PackedModel | RowModel:
     if report.native:
         memory = PagedMemory(cache_config.block_size, 1, windows=window_groups(report))
-        bound = PackedModel(model, memory, overrides_for_engine(model, prepack))
-    else:
-        memory = PagedMemory(cache_config.block_size, 1)
-        bound = RowModel(model, memory)
-    shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
-    _measure(bound, scheduler_config)
+        return PackedModel(model, memory, overrides_for_engine(model, prepack))
+    if (size := num_ranks(model)) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is computed one sequence at a time (hf_paged.check says why), which the engine "
+            f"does on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
+        )
+    return RowModel(model, PagedMemory(cache_config.block_size, 1))
+
+
+def _size(
+    bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig, ranks: Ranks | None
+) -> int:
+    """Give the memory as many blocks as fit on every rank; returns the number of host blocks."""
+    model, memory = bound.model, bound.memory
+    smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
     bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
-    num_blocks = _num_blocks(model, cache_config, scheduler_config, bytes_per_block)
-    host_blocks = _num_host_blocks(cache_config, scheduler_config, memory, num_blocks)
+    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, bytes_per_block))
+    host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
     _report_size(model, cache_config, num_blocks, bytes_per_block)
     for group in memory.groups:
         _resize(group.pool, num_blocks, bytes_per_block)
         group.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
         if _is_default_size(cache_config) and device_of(model).type == "cpu":
             group.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
-    if not host_blocks:
-        if scheduler_config.preemption == "swap" or (cache_config.swap_bytes and scheduler_config.preemption == "auto"):
-            raise ValueError(
-                f"swap_memory={cache_config.swap_memory!r} holds no block of {bytes_per_block} bytes, so that "
-                f"preemption={scheduler_config.preemption!r} has no room to swap to; give it more, or use "
-                "preemption='recompute'"
-            )
-        return OpenedMemory(bound, memory, [], [], report.native_length, shares_prefixes)
-    host_managers = [
-        BlockManager(BlockAllocator(host_blocks), cache_config.block_size, sliding_window=manager.sliding_window)
-        for manager in memory.managers
-    ]
-    pools = [HostPool(group.pool, host_blocks) for group in memory.groups]
-    return OpenedMemory(bound, memory, host_managers, pools, report.native_length, shares_prefixes)
+    swaps = scheduler_config.preemption == "swap" or (cache_config.swap_bytes and scheduler_config.preemption == "auto")
+    if swaps and not host_blocks:
+        raise ValueError(
+            f"swap_memory={cache_config.swap_memory!r} holds no block of {bytes_per_block} bytes, so that "
+            f"preemption={scheduler_config.preemption!r} has no room to swap to; give it more, or use "
+            "preemption='recompute'"
+        )
+    return host_blocks
 
 
 def _resize(pool: KVPool, num_blocks: int, bytes_per_block: int) -> None:

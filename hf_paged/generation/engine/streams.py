@@ -1,4 +1,4 @@
-"""RequestStream: the outputs of some requests, for one reader."""
+"""RequestStream: the outputs of some requests, for one reader; and a progress bar."""
 
 from __future__ import annotations
 

@@ -151,6 +151,7 @@ def _check_names(schema: dict[str, Any]) -> None:
 
 # -- regular expressions -------------------------------------------------------------------------------------------
 
+_NAMED_GROUP = re.compile(r"\(\?P<\w+>")
 _ESCAPES = frozenset("dDwWsSntrfvxu0")  # letters and digits that may follow a backslash
 
 
@@ -162,7 +163,7 @@ def as_xgrammar_reads(pattern: str) -> str:
     made: list[str] = []
     depth, place = 0, 0
     while place < len(pattern):
-        letter, rest = pattern[place], pattern[place + 1 :]
+        letter, rest = pattern[place], pattern[place + 1 : place + 3]  # not all: long patterns would take for ever
         taken = shown = letter
         if letter == "\\":
             if rest[:1].isalnum() and rest[0] not in _ESCAPES:
@@ -173,12 +174,12 @@ def as_xgrammar_reads(pattern: str) -> str:
             shown = re.sub(r"^(\[\^?)\]", r"\1\\]", taken)
         elif letter == "(":
             depth += 1
-            named = re.match(r"\(\?P<\w+>", pattern[place:])
+            named = _NAMED_GROUP.match(pattern, place)
             if named is None and rest.startswith("?") and not rest.startswith("?:"):
                 raise ValueError(f"the regular expression has {pattern[place : place + 4]!r}, which cannot be followed")
             if named is not None:
                 made.append("(")
-                place += named.end()
+                place = named.end()
                 continue
         elif letter == ")":
             depth -= 1

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.generation import logits_process
 
+from hf_paged.kernels.sampling import keep_largest
+
 _NO_IDS = torch.zeros(0, 0, dtype=torch.int64)
 
 # Their settings are numbers; rows with equal ones share a call of transformers' own.
@@ -74,7 +76,7 @@ def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
         values = [each.temperature for each in warpers]
         return scores.div_(values[0] if len(set(values)) == 1 else torch.tensor(values)[:, None])
     if kind is logits_process.TopKLogitsWarper:
-        return scores.masked_fill_(scores < _least_kept(warpers, scores), warper.filter_value)
+        return keep_largest(scores, [min(each.top_k, scores.shape[1]) for each in warpers], warper.filter_value)
     if kind not in _CHECKING:
         return _called(warper, scores)
     bad = scores.isnan().any(dim=-1, keepdim=True)
@@ -86,20 +88,3 @@ def _called(warper: Any, scores: torch.Tensor) -> torch.Tensor:
         return torch.cat([warper(_NO_IDS, row) for row in scores.split(1)])
     warped: torch.Tensor = warper(_NO_IDS, scores)
     return warped
-
-
-def _least_kept(warpers: Sequence[Any], scores: torch.Tensor, *, run: int = 64) -> torch.Tensor:
-    """The top_k-th largest score of each row, [num_rows, 1]; top_k of each row's own.
-
-    The k largest lie in the k runs with the largest maxima. Finding those first takes half the time.
-    """
-    counts = [min(each.top_k, scores.shape[1]) for each in warpers]
-    most = max(counts)
-    if scores.shape[1] % run == 0 and scores.shape[1] >= 4 * most * run:
-        runs = scores.view(len(scores), -1, run)
-        best = torch.topk(runs.amax(dim=-1), most, sorted=False)[1]
-        scores = runs.gather(1, best[:, :, None].expand(-1, -1, run)).flatten(1)
-    largest = torch.topk(scores, most)[0]
-    if min(counts) == most:
-        return largest[:, -1:]
-    return largest.gather(1, torch.tensor(counts, device=scores.device)[:, None] - 1)

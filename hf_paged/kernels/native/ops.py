@@ -444,6 +444,21 @@ def draw_top_p(
     return tokens, undecided
 
 
+def keep_largest(scores: torch.Tensor, counts: Sequence[int]) -> int:
+    """Set all scores of row i below its counts[i]-th largest to -inf, in place; 1 <= counts[i] <= vocab.
+
+    scores fp32 [num_rows, vocab], last dimension contiguous. Returns the number of rows with NaN, which stay as they
+    are.
+    """
+    rows, vocab = scores.shape
+    ks, threads = torch.tensor(counts), torch.get_num_threads()
+    scratch = torch.empty(threads, _library().hfp_keep_largest_scratch(vocab))
+    bad: int = _library().hfp_keep_largest(
+        scores.data_ptr(), scores.stride(0), rows, vocab, ks.data_ptr(), scratch.data_ptr(), threads
+    )
+    return bad
+
+
 @functools.cache
 def draws_like_torch() -> bool:
     """Whether `draw` samples what `torch.multinomial` samples and leaves the generator in the same state.

@@ -80,6 +80,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_draw": ([_POINTER, *[_INTEGER] * 3, _POINTER, _INT, _POINTER, _INTEGER], None),
     "hfp_generator_bytes": ([], _INTEGER),
     "hfp_draw_top_p": ([_POINTER, *[_INTEGER] * 3, *[_POINTER] * 4, _INT, _POINTER, _INTEGER], None),
+    "hfp_keep_largest_scratch": ([_INTEGER], _INTEGER),
+    "hfp_keep_largest": ([_POINTER, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER], _INTEGER),
     "hfp_has_layers": ([], _INT),
     "hfp_rms_norm_f32": ([*[_POINTER] * 3, _INTEGER, _INTEGER, _REAL, _INTEGER], None),
     "hfp_rotate_f32": ([_POINTER], None),

@@ -29,20 +29,18 @@ function setStatus(words, kind) {
 
 async function look() {
   const began = performance.now();
-  let wait = PERIOD;
-  if (!document.hidden && $("key-form").hidden) {
-    try {
-      wait = await lookOnce();
-    } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // fetch raises it if there is no connection
-      setStatus("no connection, trying again", "bad");
-      state.tag = "";
-      wait = 2000;
-    }
+  let wait = 2000; // after an error
+  try {
+    wait = document.hidden || !$("key-form").hidden ? PERIOD : await lookOnce();
+  } catch (error) {
+    state.tag = "";
+    setStatus("no connection, trying again", "bad");
+    if (!(error instanceof TypeError)) throw error; // fetch raises it if there is no connection
+  } finally {
+    if (isAnswering()) wait = Math.min(wait, SOON);
+    clearTimeout(timer);
+    timer = setTimeout(look, Math.max(wait, 4 * (performance.now() - began))); // a slow server is asked less often
   }
-  if (isAnswering()) wait = Math.min(wait, SOON);
-  clearTimeout(timer);
-  timer = setTimeout(look, Math.max(wait, 4 * (performance.now() - began))); // a slow server is asked less often
 }
 
 async function lookOnce() {

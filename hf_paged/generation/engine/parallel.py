@@ -1,0 +1,149 @@
+"""Runners for a tensor-parallel model: the driver's sends each step's plan, those of the other ranks carry it out.
+
+All ranks move blocks and compute forwards. Block tables, requests and sampling exist on the driver alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from typing import Any
+
+from hf_paged.config import SchedulerConfig
+from hf_paged.errors import RankError
+from hf_paged.generation.engine.plan import StepPlan
+from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
+from hf_paged.generation.engine.runner import Packed, Runner, StepResult
+from hf_paged.generation.engine.sequence import Plan
+from hf_paged.generation.engine.sizing import OpenedMemory
+from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.sampling.batch import SampledTokens
+from hf_paged.model.adapters import AdapterChoice, Adapters
+from hf_paged.model.graphs import graphed_steps
+from hf_paged.model.state import state_of, unwrapped
+
+
+class _Event(Enum):
+    """What the driver tells the other ranks besides plans."""
+
+    PAUSE = "a pause has begun"
+    COMPARE = "compare what you have got"
+    CLOSE = "the engine is closed"
+
+
+def check_parallel(model: Any, asked: SchedulerConfig, cuda_graphs: bool | None) -> None:
+    """Raises ValueError for an option that several ranks do not have, UnsupportedModelError for too many ranks."""
+    size = num_ranks(model)
+    if size > 1:
+        check_heads(unwrapped(model), size)
+    for name, value in (("async_scheduling", asked.async_scheduling), ("cuda_graphs", cuda_graphs)):
+        if value and size > 1:
+            raise ValueError(f"{name}=True: the model is on {size} ranks, where this is not implemented; leave it out")
+
+
+def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, cuda_graphs: bool | None) -> Runner:
+    """The runner of this process."""
+    ranks = opened.ranks
+    if ranks is None:
+        graphs = graphed_steps(opened.model, max_num_seqs, cuda_graphs)
+        return Runner(opened.model, opened.memory, opened.host_pools, adapters, graphs)
+    return (DrivingRunner if ranks.is_driver else FollowingRunner)(opened, adapters, ranks)
+
+
+class _RankRunner(Runner):
+    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+        super().__init__(opened.model, opened.memory, opened.host_pools, adapters)
+        self._ranks = ranks
+        self._weights = state_of(opened.model.model).weights
+
+
+class DrivingRunner(_RankRunner):
+    """The runner of rank 0. If a step fails on any rank, no rank runs another one."""
+
+    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+        super().__init__(opened, adapters, ranks)
+        self._packed: deque[Packed] = deque()  # of the step that is prepared
+
+    def check_model(self) -> None:
+        self._ranks.check()
+        super().check_model()
+
+    @property
+    def can_repeat(self) -> bool:
+        return False  # the other ranks have computed it
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        parts = [*self._parts(output.scheduled).values()] if self._adapters.seen else [output.scheduled]
+        pack = super()._pack
+        self._packed = deque(pack(None, part) for part in parts if part)
+        forwards = [packed.forward for packed in self._packed]
+        if forwards or output.moves_blocks:
+            plan = StepPlan(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
+            self._ranks.send(plan)
+        with self._ranks.guard():
+            super().prepare(output)
+
+    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> Packed:
+        return self._packed.popleft()
+
+    def run(self, output: SchedulerOutput, sampled: SampledTokens | None = None) -> StepResult:
+        with self._ranks.guard():
+            return super().run(output, sampled)
+
+    def _run_with(self, choice: AdapterChoice, compute: Callable[[], StepResult]) -> StepResult:
+        with self._ranks.guard():  # of its own: an error must not be confined to the requests with these adapters
+            return super()._run_with(choice, compute)
+
+    def pause(self) -> None:
+        self._ranks.send(_Event.PAUSE)
+
+    def check_integrity(self) -> None:
+        self._ranks.send(_Event.COMPARE)
+        self._ranks.check_same_messages()
+
+    def close(self) -> None:
+        with suppress(RankError):
+            self._ranks.send(_Event.CLOSE)
+        self._ranks.close(is_done=True)
+        super().close()
+
+
+class FollowingRunner(_RankRunner):
+    """The runner of a rank that does what the driver tells it."""
+
+    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+        super().__init__(opened, adapters, ranks)
+        self._epoch: int | None = None
+        self._is_done = False
+
+    def check_model(self) -> None:
+        raise RuntimeError(f"rank {self._ranks.rank} follows rank 0, which takes the requests; call run_worker()")
+
+    def follow(self, on_pause: Callable[[], Any] | None) -> None:
+        """Carry out the driver's plans until it closes its engine. Raises RankError if a rank fails."""
+        while not self._is_done:
+            message = self._ranks.receive()
+            with self._ranks.guard():
+                self._obey(message, on_pause)
+
+    def _obey(self, message: StepPlan | _Event, on_pause: Callable[[], Any] | None) -> None:
+        if isinstance(message, StepPlan):
+            if message.weights_epoch != self._epoch:
+                self._epoch = message.weights_epoch
+                self._weights.changed()
+            super().check_model()
+            self.carry_out(message)
+        elif message is _Event.PAUSE:
+            if on_pause is not None:
+                on_pause()
+        elif message is _Event.COMPARE:
+            self._ranks.check_same_messages()
+        else:
+            self._is_done = True
+            self._ranks.close(is_done=True)
+
+    def close(self) -> None:
+        self._ranks.close(is_done=self._is_done)
+        super().close()

@@ -1,0 +1,172 @@
+"""What the driver sends: carried out elsewhere, it leaves the same K/V; the driver's tokens are those of one rank."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.generation.engine import parallel, sizing
+from tests import models
+from tests.generation.test_engine import config, solo
+
+
+class Line:
+    """The ranks of this test: two engines in one process, of which the second carries out each message at once."""
+
+    size, failure = 2, None
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.is_driver = rank, rank == 0
+        self.obey: Callable[[Any], None] = lambda message: None
+        self.num_bytes: list[int] = []
+
+    def send(self, message: Any) -> None:
+        data = pickle.dumps(message)
+        self.num_bytes.append(len(data))
+        self.obey(pickle.loads(data))
+
+    def smallest(self, call: Callable[[], int]) -> int:
+        return call()
+
+    def guard(self) -> Any:
+        return nullcontext()
+
+    def check(self) -> None: ...
+
+    def check_same_messages(self) -> None: ...
+
+    def close(self, *, is_done: bool) -> None: ...
+
+
+def pair(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], **options: Any) -> tuple[Engine, Engine, Line]:
+    """A driver and its follower, each with a model of its own."""
+    engines, lines = [], []
+    for rank in (0, 1):
+        lines.append(Line(rank))
+        monkeypatch.setattr(sizing, "ranks_of", lambda model: lines[-1])
+        engines.append(Engine(make(), **options))
+    follower: Any = engines[1]._runner
+    lines[0].obey = lambda message: follower._obey(message, None)
+    assert engines[0].is_driver and not engines[1].is_driver
+    return engines[0], engines[1], lines[0]
+
+
+def compare(driver: Engine, follower: Engine) -> None:
+    """Every computed token has the same K/V in both."""
+    for group, other in zip(driver._memory.groups, follower._memory.groups):
+        manager, size = group.manager, group.manager.block_size
+        for seq_id in manager.seq_ids:
+            count = manager.num_tokens(seq_id)
+            held = [b for b in manager.block_table(seq_id) if b >= 0]
+            first = (len(manager.block_table(seq_id)) - len(held)) * size
+            for index, layer in group.pool.layers.items():
+                for mine, theirs in zip(layer, other.pool.layers[index]):
+                    rows = [t[held].flatten(0, 1)[: count - first] for t in (mine, theirs)]
+                    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_the_follower_has_the_same_kv(family: str, preemption: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, follower, _ = pair(
+        monkeypatch,
+        lambda: models.build(family),
+        cache_config=CacheConfig(num_blocks=16, block_size=4, swap_memory="1MiB"),
+        scheduler_config=SchedulerConfig(preemption=preemption, max_num_batched_tokens=16),
+    )
+    names = ["greedy", "four samples", "beams", "sample", "processors"]
+    prompts = models.prompts(5, 9, 13, 17, 6)
+    with follower, driver:
+        ids = [driver.add_request(p, config(n)) for p, n in zip(prompts, names)]
+        outputs = {}
+        while driver.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in driver.step()}
+            compare(driver, follower)
+        stats = driver.stats()
+        assert stats.preemptions_swap if preemption == "swap" else stats.preemptions_recompute
+        assert stats.cow_copies
+        driver.check_integrity()
+    for request_id, prompt, name in zip(ids, prompts, names):
+        got = [list(each.token_ids) for each in outputs[request_id].outputs]
+        assert got == solo(models.shared(family), prompt, config(name))[0]
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
+def test_adapters_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    from tests.model.test_adapters import NAMES, with_transformers  # needs PEFT itself
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        return with_transformers()
+
+    driver, follower, _ = pair(monkeypatch, make)
+    with follower, driver:
+        for prompt, name in zip(models.prompts(5, 9, 13, 6), NAMES):
+            driver.add_request(prompt, config("greedy"), adapter=name)
+        while driver.has_unfinished_requests():
+            driver.step()
+            compare(driver, follower)
+        driver.add_request(models.prompts(5)[0], config("greedy"), adapter="y")
+        follower.model.delete_adapter("y")
+        with pytest.raises(RuntimeError, match="without adapter 'y'; load the same adapters"):
+            follower._runner._obey(*_next_plan(driver))
+
+
+def _next_plan(driver: Engine) -> tuple[Any, None]:
+    sent: list[Any] = []
+    driver._runner._ranks.obey = sent.append  # type: ignore[attr-defined]
+    driver.step()
+    return sent[0], None
+
+
+def test_a_plan_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, follower, line = pair(monkeypatch, lambda: models.build("llama"))
+    with follower, driver:
+        driver.generate(models.prompts(*[50] * 64), config("greedy", max_new_tokens=4))
+    assert max(line.num_bytes[-3:]) < 16_384 // 2
+
+
+def test_what_a_follower_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, follower, _ = pair(monkeypatch, lambda: models.build("llama"))
+    with follower, driver:
+        for call in (follower.add_request, follower.cache_prefix, lambda ids: follower.generate([ids])):
+            with pytest.raises(RuntimeError, match="rank 1 follows rank 0, which takes the requests; call run_worker"):
+                call(models.prompts(5)[0])
+        with pytest.raises(RuntimeError, match="is for ranks above 0"):
+            driver.run_worker()
+
+
+def test_what_ranks_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(models.shared("llama")) as alone:
+        assert alone.is_driver
+    monkeypatch.setattr(parallel, "num_ranks", lambda model: 2)
+    monkeypatch.setattr(sizing, "num_ranks", lambda model: 2)
+    with pytest.raises(ValueError, match="async_scheduling=True: the model is on 2 ranks"):
+        Engine(models.shared("llama"), None, SchedulerConfig(async_scheduling=True))
+    with pytest.raises(ValueError, match="cuda_graphs=True: the model is on 2 ranks"):
+        Engine(models.shared("llama"), cuda_graphs=True)
+
+
+def test_a_pause_and_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, follower, line = pair(monkeypatch, lambda: models.build("llama"), prepack=True)
+    prompt = models.prompts(20)[0]
+    pauses: list[int] = []
+    runner: Any = follower._runner
+    with follower, driver, torch.no_grad():
+        driver.generate([prompt], config("greedy"))
+        line.obey = lambda message: runner._obey(message, lambda: pauses.append(1))
+        with driver.pause():
+            for engine in (driver, follower):
+                engine.model.model.layers[0].mlp.down_proj.weight.data.mul_(0.5)
+        assert pauses == [1]
+        driver.add_request(prompt, config("greedy"))
+        while driver.has_unfinished_requests():
+            driver.step()
+            compare(driver, follower)

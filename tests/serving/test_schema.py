@@ -1,0 +1,97 @@
+"""Bodies that are wrong in many places: their errors are few, for the event loop waits while pydantic makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hf_paged.serving import schema
+from hf_paged.serving.responses import ResponsesRequest
+from tests.serving.harness import Running
+
+MANY = 5000
+HELLO = [{"role": "user", "content": "Hello"}]
+BODIES = [
+    schema.CompletionRequest,
+    schema.ChatRequest,
+    ResponsesRequest,
+    schema.TokenizeRequest,
+    schema.DetokenizeRequest,
+    schema.LoadAdapterRequest,
+]
+WRONG: list[tuple[Any, dict[str, Any]]] = [
+    (schema.CompletionRequest, {"prompt": [{}] * MANY}),
+    (schema.CompletionRequest, {"prompt": [[{}] * MANY] * 2}),
+    (schema.CompletionRequest, {"prompt": "x", "logit_bias": {str(number): "much" for number in range(MANY)}}),
+    (schema.CompletionRequest, {"prompt": "x", "logit_bias": {f"x{number}": 1 for number in range(MANY)}}),
+    (schema.CompletionRequest, {"prompt": "x", "allowed_token_ids": [-1] * MANY}),
+    (schema.ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}] * 2}),
+    (schema.ChatRequest, {"messages": HELLO, "metadata": {str(number): 1 for number in range(MANY)}}),
+    (schema.ChatRequest, {"messages": HELLO, "functions": [1] * MANY}),
+    (ResponsesRequest, {"input": [{}] * 4000}),
+    (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * MANY}] * 2}),
+    (ResponsesRequest, {"input": "x", "metadata": {str(number): 1 for number in range(MANY)}}),
+    (schema.DetokenizeRequest, {"tokens": ["x"] * MANY}),
+    *((body, {f"x{number}": 1 for number in range(MANY)}) for body in BODIES),
+]
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_a_body_has_few_errors(case: int) -> None:
+    body, fields = WRONG[case]
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate(fields)
+    assert caught.value.error_count() < 100
+
+
+def schemas_in(each: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(each, dict):
+        if isinstance(each.get("type"), str):
+            yield each
+        each = list(each.values())
+    for inner in each if isinstance(each, list) else ():
+        yield from schemas_in(inner)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_list_ends_at_its_first_error(body: Any) -> None:
+    lists = [each for each in schemas_in(body.__pydantic_core_schema__) if each["type"] == "list"]
+    checked = [each for each in lists if each.get("items_schema", {"type": "any"})["type"] != "any"]
+    assert checked or body is schema.LoadAdapterRequest
+    assert all(each.get("fail_fast") for each in checked)
+
+
+def test_there_may_be_a_bias_for_each_token() -> None:
+    biases = {str(token): -100 if token % 2 else 0.5 for token in range(MANY)}
+    assert schema.CompletionRequest(prompt="x", logit_bias=biases).logit_bias == biases
+    for wrong in (True, float("nan"), 101, None, "1", [1]):
+        with pytest.raises(ValidationError, match="the bias of token 7 is not a number from -100 to 100"):
+            schema.CompletionRequest(prompt="x", logit_bias={"7": wrong})
+
+
+PLACES: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", {"prompt": [1, 2, "x"]}, "prompt.2: Input should be a valid integer"),
+    ("completions", {"prompt": 5}, "prompt: Input should be a valid string"),
+    ("completions", {"prompt": "x", "stop": ["a", ""]}, "stop.1: String should have at least 1 character"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
+        "messages.0.content.0.text.y: this field is not known; leave it out",
+    ),
+    (
+        "responses",
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": "y", "z": 1}]},
+        "input.0.function_call_output.z: this field is not known; leave it out",
+    ),
+    ("responses", {"input": [{"role": "user"}]}, "input.0.message.content: Field required"),
+    ("responses", {"input": [{"type": "x"}]}, "input.0: Input tag 'x' found using 'type' does not match"),
+]
+
+
+@pytest.mark.parametrize(("route", "fields", "words"), PLACES, ids=lambda value: str(value)[:40])
+def test_the_error_names_the_value_that_is_wrong(server: Running, route: str, fields: Any, words: str) -> None:
+    answer = server.post(f"/v1/{route}", **fields)
+    assert answer.status_code == 422 and answer.json()["error"]["message"].startswith(words)
