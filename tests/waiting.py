@@ -20,7 +20,7 @@ def until(condition: Callable[[], bool]) -> None:
     """Waits for something that has no event of its own."""
     end = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < end, "it has not happened within two minutes"
+        must(time.monotonic() < end, "it has not happened within two minutes")
         time.sleep(0.005)
 
 
