@@ -117,7 +117,7 @@ def long_requests(say: Say, folder: str) -> None:
         if not engine.is_driver:
             say("ready")
             engine.run_worker()
-        endless = GenerationConfig(max_new_tokens=100, eos_token_id=[], pad_token_id=0)
+        endless = GenerationConfig(max_new_tokens=40, eos_token_id=[], pad_token_id=0)
         for turn in itertools.count():
             for prompt in models.prompts(*LENGTHS):
                 engine.add_request(prompt, endless)

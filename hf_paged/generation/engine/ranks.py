@@ -85,8 +85,11 @@ class Ranks:
         self._forwards = group
         members = distributed.get_process_group_ranks(group)
         self.rank, self.size = distributed.get_rank(group), len(members)
+        # All ranks of the world take part, unless the model is on some of them: the name of a group that only its
+        # members make depends on the groups that each of them has.
+        is_part = self.size < distributed.get_world_size()
         self._messages, self._notices = (
-            distributed.new_group(members, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
+            distributed.new_group(members, timeout=_FOREVER, backend="gloo", use_local_synchronization=is_part)
             for _ in range(2)
         )
         self.failure: str | None = None
