@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -11,21 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper import page, plots
+from benchmarks.paper.beyond import ASSUMPTIONS, BEYOND
 from benchmarks.paper.cost import CostModel
-from benchmarks.paper.figures import FIGURES, Effort, grouped
-from benchmarks.paper.runs import Run, Store
+from benchmarks.paper.figures import FIGURES
+from benchmarks.paper.reading import Effort, grouped
+from benchmarks.paper.runs import Run
+from benchmarks.paper.store import Store
 
 Data = dict[str, Any]
 Say = Callable[[str], None]
+SIMULATED = {figure.name: figure for figure in (*FIGURES, *BEYOND, ASSUMPTIONS)}
 REAL = ("fit", "real")
-NAMES = (*(figure.name for figure in FIGURES), "18", *REAL)
+MEASURED = {"18": "Kernel latency over block sizes", "adapters": "Adapters", "speed": "Speed of the simulator"}
+NAMES = (*SIMULATED, *MEASURED, *REAL)
 ENGINE_REQUESTS = 24
+MANY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """names: of NAMES; out: folder for JSON, PNG and SVG; page: Markdown file; plots: its folder of PNGs is `page`
-    without the suffix. requests: of each load of the engine."""
+    without the suffix. requests: of each load of the engine; repeats: runs of each; workers: processes that simulate.
+    """
 
     names: tuple[str, ...]
     effort: Effort
@@ -33,6 +43,8 @@ class Job:
     page: Path
     plots: bool = True
     requests: int = ENGINE_REQUESTS
+    repeats: int = 3
+    workers: int = 1
 
 
 def run(job: Job, say: Say) -> dict[str, Data]:
@@ -52,7 +64,7 @@ def run(job: Job, say: Say) -> dict[str, Data]:
         _path(job, name).write_text(json.dumps(data[name], indent=1) + "\n")
         _draw(name, data[name], job)
     job.page.parent.mkdir(parents=True, exist_ok=True)
-    job.page.write_text(page.render(data, job.effort, job.page.stem))
+    job.page.write_text(page.render(data, job.page.stem))
     return data
 
 
@@ -61,14 +73,9 @@ def _path(job: Job, name: str) -> Path:
 
 
 def _made(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]) -> Data:
-    if name == "18":
-        say("figure 18: kernels on this CPU")
-        from benchmarks.paper.kernels import measure
-
-        return measure()
-    if name in REAL:
+    if name in MEASURED or name in REAL:
         return _measured(name, job, store, say, data)
-    figure = next(figure for figure in FIGURES if figure.name == name)
+    figure = SIMULATED[name]
     runs = figure.runs(job.effort)
     position = {run: index for index, run in enumerate(runs)}
 
@@ -76,35 +83,60 @@ def _made(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]) ->
         what = f"{run.setup}, {run.workload}, {run.policy}, {run.rate:g}/s, seed {run.seed}"
         say(f"figure {name}: {position[run] + 1} of {len(runs)}: {what}")
 
-    outcomes = store.all(runs, progress)
-    return figure.read(outcomes) | {"seeds": min(map(len, grouped(outcomes).values()))}
+    outcomes = store.all(runs, progress, job.workers)
+    seeds = max(map(len, grouped(outcomes).values()))
+    return figure.read(outcomes) | {"seeds": seeds, "share": job.effort.share}
 
 
 def _measured(name: str, job: Job, store: Store, say: Say, data: dict[str, Data]) -> Data:
-    """Runs of the engine on one thread."""
+    """Runs of the engine and of its kernels on one thread."""
     import torch
 
-    from benchmarks.paper.beside import compare_all
-    from benchmarks.paper.fit import fit_and_check
-    from benchmarks.paper.real import model
+    from benchmarks.paper import adapters, beside, fit, kernels, real, speed
 
+    say(f"measured on one thread of this CPU: {name}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    begin = (os.getloadavg()[0], time.process_time(), time.perf_counter())
     try:
-        if name == "fit":
-            say("coefficients from runs of the engine")
-            return fit_and_check(model(), job.requests)
-        if "fit" not in data:
+        if name == "18":
+            made = kernels.measure()
+        elif name == "speed":
+            made = speed.measure(round(job.effort.share * MANY))
+        elif name == "adapters":
+            made = adapters.measure(job.repeats)
+        elif name == "fit":
+            made = fit.fit_and_check(real.model(), 2 * job.requests, job.repeats)
+        elif "fit" in data:
+            cost = CostModel(**data["fit"]["coefficients"])
+            made = beside.compare_all(cache(real.model), cost, job.requests, job.repeats, store, say)
+        else:
             raise ValueError("'real' needs the coefficients that 'fit' measures; give --figures fit,real")
-        return compare_all(cache(model), CostModel(**data["fit"]["coefficients"]), job.requests, store, say)
     finally:
         torch.set_num_threads(threads)
+    return made | {"machine": _machine(*begin)}
+
+
+def _machine(load: float, cpu: float, wall: float) -> Data:
+    """What else may have slowed a measurement down: the load average before and after, CPU seconds and seconds."""
+    names = {line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")}
+    return {
+        "cpu": ", ".join(sorted(names)) or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "seconds": round(time.perf_counter() - wall, 1),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 def _draw(name: str, data: Data, job: Job) -> None:
-    if not job.plots or name in REAL:
+    if not job.plots or not {"panels", "bars", "groups"} & data.keys():
         return
-    title = next((figure.title for figure in FIGURES if figure.name == name), "kernel latency over block sizes")
+    title = MEASURED[name] if name in MEASURED else f"{SIMULATED[name].title} (simulated)"
     paths = [job.out / f"figure-{name}.png", job.out / f"figure-{name}.svg"]
     plots.draw(name, title, data, [*paths, job.page.with_suffix("") / f"figure-{name}.png"])
 
@@ -115,6 +147,8 @@ def summary(data: dict[str, Data]) -> str:
     for name, figure in data.items():
         for row in figure.get("checks", ()):
             lines.append(f"figure {name:3} {row['what']}: paper {row['paper']}, here {row['ours']:.4g} {row['unit']}")
+        if "sentence" in figure:
+            lines.append(f"{name}: {figure['sentence']}")
     return "\n".join(lines)
 
 

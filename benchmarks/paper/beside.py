@@ -5,6 +5,7 @@ Needs torch and transformers.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,8 @@ from benchmarks.paper.cost import CostModel
 from benchmarks.paper.fit import SCALE, load_of_workload
 from benchmarks.paper.real import RealLoad, run_engine, simulate
 from benchmarks.paper.requests import SimRequest, translation
-from benchmarks.paper.runs import Outcome, Store, outcome_of
+from benchmarks.paper.runs import Outcome, outcome_of
+from benchmarks.paper.store import Store
 
 Data = dict[str, Any]
 Row = tuple[str, Callable[[Outcome], float]]
@@ -65,20 +67,32 @@ def loads(count: int) -> Iterator[Beside]:
 
 
 def compare_all(
-    language_model: Callable[[], Any], cost: CostModel, count: int, store: Store, say: Callable[[str], None]
+    language_model: Callable[[], Any],
+    cost: CostModel,
+    count: int,
+    repeats: int,
+    store: Store,
+    say: Callable[[str], None],
 ) -> Data:
-    """Engine and simulator under each load; runs of the engine that `store` has are not repeated."""
+    """Medians of the engine's runs, and the simulation, under each load. All loads run in turns, `repeats` times; runs
+    that `store` has are not repeated."""
+    outcomes: dict[int, list[Outcome]] = {}
+    each = list(loads(count))
+    for turn in range(repeats):
+        for index, beside in enumerate(each):
+            key = f"engine, {count} requests, figure {beside.figure}: {beside.load.name}, run {turn}"
+            outcome = store.get(key)
+            if outcome is None:
+                say(key)
+                run = run_engine(language_model(), beside.load)
+                outcome = outcome_of(run.result) | {"parents": run.parents}
+                store.put(key, outcome)
+            outcomes.setdefault(index, []).append(outcome)
     rows: list[Data] = []
-    for beside in loads(count):
-        key = f"engine, {count} requests, figure {beside.figure}: {beside.load.name}"
-        outcome = store.get(key)
-        if outcome is None:
-            say(key)
-            run = run_engine(language_model(), beside.load)
-            outcome = outcome_of(run.result) | {"parents": run.parents}
-            store.put(key, outcome)
-        simulated = outcome_of(simulate(beside.load, cost, outcome["parents"] or None))
+    for index, beside in enumerate(each):
+        simulated = outcome_of(simulate(beside.load, cost, outcomes[index][0]["parents"] or None))
         for value, read in beside.values:
-            row = {"figure": beside.figure, "load": beside.load.name, "value": value}
-            rows.append(row | {"engine": read(outcome), "simulated": read(simulated)})
-    return {"requests": count, "rows": rows}
+            runs = [read(outcome) for outcome in outcomes[index]]
+            row = {"figure": beside.figure, "load": beside.load.name, "value": value, "runs": runs}
+            rows.append(row | {"engine": statistics.median(runs), "simulated": read(simulated)})
+    return {"requests": count, "repeats": repeats, "rows": rows}

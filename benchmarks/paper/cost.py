@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.paper.policies.interface import Load
 
+FEW = 16
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -15,7 +17,9 @@ class CostModel:
     in the linear layers where arithmetic is the limit; kv_token: K/V of one position read by one row; pair: one query
     times one key in a prompt; row: host work for one sequence; copied_token: K/V of one position copied within the
     device; swap_call: one transfer of a block between device and host (all layers); swap_token: K/V of one position
-    over the bus; request: host work when a request arrives.
+    over the bus; request: host work when a request arrives with options that none had before it, known: with options
+    that one had. Of a CPU: several: any step of more than one token; few: each of the first FEW tokens, because small
+    matrix products take longer for each token; start: a sequence of which nothing is computed yet.
     """
 
     step: float
@@ -28,10 +32,17 @@ class CostModel:
     swap_call: float = 0.0
     swap_token: float = 0.0
     request: float = 0.0
+    known: float = 0.0
+    several: float = 0.0
+    few: float = 0.0
+    start: float = 0.0
 
     def seconds(self, load: Load, block_size: int = 16) -> float:
         linear = max(self.weights, self.token * load.tokens) if load.tokens else 0.0
         total = self.step + linear + self.kv_token * load.kv_tokens + self.pair * load.pairs + self.row * load.rows
+        if load.tokens > 1:
+            total += self.several + self.few * min(load.tokens, FEW)
+        total += self.start * load.started
         if load.copied_tokens:
             total += self.copied_token * load.copied_tokens
         if load.swapped_blocks:
@@ -47,7 +58,8 @@ class Setup:
     """A model on GPUs: what the paper's Table 1 and the data sheets say, and what is assumed.
 
     parameters: count; layers, hidden: of the model; gpus; bandwidth: bytes/s of one GPU; flops: fp16 per second of one
-    GPU; slots: tokens whose K/V fits (Table 1 of the paper); bus: bytes/s between one GPU and the host.
+    GPU; slots: tokens whose K/V fits (Table 1 of the paper); bus: bytes/s between one GPU and the host; longest: tokens
+    of a sequence, at most.
     """
 
     name: str
@@ -59,6 +71,7 @@ class Setup:
     flops: float
     slots: int
     bus: float = 25e9
+    longest: int = 2048
 
     @property
     def kv_bytes(self) -> int:
@@ -72,7 +85,9 @@ OPT_13B = Setup("OPT-13B", 12.85e9, 40, 5120, 1, A100_40, A100_FLOPS, 15_700)
 OPT_66B = Setup("OPT-66B", 65.7e9, 64, 9216, 4, A100_40, A100_FLOPS, 9_700)
 OPT_175B = Setup("OPT-175B", 174.6e9, 96, 12288, 8, A100_80, A100_FLOPS, 60_100)
 LLAMA_13B = replace(OPT_13B, name="LLaMA-13B", parameters=13.0e9)
-SETUPS = {setup.name: setup for setup in (OPT_13B, OPT_66B, OPT_175B, LLAMA_13B)}
+# Not of the paper, for longer prompts: a tenth of the memory is left for activations, the rest holds weights and K/V.
+LLAMA_13B_80 = Setup("LLaMA-13B, 80 GB", 13.0e9, 40, 5120, 1, A100_80, A100_FLOPS, 60_000, longest=8192)
+SETUPS = {setup.name: setup for setup in (OPT_13B, OPT_66B, OPT_175B, LLAMA_13B, LLAMA_13B_80)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,9 @@ class Assumptions:
     reading: bandwidth that linear layers reach while they read weights; kv_reading: that attention of one token per
     row reaches; arithmetic: of the peak operations in large matrix products; launch_s: all kernel launches of one
     layer; reduce_s: one all-reduce (two for each layer with several GPUs); host_step_s, host_row_s: scheduling and
-    sampling; copy_call_s: start of one transfer between device and host memory (K and V of each layer are one each).
+    sampling. host_row_s was measured: a step of this package's engine, with a model of one tiny layer, takes 20 us
+    longer for each further greedy sequence and 30 us for each further sampled one (AMD EPYC). copy_call_s: start of one
+    transfer between device and host memory (K and V of each layer are one each).
     paged_factor: paged attention against attention over contiguous K/V (20 to 26 % in the paper, at block size 16).
     full_block: below it, the paged kernel cannot use the width of the device, and its time grows with 1/block size.
     """
@@ -93,7 +110,7 @@ class Assumptions:
     launch_s: float = 60e-6
     reduce_s: float = 30e-6
     host_step_s: float = 3e-3
-    host_row_s: float = 250e-6
+    host_row_s: float = 25e-6
     copy_call_s: float = 4e-6
     paged_factor: float = 1.23
     full_block: int = 8

@@ -6,153 +6,47 @@ beside ours.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import log
-from typing import Any
-
 from benchmarks.paper.cost import OPT_13B, cost_of
 from benchmarks.paper.policies.interface import Load
-from benchmarks.paper.runs import BASELINES, Outcome, Run
+from benchmarks.paper.reading import (
+    Data,
+    Effort,
+    Figure,
+    Outcomes,
+    add_point,
+    check,
+    curves,
+    grouped,
+    median,
+    ratio_checks,
+    seeded,
+    spread,
+)
+from benchmarks.paper.runs import BASELINES, Run
 
-Outcomes = dict[Run, Outcome]
-Data = dict[str, Any]
 SYSTEMS = ("ours", *BASELINES)
-LATENCY_FACTOR = 5.0
-"""A system sustains a rate while its mean normalized latency is at most this factor above ours without load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is simulated: seeds, minutes of each trace, and of the rates only every so many."""
-
-    seeds: int = 3
-    minutes: float = 5.0
-    every: int = 1
-
-
-FULL, QUICK, TINY = Effort(), Effort(1, 3.0, 2), Effort(1, 0.2, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """runs: what must be simulated; read: the data of the figure from their outcomes."""
-
-    name: str
-    title: str
-    runs: Callable[[Effort], list[Run]]
-    read: Callable[[Outcomes], Data]
-
-
-def check(what: str, paper: float | str, ours: float, *, unit: str = "") -> Data:
-    return {"what": what, "paper": paper, "ours": round(ours, 4), "unit": unit}
-
-
-def median(outcomes: list[Outcome], read: Callable[[Outcome], float]) -> Data:
-    """The median of several seeds, and their range."""
-    values = sorted(read(outcome) for outcome in outcomes)
-    return {"median": statistics.median(values), "low": values[0], "high": values[-1]}
-
-
-def grouped(outcomes: Outcomes) -> dict[Run, list[Outcome]]:
-    """By everything but the seed."""
-    groups: dict[Run, list[Outcome]] = {}
-    for run, outcome in outcomes.items():
-        groups.setdefault(replace(run, seed=0), []).append(outcome)
-    return groups
-
-
-def seeded(effort: Effort, runs: list[Run]) -> list[Run]:
-    return [replace(run, seed=seed, minutes=effort.minutes) for seed in range(effort.seeds) for run in runs]
 
 
 # -- latency over rate: figures 12, 14, 16 and 17 -------------------------------------------------------------------
 
 
-def curves(outcomes: Outcomes, panel_of: Callable[[Run], str]) -> list[Data]:
-    """One panel for each value of `panel_of`, with one curve for each system."""
-    panels: dict[str, dict[str, list[tuple[float, Data]]]] = {}
-    for run, group in grouped(outcomes).items():
-        point = median(group, lambda outcome: outcome["latency"])
-        panels.setdefault(panel_of(run), {}).setdefault(run.policy, []).append((run.rate, point))
-    result = []
-    for title, systems in panels.items():
-        series = [
-            {"system": name, "x": [x for x, _ in sorted(points, key=lambda p: p[0])]}
-            | {
-                key: [point[key] for _, point in sorted(points, key=lambda p: p[0])]
-                for key in ("median", "low", "high")
-            }
-            for name, points in systems.items()
-        ]
-        limit = LATENCY_FACTOR * min(min(s["median"]) for s in series if s["system"].startswith("ours"))
-        for s in series:
-            s["sustained"] = sustained(s["x"], s["median"], limit)
-        result.append({"title": title, "limit": limit, "series": series})
-    return result
-
-
-def sustained(rates: list[float], latencies: list[float], limit: float) -> float:
-    """The rate at which the latency crosses `limit`, between two rates by the logarithm of the latency. 0 if all are
-    above, the last rate if none is."""
-    if latencies[0] > limit:
-        return 0.0
-    for i in range(1, len(rates)):
-        if latencies[i] > limit:
-            share = log(limit / latencies[i - 1]) / log(latencies[i] / latencies[i - 1])
-            return rates[i - 1] + share * (rates[i] - rates[i - 1])
-    return rates[-1]
-
-
-def ratio(panel: Data, system: str) -> float:
-    """The rate that ours sustains, divided by that of `system`; 0 if that is unknown."""
-    rates = {s["system"]: s["sustained"] for s in panel["series"]}
-    return rates["ours"] / rates[system] if rates.get(system) else 0.0
-
-
-def unreached(panel: Data, system: str) -> str:
-    """A remark if one of the two still sustains the highest rate that was simulated."""
-    names = {s["system"] for s in panel["series"] if s["sustained"] == s["x"][-1]}
-    if system in names:
-        return " (neither at its limit)" if "ours" in names else " (at most)"
-    return " (at least)" if "ours" in names else ""
-
-
-def ratio_checks(panels: list[Data], paper: dict[tuple[str, str], float | str]) -> list[Data]:
-    """A check for each system of each panel; `paper` has the values that the paper states."""
-    checks = []
-    for panel in panels:
-        for series in panel["series"]:
-            system = series["system"]
-            if system != "ours":
-                value = paper.get((panel["title"], system), "-")
-                what = f"{panel['title']}: rate, ours / {system}{unreached(panel, system)}"
-                checks.append(check(what, value, ratio(panel, system), unit="x"))
-    return checks
-
-
-def spread(top: float, count: int = 10, low: float = 0.1) -> list[float]:
-    """Rates from `low * top` to `top`, close together where systems saturate one after the other."""
-    return [round(top * (low + (1 - low) * i / (count - 1)), 3) for i in range(count)]
-
-
 LOADS_12 = {
-    ("OPT-13B", "sharegpt"): spread(2.4, 12),
-    ("OPT-66B", "sharegpt"): spread(1.2, 12),
-    ("OPT-175B", "sharegpt"): spread(3.3, 12),
-    ("OPT-13B", "alpaca"): spread(40.0),
-    ("OPT-66B", "alpaca"): spread(24.0),
-    ("OPT-175B", "alpaca"): spread(24.0),
+    ("OPT-13B", "sharegpt"): (60.0, spread(2.4, 22)),
+    ("OPT-66B", "sharegpt"): (60.0, spread(1.5, 16)),
+    ("OPT-175B", "sharegpt"): (15.0, spread(4.0, 16)),
+    ("OPT-13B", "alpaca"): (5.0, spread(60.0, 13)),
+    ("OPT-66B", "alpaca"): (5.0, spread(45.0, 13)),
+    ("OPT-175B", "alpaca"): (5.0, spread(45.0, 13)),
 }
+"""Minutes, as in the paper but for Alpaca (an hour there), and rates."""
 
 
 def runs_12(effort: Effort) -> list[Run]:
     runs = []
-    for (setup, workload), rates in LOADS_12.items():
+    for (setup, workload), (minutes, rates) in LOADS_12.items():
         for policy in (*SYSTEMS, "faster-transformer"):
             low = [rates[0] / 8, rates[0] / 3] if policy in ("faster-transformer", "orca-max") else []
-            runs += [Run(setup, workload, policy, rate, 0, 0) for rate in [*low, *rates[:: effort.every]]]
+            runs += [Run(setup, workload, policy, rate, 0, minutes) for rate in [*low, *rates[:: effort.every]]]
     return seeded(effort, runs)
 
 
@@ -166,23 +60,22 @@ def read_12(outcomes: Outcomes) -> Data:
         paper[f"{setup}, sharegpt", "orca-oracle"] = "1.7 to 2.7"
         paper[f"{setup}, sharegpt", "orca-max"] = "2.7 to 8"
         paper[f"{setup}, sharegpt", "faster-transformer"] = "up to 22"
+    paper["OPT-13B, alpaca", "orca-oracle"] = 1.3
     return {"panels": panels, "checks": ratio_checks(panels, paper)}
 
 
-WIDTHS = (2, 4, 6)
-RATES_14 = {("samples", 2): 16.0, ("samples", 4): 9.0, ("samples", 6): 6.5}
-RATES_14 |= {("beams", 2): 16.0, ("beams", 4): 10.0, ("beams", 6): 8.0}
+RATES_14 = {("samples", 2): 30.0, ("samples", 4): 16.0, ("samples", 6): 11.0}
+RATES_14 |= {("beams", 2): 30.0, ("beams", 4): 17.0, ("beams", 6): 12.0}
 
 
 def runs_14(effort: Effort) -> list[Run]:
     runs = [
-        Run("OPT-13B", "alpaca", policy, rate, 0, 0, kind, width)  # type: ignore[arg-type]
+        Run("OPT-13B", "alpaca", policy, rate, 0, 2, kind, width)  # type: ignore[arg-type]
         for (kind, width), top in RATES_14.items()
         for policy in SYSTEMS
-        for rate in spread(top, 8)[:: effort.every]
-        if not (policy == "orca-max" and width > 7)
+        for rate in [*([top / 40, top / 20] if policy == "orca-max" else []), *spread(top, 8)[:: effort.every]]
     ]
-    return seeded(replace(effort, minutes=effort.minutes / 6), runs)
+    return seeded(effort, runs)
 
 
 def read_14(outcomes: Outcomes) -> Data:
@@ -192,12 +85,12 @@ def read_14(outcomes: Outcomes) -> Data:
 
 def runs_16(effort: Effort) -> list[Run]:
     runs = [
-        Run("LLaMA-13B", "translation", policy, rate, 0, 0, prefix=prefix)
-        for prefix, top in ((80, 50.0), (341, 45.0))
+        Run("LLaMA-13B", "translation", policy, rate, 0, 5, prefix=prefix)
+        for prefix, top in ((80, 65.0), (341, 42.0))
         for policy in ("ours", "orca-oracle")
-        for rate in spread(top)[:: effort.every]
+        for rate in spread(top, 16)[:: effort.every]
     ]
-    return seeded(replace(effort, minutes=effort.minutes / 2), runs)
+    return seeded(effort, runs)
 
 
 def read_16(outcomes: Outcomes) -> Data:
@@ -210,7 +103,7 @@ def read_16(outcomes: Outcomes) -> Data:
 
 
 def runs_17(effort: Effort) -> list[Run]:
-    runs = [Run("OPT-13B", "chat", p, rate, 0, 0) for p in SYSTEMS for rate in spread(1.6)[:: effort.every]]
+    runs = [Run("OPT-13B", "chat", p, rate, 0, 60) for p in SYSTEMS for rate in spread(1.2, 16)[:: effort.every]]
     return seeded(effort, runs)
 
 
@@ -223,8 +116,11 @@ def read_17(outcomes: Outcomes) -> Data:
 # -- memory and batches: figures 2, 13 and 15 -----------------------------------------------------------------------
 
 
+POINTS = 3.0
+
+
 def runs_2(effort: Effort) -> list[Run]:
-    return seeded(effort, [Run("OPT-13B", "sharegpt", policy, 4.0, 0, 0) for policy in SYSTEMS])
+    return seeded(effort, [Run("OPT-13B", "sharegpt", policy, 4.0, 0, 10) for policy in SYSTEMS])
 
 
 def read_2(outcomes: Outcomes) -> Data:
@@ -236,7 +132,13 @@ def read_2(outcomes: Outcomes) -> Data:
         bars[run.policy] = {n: median(busy, lambda o, n=n: o["busy"][n] / (1 - o["busy"]["free"])) for n in names}
     paper = {"ours": 96.3, "orca-oracle": 38.2, "orca-max": 20.4}
     checks = [
-        check(f"{name}: K/V memory that holds tokens", value, 100 * bars[name]["tokens"]["median"], unit="%")
+        check(
+            f"{name}: K/V memory that holds tokens",
+            value,
+            100 * bars[name]["tokens"]["median"],
+            unit="%",
+            within=(value - POINTS, value + POINTS),
+        )
         for name, value in paper.items()
     ]
     return {"bars": bars, "checks": checks}
@@ -244,12 +146,12 @@ def read_2(outcomes: Outcomes) -> Data:
 
 LOADS_13 = {
     ("sharegpt", 2.0): {"ours": 30.42, "orca-oracle": 13.62, "orca-pow2": 9.81, "orca-max": 7.00},
-    ("alpaca", 30.0): {},
+    ("alpaca", 30.0): {"ours": 132.44, "orca-oracle": 72.75, "orca-pow2": 43.24, "orca-max": 7.00},
 }
 
 
 def runs_13(effort: Effort) -> list[Run]:
-    return seeded(effort, [Run("OPT-13B", w, p, rate, 0, 0) for w, rate in LOADS_13 for p in SYSTEMS])
+    return seeded(effort, [Run("OPT-13B", w, p, rate, 0, 10) for w, rate in LOADS_13 for p in SYSTEMS])
 
 
 def read_13(outcomes: Outcomes) -> Data:
@@ -258,7 +160,7 @@ def read_13(outcomes: Outcomes) -> Data:
     for run, group in grouped(outcomes).items():
         title = f"{run.workload}, {run.rate:g} requests/s"
         value = groups.setdefault(title, {})[run.policy] = median(group, lambda outcome: outcome["batched"])
-        paper = LOADS_13[run.workload, run.rate].get(run.policy, "-")
+        paper = LOADS_13[run.workload, run.rate][run.policy]
         checks.append(check(f"{title}, {run.policy}: batched requests", paper, value["median"]))
     return {"groups": groups, "ylabel": "batched requests (mean)", "checks": checks}
 
@@ -269,11 +171,11 @@ PAPER_15 |= {("beams", 2): 37.6, ("beams", 4): 53.1, ("beams", 6): 55.2}
 
 def runs_15(effort: Effort) -> list[Run]:
     runs = [
-        Run("OPT-13B", workload, "ours", rate, 0, 0, kind, width)  # type: ignore[arg-type]
+        Run("OPT-13B", workload, "ours", rate, 0, 2, kind, width)  # type: ignore[arg-type]
         for workload, rate in (("alpaca", 3.0), ("sharegpt", 0.3))
         for kind, width in PAPER_15
     ]
-    return seeded(replace(effort, minutes=effort.minutes / 3), runs)
+    return seeded(effort, runs)
 
 
 def read_15(outcomes: Outcomes) -> Data:
@@ -284,23 +186,56 @@ def read_15(outcomes: Outcomes) -> Data:
         groups.setdefault(run.workload, {})[f"{run.width} {run.kind}"] = value
         if run.workload == "alpaca":
             paper = PAPER_15[run.kind, run.width]
-            checks.append(check(f"alpaca, {run.width} {run.kind}: blocks saved", paper, value["median"], unit="%"))
+            what, near = f"alpaca, {run.width} {run.kind}: blocks saved", (paper - POINTS, paper + POINTS)
+            checks.append(check(what, paper, value["median"], unit="%", within=near))
     return {"groups": groups, "ylabel": "blocks saved by sharing, %", "checks": checks}
 
 
-# -- preemption: figure 19 ------------------------------------------------------------------------------------------
+# -- block sizes: figures 18b and 19 --------------------------------------------------------------------------------
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHAPES = {"near 1": (0.8, 1.25), "above 1": (1.0, 1e9)}
+RATES_18B = {"sharegpt": 1.6, "alpaca": 40.0}
+
+
+def runs_18b(effort: Effort) -> list[Run]:
+    runs = [
+        Run("OPT-13B", workload, "ours", rate, 0, 10, block_size=size)
+        for workload, rate in RATES_18B.items()
+        for size in BLOCK_SIZES
+    ]
+    return seeded(effort, runs)
+
+
+def read_18b(outcomes: Outcomes) -> Data:
+    series: dict[str, Data] = {}
+    for run, group in grouped(outcomes).items():
+        add_point(series, run.workload, run.block_size, median(group, lambda outcome: outcome["latency"]))
+    checks = []
+    for workload, one in series.items():
+        by_size = dict(zip(one["x"], one["median"]))
+        for size in (1, 128, 256):
+            paper = "near 1" if (workload, size) == ("sharegpt", 128) else "above 1"
+            what = f"{workload}, {RATES_18B[workload]:g} requests/s: latency, block size {size} / 16"
+            checks.append(check(what, paper, by_size[size] / by_size[16], unit="x", within=SHAPES[paper]))
+    panels = [
+        {"title": f"{name} at {RATES_18B[name]:g} requests/s", "xlabel": "block size", "series": [one]}
+        for name, one in series.items()
+    ]
+    return {"panels": panels, "log_x": True, "checks": checks}
+
+
 MOVED_TOKENS = 256
+RATE_19 = 1.7
 
 
 def runs_19(effort: Effort) -> list[Run]:
     runs = [
-        Run("OPT-13B", "sharegpt", policy, 2.0, 0, 0, block_size=size)
+        Run("OPT-13B", "sharegpt", policy, RATE_19, 0, 10, block_size=size)
         for policy in ("ours-recompute", "ours-swap")
         for size in BLOCK_SIZES[:: max(1, effort.every // 2)]
     ]
-    return seeded(replace(effort, minutes=effort.minutes / 2), runs)
+    return seeded(effort, runs)
 
 
 def read_19(outcomes: Outcomes) -> Data:
@@ -320,20 +255,18 @@ def read_19(outcomes: Outcomes) -> Data:
     ]
     series: dict[str, Data] = {}
     for run, group in grouped(outcomes).items():
-        point = median(group, lambda outcome: outcome["latency"])
-        one = series.setdefault(run.policy, {"system": run.policy, "x": [], "median": [], "low": [], "high": []})
-        one["x"].append(run.block_size)
-        for key in ("median", "low", "high"):
-            one[key].append(point[key])
+        add_point(series, run.policy, run.block_size, median(group, lambda outcome: outcome["latency"]))
     by_size = {name: dict(zip(one["x"], one["median"])) for name, one in series.items()}
-    checks = [
-        check(f"block size {size}: latency, swap / recompute", "above 1" if size < 8 else "near 1", value, unit="x")
-        for size in by_size["ours-swap"]
-        if size in (1, 16, 32, 64) and (value := by_size["ours-swap"][size] / by_size["ours-recompute"][size])
-    ]
+    checks = []
+    for size in (1, 16, 32, 64):
+        if size in by_size["ours-swap"]:
+            paper = "above 1" if size == 1 else "near 1"
+            value = by_size["ours-swap"][size] / by_size["ours-recompute"][size]
+            what = f"block size {size}: latency, swap / recompute"
+            checks.append(check(what, paper, value, unit="x", within=SHAPES[paper]))
     panels = [
         {"title": f"moving {MOVED_TOKENS} tokens of OPT-13B", "xlabel": "block size", "ylabel": "ms", "series": left},
-        {"title": "ShareGPT at 2 requests/s", "xlabel": "block size", "series": list(series.values())},
+        {"title": f"ShareGPT at {RATE_19:g} requests/s", "xlabel": "block size", "series": list(series.values())},
     ]
     return {"panels": panels, "log_x": True, "checks": checks}
 
@@ -346,5 +279,6 @@ FIGURES = (
     Figure("15", "Memory saved by sharing", runs_15, read_15),
     Figure("16", "Shared prefix, LLaMA-13B", runs_16, read_16),
     Figure("17", "Chatbot", runs_17, read_17),
+    Figure("18b", "Latency over block sizes, the whole system", runs_18b, read_18b),
     Figure("19", "Recomputation and swapping over block sizes", runs_19, read_19),
 )

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.paper.reading import check
+
 HEADS, KV_HEADS, HEAD_DIM = 8, 8, 64
 SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -35,15 +37,11 @@ def measure(contexts: tuple[int, ...] = (128, 512), rows: int = 8, calls: int = 
             panels.append({"title": title, "xlabel": "block size", "ylabel": "CPU time, us", "series": series})
     finally:
         torch.set_num_threads(threads)
-    checks = [
-        {
-            "what": f"{panel['title']}, block size 16: paged / contiguous",
-            "paper": "1.20 to 1.26",
-            "ours": round(panel["series"][0]["median"][1] / panel["series"][1]["median"][1], 3),
-            "unit": "x",
-        }
-        for panel in panels
-    ]
+    checks = []
+    for panel in panels:
+        value = panel["series"][0]["median"][1] / panel["series"][1]["median"][1]
+        what = f"{panel['title']}, block size 16: paged / contiguous"
+        checks.append(check(what, "1.20 to 1.26", value, unit="x", within=(1.2, 1.26)))
     return {"panels": panels, "log_x": True, "checks": checks}
 
 

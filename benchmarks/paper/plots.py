@@ -9,6 +9,11 @@ Data = dict[str, Any]
 # The colours of Okabe and Ito, which remain distinct in every common kind of colour blindness; markers differ too.
 STYLES = {
     "ours": ("#0072B2", "o", "ours (paged)"),
+    "ours-unshared": ("#E69F00", "^", "ours, without prefix cache"),
+    "ours-tiles": ("#009E73", "s", "ours, with prefix tiles"),
+    "urgent": ("#009E73", "s", "urgent"),
+    "others": ("#D55E00", "v", "others"),
+    "without priorities": ("#0072B2", "o", "without priorities"),
     "ours-recompute": ("#0072B2", "o", "recompute"),
     "recompute": ("#0072B2", "o", "recompute"),
     "ours-swap": ("#D55E00", "s", "swap"),
@@ -54,7 +59,7 @@ def draw(name: str, title: str, data: Data, paths: list[Path]) -> None:
         figure = grouped(plt, data)
     else:
         figure = lines(plt, data)
-    figure.suptitle(f"Figure {name}: {title} (simulated)" if name != "18" else f"Figure {name}: {title}", fontsize=10)
+    figure.suptitle(f"Figure {name}: {title}" if name[0].isdigit() else title, fontsize=10)
     figure.tight_layout()
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

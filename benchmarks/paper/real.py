@@ -60,12 +60,12 @@ class RealLoad:
 
 @dataclass(slots=True)
 class RealRun:
-    """result: as of a simulation; steps: the load of each step and its seconds; adding: seconds of each arrival;
-    parents: of the beams, by request."""
+    """result: as of a simulation; steps: the load of each step and its seconds; adding: seconds of each
+    arrival, and whether its options were known; parents: of the beams, by request."""
 
     result: Result
     steps: list[tuple[Load, float]]
-    adding: list[float]
+    adding: list[tuple[float, bool]]
     parents: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
@@ -144,20 +144,22 @@ class _Watcher:
 
     def drive(self, engine: Any) -> RealRun:
         requests, now, upcoming = self.load.requests, 0.0, 0
+        arguments = [(prompt_of(request, i), options_of(request, i)) for i, request in enumerate(requests)]
         records: dict[str, Completed] = {}
         done: list[Completed] = []
         steps: list[tuple[Load, float]] = []
-        adding: list[float] = []
+        adding: list[tuple[float, bool]] = []
+        known: set[object] = set()
         busy, window = Integral(), Integral()
         while upcoming < len(requests) or engine.has_unfinished_requests():
             while upcoming < len(requests) and requests[upcoming].arrival <= now:
                 request = requests[upcoming]
                 begin = time.process_time()
-                engine.add_request(
-                    prompt_of(request, upcoming), options_of(request, upcoming), request_id=request.request_id
-                )
-                adding.append(time.process_time() - begin)
-                now += adding[-1]
+                engine.add_request(*arguments[upcoming], request_id=request.request_id)
+                seconds = time.process_time() - begin
+                adding.append((seconds, request.options in known))
+                known.add(request.options)
+                now += seconds
                 records[request.request_id] = Completed(request)
                 upcoming += 1
             if not engine.has_unfinished_requests():
@@ -181,7 +183,9 @@ class _Watcher:
                 if output.finished:
                     record.end = now
                     done.append(record)
-        return RealRun(Result(done, now, len(steps), self.preemptions, busy, window), steps, adding, self.parents)
+        paces = [(seconds, load.rows) for load, seconds in steps]
+        result = Result(done, now, len(steps), self.preemptions, busy, window, paces)
+        return RealRun(result, steps, adding, self.parents)
 
 
 def simulate(load: RealLoad, cost: CostModel, parents: dict[str, list[list[int]]] | None = None) -> Result:

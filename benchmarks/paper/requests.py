@@ -1,4 +1,4 @@
-"""The requests of a simulation: lengths, arrivals, samples and beams, shared prefixes, chats."""
+"""The requests of a simulation: lengths, arrivals, samples and beams, shared prefixes, chats, bursts, priorities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Kind = Literal["greedy", "samples", "beams"]
 class SimRequest:
     """One request: `arrival` in seconds, lengths in tokens. Each of its `width` samples or beams generates
     `output_length` tokens. The first `prefix_length` tokens of the prompt are those of every other request with a
-    prefix."""
+    prefix. The prompt of a request with a `conversation` begins with the prompts and outputs of the earlier requests of
+    that conversation. `priority`: lower is more urgent."""
 
     request_id: str
     arrival: float
@@ -24,15 +25,24 @@ class SimRequest:
     kind: Kind = "greedy"
     width: int = 1
     prefix_length: int = 0
+    conversation: str = ""
+    priority: int = 0
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What the engine looks at when a request arrives and remembers. Samples have a seed of their own."""
+        return self.kind, str(self.width), str(self.output_length), self.request_id if self.kind == "samples" else ""
 
     @property
     def final_length(self) -> int:
         return self.input_length + self.output_length
 
 
-def poisson(name: str, count: int, rate: float, seed: int, *, kind: Kind = "greedy", width: int = 1):
+def poisson(
+    name: str, count: int, rate: float, seed: int, *, kind: Kind = "greedy", width: int = 1, longest: int = 2048
+) -> list[SimRequest]:
     """`count` requests of a workload (`benchmarks.workloads`), `rate` of them a second."""
-    trace = workloads.synthesise(name, count, rate=rate, seed=seed)
+    trace = workloads.synthesise(name, count, rate=rate, seed=seed, longest=longest)
     return [SimRequest(f"r{i}", r.arrival, r.input_length, r.output_length, kind, width) for i, r in enumerate(trace)]
 
 
@@ -73,6 +83,51 @@ def translation(count: int, rate: float, seed: int, prefix_length: int) -> list[
         requests.append(SimRequest(f"r{i}", arrival, prefix_length + own, output, prefix_length=prefix_length))
         arrival += rng.expovariate(rate)
     return requests
+
+
+TURNS, THINKING = 8, 30.0
+
+
+def turns(count: int, rate: float, seed: int) -> list[SimRequest]:
+    """Conversations of at most TURNS turns with ShareGPT's lengths. A prompt is all that was said before, and the next
+    question. A conversation ends before 2,048 tokens. THINKING seconds on average lie between two questions."""
+    rng = random.Random(seed)
+    lengths = workloads.synthesise("sharegpt", count, seed=seed)
+    conversations: list[list[tuple[int, int]]] = []
+    while lengths:
+        history, said = 0, []
+        for _ in range(rng.randint(1, TURNS)):
+            if not lengths or history + lengths[-1].input_length + lengths[-1].output_length > workloads.LONGEST:
+                break
+            turn = lengths.pop()
+            said.append((history + turn.input_length, turn.output_length))
+            history += turn.input_length + turn.output_length
+        conversations.append(said)
+    start, requests = 0.0, []
+    for index, said in enumerate(conversations):
+        arrival = start
+        for prompt, output in said:
+            requests.append(SimRequest("", arrival, prompt, output, conversation=f"c{index}"))
+            arrival += rng.expovariate(1 / THINKING)
+        start += rng.expovariate(rate * len(conversations) / count)
+    requests.sort(key=lambda request: request.arrival)
+    return [replace(request, request_id=f"r{i}") for i, request in enumerate(requests)]
+
+
+def in_bursts(requests: list[SimRequest], rate: float, variation: float, seed: int) -> list[SimRequest]:
+    """The same requests, with times between arrivals of which the standard deviation is `variation` times the mean
+    (gamma distribution)."""
+    rng, arrival, moved = random.Random(seed), 0.0, []
+    for request in requests:
+        moved.append(replace(request, arrival=arrival))
+        arrival += rng.gammavariate(variation**-2, variation**2 / rate)
+    return moved
+
+
+def with_urgent(requests: list[SimRequest], share: float, seed: int) -> list[SimRequest]:
+    """The same requests; `share` of them, drawn at random, come before all others."""
+    rng = random.Random(seed)
+    return [replace(request, priority=0 if rng.random() < share else 1) for request in requests]
 
 
 def apart(requests: list[SimRequest]) -> list[SimRequest]:

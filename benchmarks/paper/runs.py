@@ -1,31 +1,34 @@
-"""One simulation of a figure as data: what to run, its outcome, and a file of outcomes that a later call continues."""
+"""One simulation of a figure as data: what to run, and its outcome."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.paper.beams import TOP_PROBABILITY
-from benchmarks.paper.cost import ASSUMED, SETUPS, cost_of
+from benchmarks.paper.cost import ASSUMED, SETUPS, Assumptions, cost_of
 from benchmarks.paper.policies.interface import Policy
 from benchmarks.paper.policies.orca import Orca
-from benchmarks.paper.policies.paged import Paged
+from benchmarks.paper.policies.paged import Paged, Tiled
 from benchmarks.paper.policies.static import Static
 from benchmarks.paper.requests import (
     CHAT_ROUNDS,
+    THINKING,
     TRANSLATION_INPUT,
     TRANSLATION_OUTPUT,
     TRANSLATION_SIGMA,
+    TURNS,
     Kind,
     SimRequest,
     apart,
     chat,
+    in_bursts,
     poisson,
     translation,
+    turns,
+    with_urgent,
 )
 from benchmarks.paper.simulator import Integral, Result, Simulator
 from benchmarks.workloads import WORKLOADS
@@ -38,8 +41,10 @@ PREEMPTION = {"ours": "auto", "ours-swap": "swap", "ours-recompute": "recompute"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """policy: "ours", "ours-swap", "ours-recompute", "ours-unshared", "orca-max", "orca-pow2", "orca-oracle" or
-    "faster-transformer". rate: requests a second; minutes: length of the trace; prefix: tokens shared by all prompts.
+    """policy: "ours", "ours-swap", "ours-recompute", "ours-unshared", "ours-tiles", "orca-max", "orca-pow2",
+    "orca-oracle" or "faster-transformer". rate: requests a second; minutes: length of the trace; prefix: tokens shared
+    by all prompts; budget: tokens of a step, at most; seats: sequences of a step, at most; variation: of the times
+    between arrivals (1: Poisson); urgent: share of the requests that come first; changes: of ASSUMED, by name.
     """
 
     setup: str
@@ -52,50 +57,72 @@ class Run:
     width: int = 1
     block_size: int = 16
     prefix: int = 0
+    budget: int = 8192
+    seats: int = 256
+    variation: float = 1.0
+    urgent: float = 0.0
+    changes: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def assumed(self) -> Assumptions:
+        return replace(ASSUMED, **dict(self.changes))
 
     @property
     def key(self) -> str:
         """Everything that the outcome depends on but the code."""
-        assumed: list[object] = [asdict(SETUPS[self.setup]), asdict(ASSUMED)]
-        if self.workload == "chat":
-            assumed.append(CHAT_ROUNDS)
-        elif self.workload == "translation":
-            assumed.append([TRANSLATION_INPUT, TRANSLATION_OUTPUT, TRANSLATION_SIGMA])
-        else:
-            assumed.append([asdict(lengths) for lengths in WORKLOADS[self.workload]])
-        if self.kind == "beams":
-            assumed.append(TOP_PROBABILITY)
-        return json.dumps([asdict(self), *assumed])
+        parameters = {
+            "chat": [CHAT_ROUNDS],
+            "translation": [TRANSLATION_INPUT, TRANSLATION_OUTPUT, TRANSLATION_SIGMA],
+            "turns": [TURNS, THINKING],
+        }
+        lengths = WORKLOADS[self.workload if self.workload in WORKLOADS else "sharegpt"]
+        beams = TOP_PROBABILITY if self.kind == "beams" else None
+        assumed = [asdict(SETUPS[self.setup]), asdict(self.assumed), [asdict(one) for one in lengths]]
+        return json.dumps([asdict(self), *assumed, parameters.get(self.workload), beams])
 
     def requests(self) -> list[SimRequest]:
         count = max(2, round(self.rate * 60 * self.minutes))
-        if self.workload == "chat":
-            return chat(count, self.rate, self.seed)
+        if self.workload in CONVERSATIONS:
+            return CONVERSATIONS[self.workload](count, self.rate, self.seed)
         if self.workload == "translation":
             return translation(count, self.rate, self.seed, self.prefix)
-        made = poisson(self.workload, count, self.rate, self.seed, kind=self.kind, width=self.width)
+        longest = SETUPS[self.setup].longest
+        made = poisson(self.workload, count, self.rate, self.seed, kind=self.kind, width=self.width, longest=longest)
+        if self.variation != 1.0:
+            made = in_bursts(made, self.rate, self.variation, self.seed)
+        if self.urgent:
+            made = with_urgent(made, self.urgent, self.seed)
         return apart(made) if self.policy == "ours-unshared" else made
 
 
+CONVERSATIONS = {"chat": chat, "turns": turns}
+
+
 def policy_for(run: Run, requests: list[SimRequest]) -> Policy:
-    capacity, outputs = SETUPS[run.setup].slots, {r.request_id: r.output_length for r in requests}
-    shares = run.prefix > 0 and run.policy != "ours-unshared"
+    setup, outputs = SETUPS[run.setup], {r.request_id: r.output_length for r in requests}
+    shares = (run.prefix > 0 or run.workload == "turns") and run.policy != "ours-unshared"
     preemption: Any = PREEMPTION.get(run.policy, "auto")
-    config = SchedulerConfig(max_num_batched_tokens=8192, prefix_caching=shares, preemption=preemption)
+    config = SchedulerConfig(
+        max_num_seqs=run.seats, max_num_batched_tokens=run.budget, prefix_caching=shares, preemption=preemption
+    )
     if run.policy == "faster-transformer":
-        return Static(config, capacity, outputs)
+        return Static(config, setup.slots, outputs)
     if run.policy.startswith("orca-"):
-        return Orca(config, capacity, outputs, reserve=run.policy.removeprefix("orca-"))
+        reserve = run.policy.removeprefix("orca-")
+        return Orca(config, setup.slots, outputs, reserve=reserve, longest=setup.longest)
+    options: dict[str, Any] = {"block_size": run.block_size, "name": run.policy}
     finals = {r.request_id: r.final_length for r in requests}
-    return Paged(config, capacity, finals, block_size=run.block_size, name=run.policy)
+    if run.policy == "ours-tiles":
+        return Tiled(config, setup.slots, finals, prefix=run.prefix, **options)
+    return Paged(config, setup.slots, finals, **options)
 
 
 def execute(run: Run) -> Outcome:
     """Simulate it. Latencies in seconds for each token, shares of the pool, counts."""
     requests = run.requests()
-    policy = policy_for(run, requests)
+    policy, assumed = policy_for(run, requests), run.assumed
     is_paged = isinstance(policy, Paged)
-    cost = cost_of(SETUPS[run.setup]).with_kv_factor(ASSUMED.kv_factor(run.block_size if is_paged else None))
+    cost = cost_of(SETUPS[run.setup], assumed).with_kv_factor(assumed.kv_factor(run.block_size if is_paged else None))
     simulator = Simulator(
         policy,
         cost,
@@ -110,10 +137,18 @@ def execute(run: Run) -> Outcome:
 
 def outcome_of(result: Result) -> Outcome:
     latencies = sorted(c.normalized_latency for c in result.completed)
+    firsts = sorted(c.first_token - c.request.arrival for c in result.completed)
+    by_priority: dict[int, list[float]] = {}
+    for each in result.completed:
+        by_priority.setdefault(each.request.priority, []).append(each.normalized_latency)
     return {
         "requests": len(latencies),
         "latency": statistics.fmean(latencies),
-        "latency_p99": latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
+        "latency_p99": percentile(latencies),
+        "latency_by_priority": [statistics.fmean(each) for _, each in sorted(by_priority.items())],
+        "first_token": statistics.fmean(firsts),
+        "first_token_p99": percentile(firsts),
+        "pace_p99": pace(result.paces),
         "seconds": result.seconds,
         "steps": result.num_steps,
         "preemptions": result.num_preemptions,
@@ -122,6 +157,21 @@ def outcome_of(result: Result) -> Outcome:
         "busy": shares_of(result.busy),
         "window": shares_of(result.window),
     }
+
+
+def percentile(values: list[float], share: float = 0.99) -> float:
+    """Of values in ascending order."""
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def pace(paces: list[tuple[float, int]], share: float = 0.99) -> float:
+    """Seconds between two tokens that `share` of all tokens do not exceed."""
+    left = (1 - share) * sum(count for _, count in paces)
+    for seconds, count in sorted(paces, reverse=True):
+        left -= count
+        if left < 0:
+            return seconds
+    return 0.0
 
 
 def shares_of(integral: Integral) -> dict[str, float]:
@@ -133,39 +183,3 @@ def shares_of(integral: Integral) -> dict[str, float]:
     names = ("tokens", "reserved", "internal", "external", "free")
     shares = {name: getattr(integral, name) / pool for name in names}
     return {**shares, "filled": integral.tokens / held, "saved": integral.saved / (held + integral.saved)}
-
-
-class Store:
-    """Outcomes by run, one JSON line each, appended as they are made."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._known: dict[str, Outcome] = {}
-        if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    key, outcome = json.loads(line)
-                except ValueError:
-                    continue  # the line that an interrupted call left
-                self._known[key] = outcome
-
-    def get(self, key: str) -> Outcome | None:
-        return self._known.get(key)
-
-    def put(self, key: str, outcome: Outcome) -> None:
-        self._known[key] = outcome
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps([key, outcome]) + "\n")
-
-    def all(self, runs: Iterable[Run], progress: Callable[[Run], None]) -> dict[Run, Outcome]:
-        """The outcome of each run, from the file or simulated now."""
-        outcomes: dict[Run, Outcome] = {}
-        for run in runs:
-            outcome = self.get(run.key)
-            if outcome is None:
-                progress(run)
-                outcome = execute(run)
-                self.put(run.key, outcome)
-            outcomes[run] = outcome
-        return outcomes

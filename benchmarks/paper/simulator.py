@@ -60,7 +60,10 @@ class Integral:
 
 @dataclass(slots=True)
 class Result:
-    """busy: while requests waited, which is when memory is the limit; window: from `warm_up` to the last arrival."""
+    """busy: while requests waited, which is when memory is the limit; window: from `warm_up` to the last arrival.
+
+    paces: the seconds of a step, and how many tokens sequences that got one a step got at this pace.
+    """
 
     completed: list[Completed]
     seconds: float
@@ -68,6 +71,7 @@ class Result:
     num_preemptions: int
     busy: Integral
     window: Integral
+    paces: list[tuple[float, int]]
 
 
 Observer = Callable[[SchedulerOutput], None]
@@ -98,8 +102,10 @@ class Simulator:
         self._completed: list[Completed] = []
         self._ending: list[SequenceGroup] = []
         self._beams: dict[str, BeamChoice] = {}
+        self._known: set[object] = set()  # options of requests so far
         self._rng = random.Random(self.seed)
         self._is_settled = False  # the last step changed nothing but lengths
+        self._paces: list[tuple[float, int]] = []
         self._unmeasured, self._calls = 0.0, 0
         self._busy, self._window = Integral(), Integral()
         self._last_arrival = self.requests[-1].arrival if self.requests else 0.0
@@ -110,7 +116,8 @@ class Simulator:
                 self._step()
             else:
                 self.now = max(self.now, self.requests[self._next].arrival)
-        return Result(self._completed, self.now, self.num_steps, policy.num_preemptions, self._busy, self._window)
+        num = policy.num_preemptions
+        return Result(self._completed, self.now, self.num_steps, num, self._busy, self._window, self._paces)
 
     # -- arrivals -----------------------------------------------------------------------------------------------
 
@@ -119,21 +126,29 @@ class Simulator:
         while self._next < len(requests) and requests[self._next].arrival <= self.now:
             request = requests[self._next]
             self._next += 1
-            self.now += self.cost.request
+            if self.cost.request:
+                self.now += self.cost.known if request.options in self._known else self.cost.request
+                self._known.add(request.options)
             if not self.policy.num_waiting and not self.policy.num_swapped:
                 self._is_settled = False
             self._records[request.request_id] = Completed(request)
             self.policy.add(self._group(request))
 
     def _group(self, request: SimRequest) -> SequenceGroup:
-        own = request.input_length - request.prefix_length
-        prompt = [0] * own if not request.prefix_length else [1] * request.prefix_length + [1 + self._next] * own
+        """Generated tokens are 0 too, so the next turn of a conversation finds all of the last one."""
+        own, root = request.input_length - request.prefix_length, None
+        prompt = [0] * own
+        if request.prefix_length:
+            prompt, root = [1] * request.prefix_length + [1 + self._next] * own, PREFIX_ROOT
+        elif request.conversation:
+            root = request.conversation.encode()
         return SequenceGroup(
             request.request_id,
             prompt,
             width=request.width,
+            priority=request.priority,
             arrival=request.arrival,
-            cache_root=PREFIX_ROOT if request.prefix_length else None,
+            cache_root=root,
         )
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -158,6 +173,7 @@ class Simulator:
         if self.observe is not None:
             self.observe(output)
         self.num_steps += count
+        self._paces.append((seconds / count, count * sum([num == 1 for _, num in output.scheduled])))
         # In the mean over several steps, half of the tokens of all but the first are not there yet.
         self._measure(seconds, len(output.scheduled) * (count - 1) / 2)
         self.now += seconds

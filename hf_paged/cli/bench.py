@@ -6,6 +6,7 @@ The wheel has no benchmarks of the paper, so they are imported from the source t
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,11 @@ def _bench() -> None:
 @bench.command("paper")
 def paper(
     figures: Annotated[
-        str, typer.Option(help="comma-separated: 2, 12 to 19, fit (cost model against the engine), real (engine runs)")
+        str,
+        typer.Option(
+            help="comma-separated: 2, 12 to 19, 18b, azure, chunks, turns, priorities, tiles, adapters, assumptions, "
+            "speed, fit (cost model against the engine), real (runs of the engine)"
+        ),
     ] = "all",
     quick: Annotated[
         bool, typer.Option("--quick", help="fewer rates, seeds and minutes; its own output folder")
@@ -37,17 +42,22 @@ def paper(
     page: Annotated[Path | None, typer.Option(help="Markdown page with all figures")] = None,
     plots: Annotated[bool, typer.Option(help="draw the figures; needs the extra 'paper'")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="repeat the runs that an earlier call has done")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="processes that simulate (default: one for a core)")
+    ] = None,
 ) -> Job:
     """Reproduce the evaluation of the PagedAttention paper: the baselines and ours on a simulated clock.
 
     A call that was interrupted continues where it was.
     """
-    return lambda: _paper(figures, quick, out, page, plots=plots, fresh=fresh)
+    return lambda: _paper(figures, quick, out, page, plots=plots, fresh=fresh, workers=workers)
 
 
-def _paper(figures: str, quick: bool, out: Path | None, page: Path | None, *, plots: bool, fresh: bool) -> int:
+def _paper(
+    figures: str, quick: bool, out: Path | None, page: Path | None, *, plots: bool, fresh: bool, workers: int | None
+) -> int:
     module = _from_checkout("benchmarks.paper.bench")
-    efforts = _from_checkout("benchmarks.paper.figures")
+    efforts = _from_checkout("benchmarks.paper.reading")
     root = _root()
     folder = out or root / "benchmarks" / "results" / ("paper-quick" if quick else "paper")
     if fresh:
@@ -58,7 +68,9 @@ def _paper(figures: str, quick: bool, out: Path | None, page: Path | None, *, pl
         out=folder,
         page=page or (folder / "paper.md" if quick or out else root / "docs" / "paper.md"),
         plots=plots,
-        requests=module.ENGINE_REQUESTS // 2 if quick else module.ENGINE_REQUESTS,
+        requests=module.ENGINE_REQUESTS // 4 if quick else module.ENGINE_REQUESTS,
+        repeats=1 if quick else 3,
+        workers=workers or len(os.sched_getaffinity(0)),
     )
     data = module.run(job, module.say_on())
     show("")

@@ -58,11 +58,14 @@ class TraceRequest:
     output_length: int
 
 
-def synthesise(name: str, count: int, *, scale: float = 1.0, rate: float | None = None, seed: int = 0):
-    """`count` requests with lengths times `scale`; Poisson arrivals at `rate` per second (None: all at time 0)."""
+def synthesise(
+    name: str, count: int, *, scale: float = 1.0, rate: float | None = None, seed: int = 0, longest: int = LONGEST
+):
+    """`count` requests with lengths times `scale`, prompt and output together at most `longest` times `scale`; Poisson
+    arrivals at `rate` per second (None: all at time 0)."""
     rng = random.Random(seed)
     inputs, outputs = WORKLOADS[name]
-    longest = max(2, int(LONGEST * scale))
+    longest = max(2, int(longest * scale))
     scaled = [dataclasses.replace(l, mean=l.mean * scale if l.mean else None) for l in (inputs, outputs)]
     shift = math.log(scale)
     scaled = [dataclasses.replace(l, mu=l.mu + shift if l.mu else None) for l in scaled]

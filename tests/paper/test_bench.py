@@ -10,32 +10,68 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper import bench, figures, plots
+from benchmarks.paper import adapters, bench, plots, reading, runs, speed
 from benchmarks.paper.beside import loads
+from benchmarks.paper.beyond import ASSUMPTIONS, BEYOND
 from benchmarks.paper.cost import CostModel
-from benchmarks.paper.figures import FIGURES, TINY, sustained
+from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.fit import compare, features, fit, load_of_workload
 from benchmarks.paper.kernels import measure
-from benchmarks.paper.page import render
+from benchmarks.paper.page import NOTES, ORDER, render
+from benchmarks.paper.reading import TINY, Figure, check, sustained
 from benchmarks.paper.real import RealRun, model, run_engine, simulate
-from benchmarks.paper.runs import Run, Store, execute
+from benchmarks.paper.runs import Run, execute, pace
+from benchmarks.paper.store import FAR, Store
 from hf_paged.cli.main import main
 
+ROOT = Path(__file__).parents[2]
 
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
-def test_a_tiny_version_of_each_figure(figure: figures.Figure, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("figure", [*FIGURES, *BEYOND, ASSUMPTIONS], ids=lambda figure: figure.name)
+def test_a_tiny_version_of_each_figure(figure: Figure, tmp_path: Path) -> None:
     job = bench.Job((figure.name,), TINY, tmp_path, tmp_path / "page.md", plots=False)
     data = bench.run(job, lambda _: None)[figure.name]
-    assert data["checks"] and json.loads((tmp_path / f"figure-{figure.name}.json").read_text())
+    assert json.loads((tmp_path / f"figure-{figure.name}.json").read_text())
     text = (tmp_path / "page.md").read_text()
-    assert f"## Figure {figure.name}:" in text and "sigma" in text
-    assert all(row["what"] in text for row in data["checks"])
+    assert f"figure-{figure.name}.png" in text or figure is ASSUMPTIONS
+    assert "sigma" in text and all(row["what"] in text for row in data["checks"] if figure in FIGURES)
+    assert data.get("sentence", "") in text and ("sentence" in data) == (figure in BEYOND)
 
 
 def test_figure_18_is_measured() -> None:
     data = measure((32,), rows=2, calls=1)
     assert [series["system"] for series in data["panels"][0]["series"]] == ["ours", "contiguous (torch SDPA)"]
-    assert "Figure 18" in render({"18": data}, TINY, "plots")
+    assert "Figure 18" in render({"18": data}, "plots")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # what PEFT asks
+def test_adapters_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROWS": 2, "OUTPUT": 2, "COUNTS": (0, 1, 2)}.items():
+        monkeypatch.setattr(adapters, name, value)
+    data = adapters.measure(1)
+    assert data["panels"][0]["series"][0]["x"] == [0, 1, 2] and "Adapters" in render({"adapters": data}, "plots")
+
+
+def test_speed_is_measured() -> None:
+    data = speed.measure(20)
+    assert data["requests"] == 20 and data["sentence"] in render({"speed": data}, "plots")
+
+
+def test_a_difference_is_named_and_explained() -> None:
+    """A value outside of its range stands in the summary; every figure has words."""
+    rows = [check("a", 2.0, 2.3), check("b", 2.0, 1.5, unit="x"), check("c", "up to 22", 30.0, within=(1.0, 22.0))]
+    assert [row["agrees"] for row in rows] == [True, False, False]
+    text = render({"14": {"checks": rows}}, "plots")
+    assert "1 of 3 values agree" in text and "| 14 | b | 2x | 1.5x | **-25%** |" in text and "**+36% from 22**" in text
+    assert all(NOTES[name] for name in ORDER)
+
+
+def test_the_page_of_the_checkout_shows_all_results() -> None:
+    """And is what `render` makes of them."""
+    results = {name: ROOT / "benchmarks" / "results" / "paper" / f"{name}.json" for name in bench.REAL}
+    results |= {name: path.with_name(f"figure-{name}.json") for name in bench.NAMES for path in results.values()}
+    data = {name: json.loads(path.read_text()) for name, path in results.items() if path.exists()}
+    assert (ROOT / "docs" / "paper.md").read_text() == render(data, "paper")
 
 
 def test_a_second_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +80,29 @@ def test_a_second_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     first = store.all([run], lambda _: None)
     with (tmp_path / "runs.jsonl").open("a") as file:
         file.write('["half a li')
-    monkeypatch.setattr("benchmarks.paper.runs.execute", lambda _: pytest.fail("it is simulated again"))
+    monkeypatch.setattr(runs, "execute", lambda _: pytest.fail("it is simulated again"))
     assert Store(tmp_path / "runs.jsonl").all([run], lambda _: None) == first
+
+
+def test_rates_far_beyond_the_plot_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    series = [Run("OPT-13B", "alpaca", "ours", rate, 0, 0.1) for rate in (4.0, 1.0, 3.0, 2.0)]
+    latencies = {1.0: 1.0, 2.0: FAR, 3.0: FAR + 1, 4.0: 100.0}
+    monkeypatch.setattr(runs, "execute", lambda run: {"latency": latencies[run.rate]})
+    done = Store(tmp_path / "runs.jsonl").all(series, lambda _: None)
+    assert [run.rate for run in done] == [1.0, 3.0, 2.0] or [run.rate for run in done] == [3.0, 1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_outcomes(tmp_path: Path) -> None:
+    few = [Run("OPT-13B", "alpaca", "ours", rate, seed, 0.05) for rate in (1.0, 4.0) for seed in (0, 1)]
+    one, two = (Store(tmp_path / str(n)).all(few, lambda _: None, workers=n) for n in (1, 2))
+    assert one == two and list(one) == few
+
+
+def test_pace() -> None:
+    """98 of 100 tokens take a second, one takes 2 and one 3: 99 % take at most 2."""
+    assert pace([(1.0, 98), (3.0, 1), (2.0, 1)]) == 2.0
+    assert pace([]) == 0.0
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
@@ -83,8 +140,8 @@ def test_plots(name: str, tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "QUICK", TINY)
-    arguments = ["bench", "paper", "--quick", "--no-plots", "--out", str(tmp_path), "--figures"]
+    monkeypatch.setattr(reading, "QUICK", TINY)
+    arguments = ["bench", "paper", "--quick", "--no-plots", "--workers", "1", "--out", str(tmp_path), "--figures"]
     assert main([*arguments, "2"]) == 0
     assert "figure 2   ours: K/V memory that holds tokens: paper 96.3" in capsys.readouterr().out
     assert main([*arguments, "2,20"]) == 2
@@ -102,8 +159,8 @@ def test_fit_recovers_coefficients() -> None:
     run = simulate_steps(load, steps)
     priced = [(step, truth.seconds(step, load.block_size)) for step in steps]
     priced.append((steps[0], 60.0))
-    found = fit([(RealRun(run, priced, [0.01, 0.01]), load.block_size)])
-    assert found.request == 0.01
+    found = fit([(RealRun(run, priced, [(0.01, False), (0.001, True)]), load.block_size)])
+    assert (found.request, found.known) == (0.01, 0.001)
     for step, seconds in priced[:-1]:
         assert found.seconds(step, load.block_size) == pytest.approx(seconds, rel=0.05), features(step, 16)
 
@@ -124,7 +181,7 @@ def test_the_engine_beside_the_simulation() -> None:
     """Steps and preemptions of an overload, in which the clock decides nothing, are those of the simulation."""
     load = replace(load_of_workload("sharegpt", 6, 1e9, 0), slots=320)
     run = run_engine(model(), load)
-    row = compare(load, run, CostModel(0.01, 0.0, 1e-4, 1e-6, request=0.01))
+    row = compare(load, [run], CostModel(0.01, 0.0, 1e-4, 1e-6, request=0.01))
     assert row["steps"][0] == row["steps"][1] and row["preemptions"][0] == row["preemptions"][1]
     assert len(run.steps) == run.result.num_steps and len(run.adding) == 6
 

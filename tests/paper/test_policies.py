@@ -118,7 +118,9 @@ def test_orca_reserves_for_every_sample() -> None:
     price = policy.load
     policy.load = lambda output: loads.append(price(output)) or loads[-1]  # type: ignore[method-assign, func-returns-value]
     assert ends(simulate(policy, requests, jumps=False)) == {"a": 4.0, "b": 8.0}
-    assert loads[:3] == [Load(1, 4, 4, 10), Load(2, 2, 10, 0, 4), Load(2, 2, 12)], "the prompt's K/V is copied once"
+    assert loads[:3] == [Load(1, 4, 4, 10, started=1), Load(2, 2, 10, 0, 4), Load(2, 2, 12)], (
+        "the prompt's K/V is copied once"
+    )
 
 
 def test_orca_refuses_what_never_fits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -11,9 +12,9 @@ from benchmarks.paper.beams import BeamChoice
 from benchmarks.paper.cost import ASSUMED, OPT_13B, OPT_66B, OPT_175B, CostModel, cost_of
 from benchmarks.paper.policies.interface import Load, Memory
 from benchmarks.paper.policies.orca import Orca
-from benchmarks.paper.policies.paged import Paged
+from benchmarks.paper.policies.paged import TILE_ROWS, Paged, Tiled
 from benchmarks.paper.policies.static import Static
-from benchmarks.paper.requests import SimRequest, apart, chat, poisson, translation
+from benchmarks.paper.requests import SimRequest, apart, chat, in_bursts, poisson, translation, turns, with_urgent
 from benchmarks.paper.simulator import Result, Simulator
 from hf_paged.config import SchedulerConfig
 from tests.paper.test_policies import SECOND
@@ -90,6 +91,14 @@ def test_clock_by_hand() -> None:
     assert times == {"a": (1.0, 3.0, 1.0), "b": (2.0, 3.0, 1.25)}
 
 
+def test_arrivals_take_time() -> None:
+    """a and c have the same options; b arrives while a is taken in."""
+    requests = [SimRequest("a", 0.0, 5, 2), SimRequest("b", 1.0, 5, 1), SimRequest("c", 1.0, 5, 2)]
+    result = Simulator(policy_of("ours", requests), replace(SECOND, request=2.0, known=0.5), requests).run()
+    times = {c.request.request_id: (c.first_token, c.end) for c in result.completed}
+    assert times == {"a": (5.5, 6.5), "b": (5.5, 5.5), "c": (5.5, 6.5)}
+
+
 def test_shared_prefix_is_computed_once() -> None:
     config = replace(CONFIG, prefix_caching=True)
     requests = [SimRequest(f"r{i}", 10.0 * i, 14, 2, prefix_length=8) for i in range(2)]
@@ -97,6 +106,55 @@ def test_shared_prefix_is_computed_once() -> None:
     policy = policy_of("ours", requests, 400, config)
     Simulator(policy, SECOND, requests, observe=lambda o: tokens.append(o.num_scheduled_tokens)).run()
     assert tokens == [14, 1, 6, 1], "the second prompt starts after the 8 shared tokens"
+
+
+def test_prefix_tiles_read_the_prefix_once_for_each_tile() -> None:
+    """66 rows of 10 tokens share 8, two blocks of 4: two tiles read them, for 64 rows and for 2."""
+    config = SchedulerConfig(max_num_seqs=99, max_num_batched_tokens=999, prefix_caching=True)
+    requests = [SimRequest(f"r{i}", 0.0, 9, 3, prefix_length=8) for i in range(TILE_ROWS + 2)]
+    plain, tiled = (
+        make(config, 4000, {}, block_size=4, **more) for make, more in ((Paged, {}), (Tiled, {"prefix": 8}))
+    )
+    reads = []
+    for policy in (plain, tiled):
+        price = policy.load
+        policy.load = lambda output, price=price: reads.append(price(output)) or reads[-1]  # type: ignore[method-assign, func-returns-value]
+        Simulator(policy, SECOND, requests, jumps=False).run()
+    assert reads[1].kv_tokens == 66 * 10 and reads[4].kv_tokens == 66 * 2 + 2 * 8
+    assert reads[0] == reads[3], "prompts are not tiled"
+
+
+def test_turns_find_what_was_said_before() -> None:
+    """The second turn of a conversation computes the last token of the first, and its own."""
+    config = replace(CONFIG, prefix_caching=True)
+    requests = [SimRequest("a", 0.0, 6, 3, conversation="c"), SimRequest("b", 20.0, 14, 1, conversation="c")]
+    other = SimRequest("c", 40.0, 14, 1, conversation="d")
+    tokens = []
+    policy = policy_of("ours", requests, 400, config)
+    observe = lambda o: tokens.append(o.num_scheduled_tokens)  # noqa: E731
+    Simulator(policy, SECOND, [*requests, other], observe=observe).run()
+    assert tokens == [6, 2, 6, 14], "of 6 + 3 tokens 8 are in full blocks"
+
+
+def test_urgent_requests_come_first() -> None:
+    requests = [SimRequest(f"r{i}", 0.0, 30, 8, priority=int(i < 5)) for i in range(6)]
+    result = Simulator(policy_of("ours", requests, 80), COST, requests, block_size=4).run()
+    assert min(result.completed, key=lambda each: each.end).request.request_id == "r5"
+
+
+def test_conversations_bursts_and_urgent_requests() -> None:
+    requests = turns(2000, 2.0, 0)
+    assert len(requests) == 2000 and max(r.final_length for r in requests) <= 2048
+    assert requests[-1].arrival == pytest.approx(1000, rel=0.3)
+    one = [r for r in requests if r.conversation == requests[0].conversation]
+    assert all(a.final_length < b.input_length for a, b in pairwise(one))
+    bursts = in_bursts(poisson("alpaca", 4000, 2.0, 0), 2.0, 5.0, 0)
+    gaps = [b.arrival - a.arrival for a, b in pairwise(bursts)]
+    mean = sum(gaps) / len(gaps)
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert mean == pytest.approx(0.5, rel=0.2) and deviation / mean == pytest.approx(5.0, rel=0.3)
+    urgent = with_urgent(requests, 0.2, 0)
+    assert sum(r.priority == 0 for r in urgent) == pytest.approx(400, rel=0.2)
 
 
 def test_apart() -> None:
@@ -131,6 +189,10 @@ def test_cost_of_a_step() -> None:
     swap = cost.seconds(Load(0, 0, 0, 0, 5, 2), block_size=4) - cost.seconds(Load(0, 0, 0), block_size=4)
     assert swap == pytest.approx(5 * 0.2 + 2 * (3 + 4 * 0.25))
     assert cost.with_kv_factor(2).kv_token == 0.02
+    cpu = CostModel(1.0, 0.0, 0.5, 0.0, several=2.0, few=0.25, start=3.0)
+    seconds = [cpu.seconds(Load(1, count, 0)) for count in (1, 2, 40)]
+    assert seconds == pytest.approx([1 + 0.5, 1 + 2 + 2 * 0.75, 1 + 2 + 40 * 0.5 + 16 * 0.25])
+    assert cpu.seconds(Load(1, 1, 0, started=2)) == pytest.approx(1 + 0.5 + 6)
 
 
 def test_set_ups_of_the_paper() -> None:

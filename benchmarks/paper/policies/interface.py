@@ -15,7 +15,8 @@ class Load:
 
     rows: sequences; tokens: computed by the linear layers; kv_tokens: positions whose K/V attention reads, once for
     each row; pairs: query-key pairs of rows with several tokens; copied_tokens: K/V copied within the device;
-    swapped_blocks: copied between the device and host memory.
+    swapped_blocks: copied between the device and host memory; started: sequences of which nothing
+    was computed before, but for a prefix that was found in the cache.
     """
 
     rows: int
@@ -24,6 +25,7 @@ class Load:
     pairs: int = 0
     copied_tokens: int = 0
     swapped_blocks: int = 0
+    started: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,15 @@ class Policy(Protocol):
 
 def load_of(output: SchedulerOutput, *, copied_tokens: int = 0, swapped_blocks: int = 0) -> Load:
     """The load of a step without padding. Call it before `update`."""
-    tokens = kv_tokens = pairs = 0
+    tokens = kv_tokens = pairs = started = 0
     for seq, count in output.scheduled:
         length = seq.num_computed_tokens + count
+        started += seq.num_computed_tokens <= seq.group.num_cached_tokens
         tokens += count
         kv_tokens += length
         if count > 1:
             pairs += count * length - count * (count - 1) // 2
-    return Load(len(output.scheduled), tokens, kv_tokens, pairs, copied_tokens, swapped_blocks)
+    return Load(len(output.scheduled), tokens, kv_tokens, pairs, copied_tokens, swapped_blocks, started)
 
 
 def decode_load_of(groups: list[SequenceGroup]) -> Load:

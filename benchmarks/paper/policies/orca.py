@@ -16,21 +16,21 @@ from hf_paged.generation.engine.sequence import FinishReason, SequenceGroup
 
 MAX_MODEL_LENGTH = 2048
 
-Reserve = Callable[[int, int], int]
-"""(prompt tokens, output tokens) -> slots to reserve for one sequence."""
+Reserve = Callable[[int, int, int], int]
+"""(prompt tokens, output tokens, the model's maximum) -> slots to reserve for one sequence."""
 
 
-def reserve_max(prompt: int, output: int) -> int:
+def reserve_max(prompt: int, output: int, longest: int = MAX_MODEL_LENGTH) -> int:
     """Orca (Max): the output length is unknown, so every sequence may reach the model's maximum."""
-    return max(MAX_MODEL_LENGTH, prompt + output)
+    return max(longest, prompt + output)
 
 
-def reserve_pow2(prompt: int, output: int) -> int:
+def reserve_pow2(prompt: int, output: int, longest: int = MAX_MODEL_LENGTH) -> int:
     """Orca (Pow2): over-reserves the output by at most a factor of two, and never beyond the model's maximum."""
-    return min(prompt + power_of_two(output), reserve_max(prompt, output))
+    return min(prompt + power_of_two(output), reserve_max(prompt, output, longest))
 
 
-def reserve_oracle(prompt: int, output: int) -> int:
+def reserve_oracle(prompt: int, output: int, longest: int = MAX_MODEL_LENGTH) -> int:
     """Orca (Oracle): knows the output length, which no real system does."""
     return prompt + output
 
@@ -42,23 +42,33 @@ class Orca(Queue):
     """Iteration-level batches over contiguous reservations.
 
     Every sequence of a group reserves memory when the group starts and keeps it until the group ends. output_lengths:
-    request_id -> tokens that each of its sequences will generate; "max" does not look at them.
+    request_id -> tokens that each of its sequences will generate; "max" does not look at them. longest: tokens of a
+    sequence, at most, of the model.
     """
 
     def __init__(
-        self, config: SchedulerConfig, capacity: int, output_lengths: Mapping[str, int], *, reserve: str
+        self,
+        config: SchedulerConfig,
+        capacity: int,
+        output_lengths: Mapping[str, int],
+        *,
+        reserve: str,
+        longest: int = MAX_MODEL_LENGTH,
     ) -> None:
         super().__init__(config)
         self.name = f"orca-{reserve}"
         self.buddy = BuddyAllocator(capacity)
         self._reserve = RESERVATIONS[reserve]
+        self._longest = longest
         self._output_lengths = output_lengths
         self._chunks: dict[SequenceGroup, list[int]] = {}
         self._reserved: dict[SequenceGroup, int] = {}  # slots asked for, by each sequence
 
     def add(self, group: SequenceGroup) -> None:
         super().add(group)
-        self._reserved[group] = self._reserve(group.num_prompt_tokens, self._output_lengths[group.request_id])
+        self._reserved[group] = self._reserve(
+            group.num_prompt_tokens, self._output_lengths[group.request_id], self._longest
+        )
         size = power_of_two(self._reserved[group])
         if sum(root // size for root in self.buddy._roots.values()) < group.width:
             raise ValueError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from benchmarks.paper.policies.interface import Load, Memory, decode_load_of, load_of
 from hf_paged.cache.allocator import BlockAllocator
@@ -118,3 +120,28 @@ class Paged:
         later = min(later, used - tokens)  # a shared block counts once
         free = allocator.num_available * size
         return Memory(tokens - ahead, later, used - tokens - later, 0, free + ahead, saved)
+
+
+TILE_ROWS = 64
+"""Rows of one tile of queries in the Triton decode kernel, at most."""
+
+
+class Tiled(Paged):
+    """A kernel with prefix tiles: the K/V of the prefix that all requests share is read once for every TILE_ROWS rows
+    that generate, not once for each. prefix: tokens of it."""
+
+    def __init__(
+        self, config: SchedulerConfig, capacity: int, final_lengths: Mapping[str, int], *, prefix: int, **options: Any
+    ) -> None:
+        super().__init__(config, capacity, final_lengths, **options)
+        self._shared = prefix // self.block_size * self.block_size
+
+    def _with_tiles(self, load: Load, rows: int) -> Load:
+        return replace(load, kv_tokens=load.kv_tokens - (rows - -(-rows // TILE_ROWS)) * self._shared)
+
+    def decode_load(self) -> Load:
+        load = super().decode_load()
+        return self._with_tiles(load, load.rows)
+
+    def load(self, output: SchedulerOutput) -> Load:
+        return self._with_tiles(super().load(output), sum(count == 1 for _, count in output.scheduled))
