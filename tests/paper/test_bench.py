@@ -68,9 +68,9 @@ def test_a_difference_is_named_and_explained() -> None:
 
 def test_the_page_of_the_checkout_shows_all_results() -> None:
     """And is what `render` makes of them."""
-    results = {name: ROOT / "benchmarks" / "results" / "paper" / f"{name}.json" for name in bench.REAL}
-    results |= {name: path.with_name(f"figure-{name}.json") for name in bench.NAMES for path in results.values()}
-    data = {name: json.loads(path.read_text()) for name, path in results.items() if path.exists()}
+    folder = ROOT / "benchmarks" / "results" / "paper"
+    paths = {name: folder / (f"{name}.json" if name in bench.REAL else f"figure-{name}.json") for name in bench.NAMES}
+    data = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     assert (ROOT / "docs" / "paper.md").read_text() == render(data, "paper")
 
 
