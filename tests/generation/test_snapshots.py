@@ -132,7 +132,7 @@ class Blocked(LogitsProcessor):
 
     def __call__(self, ids: Any, scores: Any) -> Any:
         self.reached.set()
-        assert self.release.wait(60)
+        assert self.release.wait(120)
         return scores
 
 
@@ -142,7 +142,7 @@ def test_it_waits_for_no_step(every_step: None) -> None:
         engine.add_request([5, 6, 7], config(max_new_tokens=2), logits_processor=[blocked], request_id="r")
         stepping = threading.Thread(target=engine.step)
         stepping.start()
-        assert blocked.reached.wait(60)
+        assert blocked.reached.wait(120)
         assert engine.snapshot() is None  # there has been no step since the first call
         blocked.release.set()
         stepping.join(60)

@@ -313,12 +313,12 @@ def test_engines_in_other_threads_keep_their_overrides() -> None:
         def wait(*_: Any) -> None:
             if threading.current_thread() is slow_thread and not entered.is_set():
                 entered.set()
-                assert go.wait(60)
+                assert go.wait(120)
                 seen.append(is_override(vars(layer).get("forward")))
 
         handle = model.model.embed_tokens.register_forward_hook(wait)
         slow_thread.start()
-        assert entered.wait(60)
+        assert entered.wait(120)
         run(model, fast)
         go.set()
         slow_thread.join()

@@ -67,6 +67,10 @@ class Ranks:
     def are_gone(self) -> bool:
         return not any(process.is_alive() for process in self.processes)
 
+    def are_silent(self) -> bool:
+        """All their reports have been read, after they have gone."""
+        return all(pipe.closed for pipe in self._pipes)
+
     def codes(self) -> list[int | None]:
         return [process.exitcode for process in self.processes]
 
@@ -81,7 +85,7 @@ def run(size: int, program: Callable[..., None], *args: Any, seconds: float = 24
     ranks = Ranks(size, program, *args)
     try:
         assert ranks.read(ranks.are_gone, seconds), f"still running: {[ranks.said(rank) for rank in range(size)]}"
-        ranks.read(lambda: all(pipe.closed for pipe in ranks._pipes), 10)
+        ranks.read(ranks.are_silent, 120)
         assert ranks.codes() == [0] * size, [ranks.said(rank) for rank in range(size)]
         return [ranks.said(rank) for rank in range(size)]
     finally:

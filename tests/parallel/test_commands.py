@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def test_serve(end: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    family: list[psutil.Process] = []
     try:
         wait_for(server, port)
         question = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 8, "model": CHECKPOINT}
@@ -84,16 +85,20 @@ def test_serve(end: str) -> None:
         assert len(family) >= 2
         if end == "SIGTERM":
             server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
+            assert server.wait(120) == 0
         else:
             follower = next(p for p in family if is_rank(p, "1"))
             follower.kill()
-            assert server.wait(60) == 128 + signal.SIGKILL
-        _, alive = psutil.wait_procs(family, timeout=10)
+            assert server.wait(120) == 128 + signal.SIGKILL
+        _, alive = psutil.wait_procs(family, timeout=120)
         assert not alive
     finally:
-        for process in [*psutil.Process(os.getpid()).children(recursive=True)]:
-            process.kill()
+        if server.poll() is None:
+            family += psutil.Process(server.pid).children(recursive=True)
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        server.kill()
         server.wait()
 
 

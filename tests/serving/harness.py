@@ -25,7 +25,6 @@ import hf_paged
 from hf_paged.serving.server import Server, make_server
 from hf_paged.serving.service import Service
 from hf_paged.serving.settings import Limits, Settings
-from tests.waiting import Gate as Gate
 from tests.waiting import must, until
 
 _Result = TypeVar("_Result")

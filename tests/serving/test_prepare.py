@@ -116,7 +116,7 @@ def test_a_deadline_before_the_engine_has_the_request(monkeypatch: pytest.Monkey
     encode = ServedModel.encode
 
     def slow(self: Any, text: str, **options: Any) -> list[int]:
-        assert go_on.wait(60)
+        assert go_on.wait(120)
         return encode(self, text, **options)
 
     monkeypatch.setattr(ServedModel, "encode", slow)
@@ -154,7 +154,7 @@ def test_a_client_that_goes_while_a_pause_holds_its_request_back(
         gone.wait()
     go_on.set()
     assert list(stream)
-    pause.result(60)
+    pause.result(120)
     assert server.http.post("/resume").status_code == 200
     assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
     assert len(submitted) == 1
