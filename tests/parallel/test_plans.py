@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.generation.engine import parallel, sizing
+from hf_paged.generation.engine.ranks import check_heads
 from tests import models
 from tests.generation.test_engine import config, solo
 
@@ -152,6 +153,18 @@ def test_what_ranks_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
         Engine(models.shared("llama"), None, SchedulerConfig(async_scheduling=True))
     with pytest.raises(ValueError, match="cuda_graphs=True: the model is on 2 ranks"):
         Engine(models.shared("llama"), cuda_graphs=True)
+
+
+def test_heads_that_cannot_be_divided() -> None:
+    class Divided:
+        config = models.shared("llama").config
+        tp_plan: ClassVar[dict[str, str]] = {"model.layers.*.self_attn.k_proj": "colwise"}
+
+    check_heads(Divided, 2)
+    with pytest.raises(UnsupportedModelError, match="2 K/V heads cannot be divided among 4 ranks; use"):
+        check_heads(Divided, 4)
+    Divided.tp_plan = {"model.layers.*.self_attn.k_proj": "colwise_gather_output"}
+    check_heads(Divided, 4)
 
 
 def test_a_pause_and_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_a_forward_that_raises_ends_the_engine_everywhere(where: int, llama: str
 
 
 def test_killed_ranks_end_all(llama: str) -> None:
-    """HF_PAGED_KILLS=100 for the whole of it."""
+    """With HF_PAGED_KILLS=100 and --timeout 0 it takes ten minutes."""
     chances = random.Random(0)
     for number in range(KILLS):
         victim = chances.randrange(2)
