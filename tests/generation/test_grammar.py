@@ -317,7 +317,7 @@ def test_what_is_refused() -> None:
 def test_without_xgrammar_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "find_spec", lambda name: None)
     monkeypatch.setattr(grammar_module, "_vocabularies", {})
-    with pytest.raises(ImportError, match=r"hf-paged\[grammar\]"):
+    with pytest.raises(ImportError, match=r"pip install .*\[grammar\]"):
         hf_paged.grammar(tokenizer(), regex="a")
 
 

@@ -55,7 +55,7 @@ def tensors_of(engine: Engine) -> list[torch.Tensor]:
 
 
 def captured_of(engine: Engine) -> Any:
-    (captured,) = engine._graphs._captured.values()
+    (captured,) = engine._runner.graphs._captured.values()
     return captured
 
 
@@ -382,7 +382,7 @@ def test_sequences_longer_than_the_tables() -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(50)
     with opened(model) as engine, pytest.warns(RuntimeWarning, match="longer than the 64 tokens"):
-        engine._graphs._max_len = 50
+        engine._runner.graphs._max_len = 50
         assert generated(engine, [prompt], max_new_tokens=40) == plain(model, [prompt], max_new_tokens=40)
         assert engine.stats().graph_replays == 14
 
@@ -573,7 +573,7 @@ def test_what_does_not_wait_is_not_refused() -> None:
 def test_tables_are_as_long_as_a_sequence_can_be(family: str, longest: int) -> None:
     """Positions that no layer attends to take no block, so the pool does not bound a sequence with windows."""
     with opened(models.shared(family), num_blocks=24) as engine:
-        assert engine._graphs._max_len == longest
+        assert engine._runner.graphs._max_len == longest
 
 
 def test_padding_reads_a_slot_that_the_step_owns() -> None:

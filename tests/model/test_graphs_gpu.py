@@ -186,7 +186,7 @@ def test_engines_after_one_another() -> None:
     for _ in range(3):
         with opened(model) as engine:
             layouts.append(engine._memory.layout)
-            captured.append((texts(engine), *engine._graphs._captured.values()))
+            captured.append((texts(engine), *engine._runner.graphs._captured.values()))
     for i in (1, 2):
         assert captured[i][0] == captured[0][0]
         assert (captured[i][1] is captured[i - 1][1]) == (layouts[i] == layouts[i - 1])
