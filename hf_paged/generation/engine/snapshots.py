@@ -16,6 +16,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import SeqStatus, SequenceGroup
+from hf_paged.generation.engine.stats import collect_counters
 from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.request import Request
@@ -176,8 +177,7 @@ class Watch:
             self._scheduler.prefix_cache.evicted = None
 
     def _snapshot(self, prompt_tokens: int) -> EngineSnapshot:
-        scheduler, stepper, cache = self._scheduler, self._stepper, self._scheduler.prefix_cache
-        now = time.monotonic()
+        scheduler, now = self._scheduler, time.monotonic()
         return EngineSnapshot(
             number=self._num_snapshots,
             time=now,
@@ -185,17 +185,7 @@ class Watch:
             requests=self._views(now),
             num_waiting=scheduler.num_waiting,
             events=list(self._events),
-            steps=stepper.steps,
-            prompt_tokens=prompt_tokens,
-            generated_tokens=stepper.generated_tokens,
-            cow_copies=sum(manager.num_copies for manager in scheduler.managers),
-            preemptions_recompute=scheduler.num_preemptions_recompute,
-            preemptions_swap=scheduler.num_preemptions_swap,
-            blocks_swapped_out=self._runner.blocks_swapped_out,
-            blocks_swapped_in=self._runner.blocks_swapped_in,
-            prefix_cache_query_tokens=0 if cache is None else cache.query_tokens,
-            prefix_cache_hit_tokens=0 if cache is None else cache.hit_tokens,
-            prefix_cache_evictions=0 if cache is None else cache.num_evictions,
+            **collect_counters(self._runner, scheduler, self._stepper, prompt_tokens),
         )
 
     # -- events -------------------------------------------------------------------------------------------------

@@ -54,6 +54,24 @@ class EngineStats:
         return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
 
 
+def collect_counters(runner: Runner, scheduler: Scheduler, stepper: Stepper, prompt_tokens: int) -> dict[str, int]:
+    """The counters that EngineStats and an EngineSnapshot have in common, by their names there."""
+    cache = scheduler.prefix_cache
+    return {
+        "cow_copies": sum(manager.num_copies for manager in scheduler.managers),
+        "preemptions_recompute": scheduler.num_preemptions_recompute,
+        "preemptions_swap": scheduler.num_preemptions_swap,
+        "blocks_swapped_out": runner.blocks_swapped_out,
+        "blocks_swapped_in": runner.blocks_swapped_in,
+        "prefix_cache_query_tokens": 0 if cache is None else cache.query_tokens,
+        "prefix_cache_hit_tokens": 0 if cache is None else cache.hit_tokens,
+        "prefix_cache_evictions": 0 if cache is None else cache.num_evictions,
+        "prompt_tokens": prompt_tokens,
+        "generated_tokens": stepper.generated_tokens,
+        "steps": stepper.steps,
+    }
+
+
 def collect_stats(
     runner: Runner,
     scheduler: Scheduler,
@@ -64,7 +82,7 @@ def collect_stats(
 ) -> EngineStats:
     """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
     part."""
-    stats, cache = runner.memory.stats(), scheduler.prefix_cache
+    stats = runner.memory.stats()
     allocators = [manager.allocator for manager in scheduler.managers]
     return EngineStats(
         num_blocks=stats.num_blocks,
@@ -76,21 +94,11 @@ def collect_stats(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_arriving,
         num_swapped=scheduler.num_swapped,
-        cow_copies=stats.cow_copies,
         kv_bytes_reserved=stats.bytes_reserved,
         kv_bytes_touched=stats.bytes_touched,
         kv_bytes_used=stats.bytes_used,
         kv_bytes_saved_by_sharing=stats.bytes_saved_by_sharing,
         kv_waste_ratio=1 - stats.bytes_filled / stats.bytes_used if stats.bytes_used else 0.0,
-        preemptions_recompute=scheduler.num_preemptions_recompute,
-        preemptions_swap=scheduler.num_preemptions_swap,
-        blocks_swapped_out=runner.blocks_swapped_out,
-        blocks_swapped_in=runner.blocks_swapped_in,
-        prefix_cache_query_tokens=cache.query_tokens if cache is not None else 0,
-        prefix_cache_hit_tokens=cache.hit_tokens if cache is not None else 0,
-        prefix_cache_evictions=cache.num_evictions if cache is not None else 0,
-        prompt_tokens=prompt_tokens,
-        generated_tokens=stepper.generated_tokens,
-        steps=stepper.steps,
+        **collect_counters(runner, scheduler, stepper, prompt_tokens),
         graph_replays=0 if runner.graphs is None else runner.graphs.replays,
     )
