@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
 
 import litellm
 from calls import base_url, close, fails, run, same, task
-from pydantic import BaseModel, ConfigDict
+from entry import TOOL, Entry
 
 server = {"api_base": base_url, "api_key": task.key, "max_retries": 0}
 asked = {**server, "model": f"openai/{task.model}", "messages": task.messages, "max_tokens": task.limit}
@@ -19,16 +18,6 @@ written = {
 }
 sampled = {"n": len(task.samples), "temperature": task.temperature, "seed": task.seed}
 formed = {**asked, "max_tokens": task.json_limit}
-
-
-class Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    kind: Literal["function", "class", "statement"]
-    builtin: bool
-
-
-TOOL = {"type": "function", "function": {"name": "look_up", "parameters": Entry.model_json_schema()}}
 
 
 def chat() -> None:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Literal
 
 import openai
 from calls import base_url, close, fails, run, same, task
-from pydantic import BaseModel, ConfigDict
+from entry import TOOL, Entry
 
 client = openai.OpenAI(base_url=base_url, api_key=task.key, max_retries=0)
 asked = {"model": task.model, "messages": task.messages, "max_tokens": task.limit}
 written = {"model": task.model, "prompt": task.prompt, "max_tokens": task.limit}
 sampled = {"n": len(task.samples), "temperature": task.temperature, "seed": task.seed}
 formed = {**asked, "max_tokens": task.json_limit}
-
-
-class Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    kind: Literal["function", "class", "statement"]
-    builtin: bool
-
-
-TOOL = {"type": "function", "function": {"name": "look_up", "parameters": Entry.model_json_schema()}}
 
 
 def models() -> None:
