@@ -93,4 +93,7 @@ def running(command: Sequence[str], *, seconds: float = 600) -> Iterator[Running
         yield server
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()  # nothing, if it has ended

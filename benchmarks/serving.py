@@ -67,7 +67,10 @@ def rate_of(ttft: float, measure: Measure, *, first: float, tries: int) -> tuple
         else:
             high = rate
         rate = 2 * low if high is None else (low + high) / 2
-    return high or low, runs
+    if high is None:
+        print(f"the p99 TTFT has not reached {ttft} s; the highest rate that was tried is taken: {low} requests/s")
+        return low, runs
+    return high, runs
 
 
 def main() -> None:
