@@ -41,7 +41,7 @@ PLACES: dict[str, Callable[[Any], nn.Module]] = {
 def built() -> None:
     native_build.build()
     if not fused_ops.is_available():
-        pytest.skip("these kernels need AMX")
+        pytest.skip("these kernels need AVX-512 with BF16")
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ KNOWN = {
 def built() -> None:
     native_build.build()
     if not fused_ops.is_available():
-        pytest.skip("these kernels need AMX")
+        pytest.skip("these kernels need AVX-512 with BF16")
 
 
 @pytest.fixture(params=KNOWN)

@@ -134,7 +134,7 @@ def test_packed_weights() -> None:
 def test_overrides_of_an_engine() -> None:
     native_build.build()
     if not fused_ops.is_available():
-        pytest.skip("these kernels need AMX")
+        pytest.skip("these kernels need AVX-512 with BF16")
     config = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
     )

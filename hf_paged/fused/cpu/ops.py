@@ -1,5 +1,6 @@
 """The operations of decoder layers other than attention, each as one native call: norms and rotations in fp32 on any
-CPU, and in bf16 on a CPU with AMX, which also has linear layers with packed weights and the halves of a decoder layer.
+CPU, and in bf16 on a CPU with AVX-512 and BF16, which also has linear layers with packed weights and the halves of a
+decoder layer.
 `norms` and `decoder` check that they give torch's bits.
 
 Knows tensors, not modules.
@@ -21,7 +22,7 @@ _LARGE_PAGE = 1 << 21
 
 
 def is_available() -> bool:
-    """Whether this process has all of these kernels, those for AMX included. If not, `native.build.status` says which
+    """Whether this process has all of these kernels, those for bf16 included. If not, `native.build.status` says which
     ones it has."""
     library = native_build.library()
     return library is not None and bool(library.hfp_has_layers())

@@ -1,9 +1,10 @@
-"""Packed copies of linear weights, in the memory layout that a CPU's matrix units read: of the native kernels for bf16
-with AMX, otherwise of oneDNN.
+"""Packed copies of linear weights, in the memory layout that is fastest to compute with: of the native kernels for bf16
+on a CPU with AVX-512 and BF16, otherwise of oneDNN.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights, and packed weights are read 1.3
-to 2.5 times as fast. In bf16 the results are bit-identical for up to 32 rows. For more rows, torch sums in another
-order, while the native kernels keep theirs. In fp32 the order of the sums differs.
+to 2.5 times as fast. In bf16 the results are those of torch 2.13, bit for bit, with two exceptions, where torch sums in
+another order: with AMX, more than 32 rows; without it, a single row of more than 1,024 elements. In fp32 the order of
+the sums differs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _for_calls: Slot[bool] = Slot("prepack was called")
 def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
     """Packed copies of the model's linear weights, shared by all engines on it. None: use the weights themselves.
 
-    prepack: True, False, or None (pack bf16 weights on a CPU with bf16 matrix units if the memory suffices). Raises
+    prepack: True, False, or None (pack bf16 weights on a CPU that computes with bf16 if the memory suffices). Raises
     ValueError for True if packing is impossible.
     """
     if prepack is False:

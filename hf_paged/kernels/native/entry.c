@@ -64,8 +64,8 @@ HFP_EXPORT int hfp_greedy(const void *logits, int dtype, int64_t row, int64_t ro
 
 HFP_EXPORT int hfp_has_f16(void) { return HAS_F16; }
 
-/* Whether the entry points for decoder layers (fused/cpu/native) exist and this process may use them. */
-HFP_EXPORT int hfp_has_layers(void) { return amx_allowed(); }
+/* Whether the entry points for decoder layers in bf16 (fused/cpu/native) exist. */
+HFP_EXPORT int hfp_has_layers(void) { return HAS_DPBF16; }
 
 /* The instruction set that the kernels use. */
 HFP_EXPORT const char *hfp_target(void) {

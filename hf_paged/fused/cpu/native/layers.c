@@ -2,7 +2,7 @@
  * The caller compares them with the model's own layers once (fused/cpu/decoder.py). */
 #include "layers.h"
 #include "kernels.h"
-#if HAS_AMX
+#if HAS_DPBF16
 
 INLINE void apply(const Packed *p, const uint16_t *x, int64_t rows, int64_t depth, uint16_t *out, char *workspace,
                   int64_t threads) {

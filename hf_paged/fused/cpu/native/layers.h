@@ -1,11 +1,10 @@
 /* Shared by the units for decoder layers: the arguments of their entry points, which the caller fills as 64-bit words
- * in this order (fused/cpu/structs.py), and rounding to bf16. Everything here needs a matrix unit (or its emulation).
- */
+ * in this order (fused/cpu/structs.py), and rounding to bf16. Everything here needs AVX-512 with BF16. */
 #ifndef HFP_LAYERS_H
 #define HFP_LAYERS_H
 #include "amx.h"
 #include "vectors.h"
-#if HAS_AMX
+#if HAS_DPBF16
 
 #define FORK_ELEMENTS (1 << 15) /* with fewer elements, one thread is faster than starting a second one */
 #define AHEAD (256 << 10)       /* bytes that may be prefetched to L2 before they are needed */

@@ -2,7 +2,7 @@
  * several. They round where transformers' code rounds and sum the squares in torch's order, so that the results are
  * bit-identical; the caller compares them once (fused/cpu/norms.py). */
 #include "layers.h"
-#if HAS_AMX
+#if HAS_DPBF16
 
 INLINE float square(uint16_t x) {
     const uint32_t word = (uint32_t)x << 16;

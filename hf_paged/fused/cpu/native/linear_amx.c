@@ -1,0 +1,104 @@
+/* Linear layers in bf16 on the matrix unit. */
+#include "linear.h"
+#if HAS_AMX
+
+#define STREAM 2048 /* bytes that are prefetched ahead of the tiles */
+
+/* Sixteen rows of x: the first one's address, and the stride in bytes. */
+typedef struct {
+    const uint16_t *at;
+    int64_t bytes;
+} RowTile;
+
+/* Tiles 0 to 3: sums of 32 rows (16 if not `two`) with a panel. Each step prefetches `lines` cache lines from `*next`
+ * on to L2 and, if `streams`, as many lines as it uses itself to L1. */
+INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int64_t steps, const char **next,
+                        int64_t lines, const int streams, const int two) {
+    const char *line = *next;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < steps; k++, panel += 1024) {
+        if (streams) {
+#pragma GCC unroll 32
+            for (int i = 0; i < 32; i++, line += 64) _mm_prefetch(line, _MM_HINT_T0);
+        } else {
+            for (int64_t i = 0; i < lines; i++, line += 64) _mm_prefetch(line, _MM_HINT_T1);
+        }
+        _tile_loadd(6, panel, 64);
+        _tile_loadd(7, panel + 512, 64);
+        _tile_loadd(4, top.at + k * 32, top.bytes);
+        if (two) _tile_loadd(5, bottom.at + k * 32, bottom.bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    *next = line;
+}
+
+/* Every sum is in the order of the depth, for any number of rows and threads. */
+void linear_amx(const Linear *call) {
+    const Linear l = *call;
+    const int64_t steps = round_up(l.depth, 32) / 32, tiles = round_up(l.rows, 16) / 16;
+    const int64_t panels = round_up(l.columns, PANEL) / PANEL;
+    const int64_t passes = (tiles + 1) / 2;
+    /* Full tiles of rows are read in place, and so is a single partial tile (with two tiles that was slower). Other
+     * partial tiles are read from a copy, as are all rows if the depth is not a multiple of 32. */
+    const int64_t in_place = l.depth % 32 ? 0 : tiles > 1 ? l.rows / 16 * 16 : l.rows;
+    const int64_t copied = in_place < l.rows ? tiles * 16 - in_place : 0;
+    AmxConfig config = amx_config_16;
+    if (tiles == 1 && !copied) config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)l.rows;
+    uint16_t *copy = (uint16_t *)(void *)l.workspace;
+    for (int64_t r = 0; r < copied; r++) {
+        const int64_t depth = in_place + r < l.rows ? l.depth : 0;
+        memcpy(copy + r * steps * 32, l.x + (in_place + r) * l.depth, (size_t)depth * 2);
+        memset(copy + r * steps * 32 + depth, 0, (size_t)(steps * 32 - depth) * 2);
+    }
+    COMPILER_FENCE();
+    /* With few rows, a panel is used once and prefetched just in time. With many rows, each use of a panel prefetches a
+     * part of the next one to L2. */
+    const int64_t lines = (31 + passes) / passes;
+#pragma omp parallel num_threads(l.threads) if (l.threads > 1)
+    {
+        float sums[32 * PANEL] __attribute__((aligned(64)));
+        _tile_loadconfig(&config);
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < panels; panel++) {
+            const uint16_t *weight = l.weight + panel * steps * 1024;
+            const char *next = (const char *)weight + (passes > 1 ? steps * 2048 : STREAM);
+            for (int64_t row = 0; row < l.rows; row += 32) {
+                const int64_t left = l.rows - row;
+                RowTile tile[2];
+                for (int i = 0; i < 2; i++)
+                    tile[i] = row + 16 * i < in_place
+                                  ? (RowTile){l.x + (row + 16 * i) * l.depth, l.depth * 2}
+                                  : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
+                if (passes > 1 && left > 16)
+                    linear_sums(tile[0], tile[1], weight, steps, &next, lines, 0, 1);
+                else if (passes > 1)
+                    linear_sums(tile[0], tile[0], weight, steps, &next, lines, 0, 0);
+                else if (left > 16)
+                    linear_sums(tile[0], tile[1], weight, steps, &next, lines, 1, 1);
+                else
+                    linear_sums(tile[0], tile[0], weight, steps, &next, lines, 1, 0);
+                _tile_stored(0, sums, PANEL * 4);
+                _tile_stored(1, sums + 16, PANEL * 4);
+                if (left > 16) {
+                    _tile_stored(2, sums + 16 * PANEL, PANEL * 4);
+                    _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
+                }
+                COMPILER_FENCE();
+                linear_store(l.out + row * l.columns + panel * PANEL, l.columns, sums, left < 32 ? left : 32,
+                             l.columns - panel * PANEL, l.bias ? l.bias + panel * PANEL : NULL);
+            }
+        }
+        _tile_release();
+    }
+}
+#endif

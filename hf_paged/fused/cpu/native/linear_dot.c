@@ -1,0 +1,105 @@
+/* Linear layers in bf16 with the dot products of AVX-512, for CPUs without a matrix unit. */
+#include "linear.h"
+#if HAS_DPBF16
+
+#define ROWS 12    /* rows whose sums with a panel fit into the vector registers */
+#define STREAM 8192 /* bytes that are prefetched ahead of the products */
+
+/* Sums are computed in parts of this depth, which are added in order. oneDNN does the same (as of torch 2.13, for more
+ * than one row), so torch's own linear layers give the same bits there. */
+INLINE int64_t depth_of_part(int64_t depth) { return depth > 1024 ? 1024 : 512; }
+
+/* Two consecutive elements of a row, of which the second one is zero beyond the row's end. */
+INLINE __m512i pair_at(const uint16_t *x, int64_t left) {
+    uint32_t pair = 0;
+    memcpy(&pair, x, left > 1 ? 4 : 2);
+    return _mm512_set1_epi32((int)pair);
+}
+
+/* Adds the products of `pairs` pairs of elements, of at most one step, to the sums of n rows. `left`: elements of the
+ * row from x on. */
+INLINE void add_products(__m512 (*sums)[2], const uint16_t *x, int64_t row, int64_t left, const uint16_t *panel,
+                         int64_t pairs, const int n) {
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < pairs; i++, panel += 32) {
+        const __m512bh low = (__m512bh)_mm512_load_si512(panel), high = (__m512bh)_mm512_load_si512(panel + 512);
+#pragma GCC unroll 12
+        for (int r = 0; r < n; r++) {
+            const __m512bh pair = (__m512bh)pair_at(x + r * row + 2 * i, left - 2 * i);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], pair, low);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], pair, high);
+        }
+    }
+}
+
+typedef struct {
+    const char *next; /* address */
+    int64_t lines;    /* cache lines for each step */
+    int far;          /* to L2 only */
+} Prefetch;
+
+INLINE void prefetch_lines(Prefetch *p) {
+    if (p->far)
+        for (int64_t i = 0; i < p->lines; i++, p->next += 64) _mm_prefetch(p->next, _MM_HINT_T1);
+    else
+        for (int64_t i = 0; i < p->lines; i++, p->next += 64) _mm_prefetch(p->next, _MM_HINT_T0);
+}
+
+/* out: the sums of n rows with a panel, [n, PANEL] */
+INLINE void sum_rows_with(const uint16_t *x, int64_t depth, const uint16_t *panel, float *out, Prefetch *prefetch,
+                          const int n) {
+    const int64_t part = depth_of_part(depth), row = depth;
+    for (int64_t begin = 0; begin < depth; begin += part) {
+        const int64_t end = begin + part < depth ? begin + part : depth;
+        __m512 sums[ROWS][2];
+#pragma GCC unroll 12
+        for (int r = 0; r < n; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+        int64_t k = begin;
+        for (; k + 32 <= end; k += 32, panel += 1024) {
+            prefetch_lines(prefetch);
+            add_products(sums, x + k, row, 32, panel, 16, n);
+        }
+        if (k < end) add_products(sums, x + k, row, end - k, panel, (end - k + 1) / 2, n);
+#pragma GCC unroll 12
+        for (int r = 0; r < n; r++) {
+            float *at = out + r * PANEL;
+            if (begin) {
+                sums[r][0] = _mm512_add_ps(_mm512_load_ps(at), sums[r][0]);
+                sums[r][1] = _mm512_add_ps(_mm512_load_ps(at + 16), sums[r][1]);
+            }
+            _mm512_store_ps(at, sums[r][0]);
+            _mm512_store_ps(at + 16, sums[r][1]);
+        }
+    }
+}
+
+#define CASE(n) \
+    case n: sum_rows_with(x, depth, panel, out, prefetch, n); break;
+
+static void sums_of_rows(const uint16_t *x, int64_t rows, int64_t depth, const uint16_t *panel, float *out,
+                         Prefetch *prefetch) {
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+}
+
+void linear_dot(const Linear *call) {
+    const Linear l = *call;
+    const int64_t size = round_up(l.depth, 32) * PANEL, panels = round_up(l.columns, PANEL) / PANEL;
+    const int64_t blocks = (l.rows + ROWS - 1) / ROWS;
+    /* With one block of rows, a panel is used once and prefetched just in time. With more, each use of a panel
+     * prefetches a part of the next one. */
+    const int64_t lines = (31 + blocks) / blocks, ahead = blocks > 1 ? size * 2 : STREAM;
+#pragma omp parallel for schedule(static) num_threads(l.threads) if (l.threads > 1)
+    for (int64_t p = 0; p < panels; p++) {
+        float sums[ROWS * PANEL] __attribute__((aligned(64)));
+        const uint16_t *panel = l.weight + p * size, *bias = l.bias ? l.bias + p * PANEL : NULL;
+        Prefetch prefetch = {(const char *)panel + ahead, lines, blocks <= 2};
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t row = l.rows * b / blocks, rows = l.rows * (b + 1) / blocks - row;
+            sums_of_rows(l.x + row * l.depth, rows, l.depth, panel, sums, &prefetch);
+            linear_store(l.out + row * l.columns + p * PANEL, l.columns, sums, rows, l.columns - p * PANEL, bias);
+        }
+    }
+}
+#endif
