@@ -1,6 +1,8 @@
 """What a request's arrival costs: `Engine.add_request` on an idle engine, and while a step runs in another thread.
 
-Runs on a tiny random model, because no arrival runs it. Example: python benchmarks/arrivals.py --requests 10000
+An arrival does not run the model, but it waits while a step of the model holds the interpreter's lock. Example:
+
+    python benchmarks/arrivals.py --requests 10000 --model 135m
 """
 
 from __future__ import annotations
@@ -8,11 +10,16 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import sys
 import threading
 import time
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import throughput
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
 
@@ -21,12 +28,6 @@ OPTIONS = {
     "sampling": {"max_new_tokens": 64, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "min_new_tokens": 4},
     "beams": {"max_new_tokens": 64, "num_beams": 4},
 }
-
-
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=4096, **sizes)).eval()
 
 
 def seconds_each(engine: Engine, prompts: list[list[int]], options: dict[str, object]) -> tuple[list[float], float]:
@@ -66,14 +67,17 @@ def report(name: str, taken: list[float], cpu: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--model", choices=throughput.SHAPES, default="tiny", help="shape of the random Llama")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.set_defaults(device="cpu", seed=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rng, model = random.Random(0), tiny_model()
+    rng, model = random.Random(0), throughput.build_model(arguments)
     prompts = [[rng.randrange(2, 512) for _ in range(rng.randint(4, 1000))] for _ in range(arguments.requests)]
     for name, options in OPTIONS.items():
-        with Engine(model, CacheConfig(num_blocks=4096)) as engine:
+        with Engine(model, CacheConfig(num_blocks=1024)) as engine:
             report(f"{name}, idle", *seconds_each(engine, prompts, options))
-    with Engine(model, CacheConfig(num_blocks=4096)) as engine:
+    with Engine(model, CacheConfig(num_blocks=1024)) as engine:
         ended = threading.Event()
 
         def steps() -> None:
