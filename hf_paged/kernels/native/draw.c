@@ -122,6 +122,11 @@ HFP_EXPORT void hfp_draw(const float *probs, int64_t stride, int64_t rows, int64
 #define CLOSE 0.99998f      /* of two quotients in this ratio or closer, either may be the larger one for torch */
 #define ADDED_AT_ONCE 2048  /* weights that are added in fp32 */
 
+/* Below the largest score. */
+static const float first_cuts[CUTS] = {16, 8, 4, 2, 1, 0.5f, 0.25f, 0};
+/* From the place where the bound is expected, as a part of the scores in question. */
+static const float later_cuts[CUTS] = {-0.25f, -0.07f, -0.015f, -0.002f, 0.002f, 0.015f, 0.07f, 0.25f};
+
 typedef struct {
     float possible, sure; /* scores: no token below the first is kept, all from the second on are */
 } nucleus;
@@ -185,8 +190,14 @@ static int find_nucleus(const float *x, float *w, int64_t vocab, float removed, 
     for (int pass = 0; pass < MAX_PASSES && below_high - below_low > FEW * total; pass++) {
         float cuts[CUTS];
         double sums[CUTS];
-        const float start = low, width = high - low;
-        for (int c = 0; c < CUTS; c++) cuts[c] = c == CUTS - 1 ? high : start + width * ((float)(c + 1) / CUTS);
+        const float width = high - low;
+        if (pass == 0)
+            for (int c = 0; c < CUTS; c++) cuts[c] = top - first_cuts[c];
+        else { /* where the bound is if the sum grows exponentially, and more and more coarsely around it */
+            const double least_sum = below_low > 1e-9 * total ? below_low : 1e-9 * total;
+            const float guess = low + width * (float)(log(removed * total / least_sum) / log(below_high / least_sum));
+            for (int c = 0; c < CUTS; c++) cuts[c] = fminf(high, fmaxf(low, guess + width * later_cuts[c]));
+        }
         weights_below(x, w, vocab, cuts, sums);
         for (int c = CUTS - 1; c >= 0; c--) /* the token itself is in the sum that must be larger */
             if (sums[c] + expf(cuts[c] - top) * (1 - 1e-5) > most) high = cuts[c], below_high = sums[c];
