@@ -158,7 +158,7 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.one_of(SMALL, st.floats(allow_nan=False, allow_infinity=False)),
     "logits_processor": st.sampled_from([None, [], [lambda ids, scores: scores]]),
     "stopping_criteria": st.sampled_from([None, []]),
-    "streamer": st.sampled_from([None, Streamer()]),
+    "streamer": st.one_of(st.none(), st.builds(Streamer)),
     "adapter": st.sampled_from([None, "__base__", "sql"]),
     "cache_salt": st.sampled_from([None, "salt"]),
     "attention_mask": st.none(),
