@@ -214,18 +214,19 @@ class Simulator:
     def _sample(self, output: SchedulerOutput) -> None:
         """Give each sequence whose last token was computed its next one; end those that have all of theirs."""
         forking: dict[SequenceGroup, None] = {}
+        records = self._records
         for seq, _ in output.scheduled:
-            if seq.num_uncomputed_tokens:
+            tokens, group = seq.token_ids, seq.group
+            if len(tokens) > seq.num_computed_tokens:
                 continue
-            group = seq.group
-            record = self._records[group.request_id]
+            record = records[group.request_id]
             request = record.request
-            generated = len(seq.token_ids) - seq.num_prompt_tokens + 1
+            generated = len(tokens) - seq.num_prompt_tokens + 1
             if generated == 1:
                 record.first_token = self.now
             is_single = request.kind == "greedy" or (request.kind == "samples" and generated > 1)
             if is_single and generated < request.output_length:
-                seq.token_ids.append(0)
+                tokens.append(0)
             else:
                 forking[group] = None
         for group in forking:
