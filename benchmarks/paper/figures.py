@@ -85,7 +85,7 @@ def read_14(outcomes: Outcomes) -> Data:
 
 def runs_16(effort: Effort) -> list[Run]:
     runs = [
-        Run("LLaMA-13B", "translation", policy, rate, 0, 5, prefix=prefix)
+        Run("LLaMA-13B", "translation", policy, rate, 0, 3, prefix=prefix)
         for prefix, top in ((80, 65.0), (341, 42.0))
         for policy in ("ours", "orca-oracle")
         for rate in spread(top, 16)[:: effort.every]
@@ -204,7 +204,7 @@ RATES_18B = {"sharegpt": 1.6, "alpaca": 40.0}
 
 def runs_18b(effort: Effort) -> list[Run]:
     runs = [
-        Run("OPT-13B", workload, "ours", rate, 0, 10, block_size=size)
+        Run("OPT-13B", workload, "ours", rate, 0, 5, block_size=size)
         for workload, rate in RATES_18B.items()
         for size in BLOCK_SIZES
     ]

@@ -1,8 +1,8 @@
 """Request lengths and arrivals, synthesised from the statistics of published traces.
 
-For ShareGPT and Alpaca as the paper uses them, only the means are published (its Figure 11): the lengths are truncated log-normals with
-an assumed spread, rescaled to the exact means. For the Azure traces of 2023 (Azure/AzurePublicDataset), log-normals
-were fitted.
+For ShareGPT and Alpaca as the paper uses them, it prints the means (Figure 11): the lengths are truncated log-normals
+with an assumed spread, rescaled to the exact means. For the Azure traces of 2023 (Azure/AzurePublicDataset),
+log-normals were fitted.
 """
 
 from __future__ import annotations
