@@ -19,9 +19,11 @@ from benchmarks.paper.runs import Outcome, outcome_of
 from benchmarks.paper.store import Store
 
 Data = dict[str, Any]
+ENOUGH_TO_WAIT = 16
+"""Requests that do not fit into 1,024 slots together."""
 Row = tuple[str, Callable[[Outcome], float]]
 
-FILLED: Row = ("slots that hold tokens while requests wait, %", lambda o: 100 * o["busy"]["filled"])
+FILLED: Row = ("slots that hold tokens while requests wait, %", lambda o: 100 * (o["busy"] or o["window"])["filled"])
 BATCHED: Row = ("batched requests", lambda o: o["batched"])
 LATENCY: Row = ("normalized latency, ms/token", lambda o: 1000 * o["latency"])
 SAVED: Row = ("blocks saved by sharing, %", lambda o: 100 * o["window"]["saved"])
@@ -47,7 +49,7 @@ def forking(kind: Any, width: int, count: int, rate: float) -> RealLoad:
 def loads(count: int) -> Iterator[Beside]:
     """`count`: requests of each load."""
     sharegpt = f"ShareGPT x {SCALE:g}"
-    pressure = load_of_workload("sharegpt", count, 1000.0, 22, slots=1024)
+    pressure = load_of_workload("sharegpt", max(count, ENOUGH_TO_WAIT), 1000.0, 22, slots=1024)
     yield Beside("2", replace(pressure, name=f"{sharegpt}, overload"), (FILLED,))
     for rate in (10.0, 30.0):
         load = load_of_workload("sharegpt", count, rate, 23, slots=1024)

@@ -28,17 +28,17 @@ def render(data: dict[str, Data], folder: str) -> str:
     titles |= {"18": "Kernel latency over block sizes", "adapters": "Adapters"}
     parts = [NOTES["introduction"].format(factor=LATENCY_FACTOR) + "\n"]
     if "speed" in data:
-        parts.append(data["speed"]["sentence"] + "\n")
+        parts.append(data["speed"]["sentence"] + _machine(data["speed"]) + "\n")
     parts.append(_summary(data))
     for name in [name for name in ORDER if name in data]:
         parts.append(f"## Figure {name}: {titles[name]}\n\n![Figure {name}]({folder}/figure-{name}.png)\n")
         parts.append(_table(data[name]["checks"]))
-        parts.append(NOTES[name] + _seeds(data[name]) + "\n")
+        parts.append(NOTES[name] + _seeds(data[name]) + _machine(data[name]) + "\n")
     beyond = [name for name in (*(figure.name for figure in BEYOND), "adapters") if name in data]
     if beyond:
         parts.append("## Beyond the paper\n\n" + NOTES["beyond"] + "\n")
     for name in beyond:
-        said = data[name]["sentence"] + _seeds(data[name])
+        said = data[name]["sentence"] + _seeds(data[name]) + _machine(data[name])
         parts.append(f"**{titles[name]}.** {said}\n\n![{titles[name]}]({folder}/figure-{name}.png)\n")
     if "real" in data:
         parts.append(_real(data["real"]))
@@ -137,7 +137,9 @@ def _assumptions() -> str:
     assumed = ", ".join(f"`{field.name}` {getattr(ASSUMED, field.name):g}" for field in fields(ASSUMED))
     inputs = {name: workloads.WORKLOADS[name] for name in ("sharegpt", "alpaca")}
     sigmas = "; ".join(f"{name} {i.sigma:g} in, {o.sigma:g} out" for name, (i, o) in inputs.items())
+    means = "; ".join(f"{name} {i.mean:g} in, {o.mean:g} out" for name, (i, o) in inputs.items())
     text = NOTES["lengths"].format(
+        means=means,
         sigmas=sigmas,
         translation=f"{TRANSLATION_INPUT} in, {TRANSLATION_OUTPUT} out, sigma {TRANSLATION_SIGMA:g}",
         beta=TOP_PROBABILITY,

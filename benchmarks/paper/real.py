@@ -6,7 +6,9 @@ machine changes little. Needs torch and transformers.
 
 from __future__ import annotations
 
+import gc
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,30 +108,115 @@ def prompt_of(request: SimRequest, index: int) -> list[int]:
 
 
 def run_engine(language_model: Any, load: RealLoad) -> RealRun:
-    """Serve the load to its end. Times in seconds of CPU time of this process."""
+    """Serve the load to its end."""
+    return run_in_turns(language_model, [load])[0]
+
+
+def run_in_turns(language_model: Any, loads: list[RealLoad]) -> list[RealRun]:
+    """Serve each load with an engine and a clock of its own, in seconds of CPU time of this process.
+
+    The engines take turns, step by step, and all come to their end together: if the machine becomes slower for a
+    while, as a shared one does, it becomes slower for all of them. The garbage collector leaves alone what was there
+    before, which would take a fifth of a second of some step.
+    """
+    with ExitStack() as stack:
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        drives = [_Drive(load, stack.enter_context(_engine(language_model, load))) for load in loads]
+        while unfinished := [drive for drive in drives if drive.is_unfinished]:
+            min(unfinished, key=lambda drive: drive.progress).advance()
+        return [drive.run() for drive in drives]
+
+
+def _engine(language_model: Any, load: RealLoad) -> Any:
     import hf_paged
 
     per_block = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["hidden_size"] * load.block_size
     cache = CacheConfig(
         block_size=load.block_size, num_blocks=load.num_blocks, swap_memory=f"{load.num_blocks * per_block} B"
     )
-    watcher = _Watcher(load)
-    with watched(watcher.on_step, watcher.on_reorder), hf_paged.Engine(language_model, cache, load.config) as engine:
-        return watcher.drive(engine)
+    return hf_paged.Engine(language_model, cache, load.config)
 
 
-class _Watcher:
-    """Drives an engine on the CPU clock and records what the simulator records."""
+class _Drive:
+    """Drives an engine through a load on the CPU clock, and records what the simulator records."""
 
-    def __init__(self, load: RealLoad) -> None:
+    def __init__(self, load: RealLoad, engine: Any) -> None:
         self.load = load
-        self.parents: dict[str, list[list[int]]] = {}
+        self._engine = engine
+        self._now = 0.0
+        self._arguments = [(prompt_of(request, i), options_of(request, i)) for i, request in enumerate(load.requests)]
+        self._num_added = self._num_advances = self._preemptions = 0
+        self._to_advance = sum(request.output_length for request in load.requests)
+        self._records: dict[str, Completed] = {}
+        self._done: list[Completed] = []
+        self._steps: list[tuple[Load, float]] = []
+        self._adding: list[tuple[float, bool]] = []
+        self._known: set[object] = set()
+        self._parents: dict[str, list[list[int]]] = {}
+        self._busy, self._window = Integral(), Integral()
         self._pending: tuple[Load, Memory, int, int] | None = None  # of the step in progress
 
-    def on_reorder(self, group: Any, parents: list[int]) -> None:
-        self.parents.setdefault(group.request_id, []).append(parents)
+    @property
+    def is_unfinished(self) -> bool:
+        return self._num_added < len(self.load.requests) or self._engine.has_unfinished_requests()
 
-    def on_step(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+    @property
+    def progress(self) -> float:
+        """The share of all output tokens that has been generated; those of samples and beams at a time count as one."""
+        return self._num_advances / self._to_advance
+
+    def run(self) -> RealRun:
+        """What was recorded."""
+        paces = [(seconds, load.rows) for load, seconds in self._steps]
+        num_steps, preemptions = len(self._steps), self._preemptions
+        result = Result(self._done, self._now, num_steps, preemptions, self._busy, self._window, paces)
+        return RealRun(result, self._steps, self._adding, self._parents)
+
+    def advance(self) -> None:
+        """Add the requests that have arrived, and run a step."""
+        requests = self.load.requests
+        while self._num_added < len(requests) and requests[self._num_added].arrival <= self._now:
+            self._add(requests[self._num_added])
+        if not self._engine.has_unfinished_requests():
+            self._now = max(self._now, requests[self._num_added].arrival)
+            return
+        with watched(self._on_step, self._on_reorder):
+            begin = time.process_time()
+            outputs = self._engine.step()
+            seconds = time.process_time() - begin
+        self._now += seconds
+        self._num_advances += len(outputs)
+        if self._pending is not None:
+            work, memory, running, waiting = self._pending
+            self._steps.append((work, seconds))
+            until_last_arrival = self._now - seconds <= requests[-1].arrival
+            for integral, counts in ((self._window, until_last_arrival), (self._busy, waiting > 0)):
+                if counts:
+                    integral.add(seconds, running, memory)
+            self._pending = None
+        for output in outputs:
+            record = self._records[output.request_id]
+            record.first_token = record.first_token or self._now
+            if output.finished:
+                record.end = self._now
+                self._done.append(record)
+
+    def _add(self, request: SimRequest) -> None:
+        begin = time.process_time()
+        self._engine.add_request(*self._arguments[self._num_added], request_id=request.request_id)
+        seconds = time.process_time() - begin
+        self._adding.append((seconds, request.options in self._known))
+        self._known.add(request.options)
+        self._now += seconds
+        self._records[request.request_id] = Completed(request)
+        self._num_added += 1
+
+    def _on_reorder(self, group: Any, parents: list[int]) -> None:
+        self._parents.setdefault(group.request_id, []).append(parents)
+
+    def _on_step(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         size, manager = self.load.block_size, scheduler.managers[0]
         work = load_of(
             output,
@@ -140,52 +227,7 @@ class _Watcher:
         saved = manager.num_logical_blocks * size - used
         memory = Memory(tokens, 0, used - tokens, 0, manager.allocator.num_available * size, saved)
         self._pending = work, memory, scheduler.num_running, scheduler.num_waiting
-        self.preemptions = scheduler.num_preemptions_recompute + scheduler.num_preemptions_swap
-
-    def drive(self, engine: Any) -> RealRun:
-        requests, now, upcoming = self.load.requests, 0.0, 0
-        arguments = [(prompt_of(request, i), options_of(request, i)) for i, request in enumerate(requests)]
-        records: dict[str, Completed] = {}
-        done: list[Completed] = []
-        steps: list[tuple[Load, float]] = []
-        adding: list[tuple[float, bool]] = []
-        known: set[object] = set()
-        busy, window = Integral(), Integral()
-        while upcoming < len(requests) or engine.has_unfinished_requests():
-            while upcoming < len(requests) and requests[upcoming].arrival <= now:
-                request = requests[upcoming]
-                begin = time.process_time()
-                engine.add_request(*arguments[upcoming], request_id=request.request_id)
-                seconds = time.process_time() - begin
-                adding.append((seconds, request.options in known))
-                known.add(request.options)
-                now += seconds
-                records[request.request_id] = Completed(request)
-                upcoming += 1
-            if not engine.has_unfinished_requests():
-                now = max(now, requests[upcoming].arrival)
-                continue
-            begin = time.process_time()
-            outputs = engine.step()
-            seconds = time.process_time() - begin
-            now += seconds
-            if self._pending is not None:
-                work, memory, running, waiting = self._pending
-                steps.append((work, seconds))
-                until_last_arrival = now - seconds <= requests[-1].arrival
-                for integral, counts in ((window, until_last_arrival), (busy, waiting > 0)):
-                    if counts:
-                        integral.add(seconds, running, memory)
-                self._pending = None
-            for output in outputs:
-                record = records[output.request_id]
-                record.first_token = record.first_token or now
-                if output.finished:
-                    record.end = now
-                    done.append(record)
-        paces = [(seconds, load.rows) for load, seconds in steps]
-        result = Result(done, now, len(steps), self.preemptions, busy, window, paces)
-        return RealRun(result, steps, adding, self.parents)
+        self._preemptions = scheduler.num_preemptions_recompute + scheduler.num_preemptions_swap
 
 
 def simulate(load: RealLoad, cost: CostModel, parents: dict[str, list[list[int]]] | None = None) -> Result:

@@ -44,7 +44,8 @@ class Run:
     """policy: "ours", "ours-swap", "ours-recompute", "ours-unshared", "ours-tiles", "orca-max", "orca-pow2",
     "orca-oracle" or "faster-transformer". rate: requests a second; minutes: length of the trace; prefix: tokens shared
     by all prompts; budget: tokens of a step, at most; seats: sequences of a step, at most; variation: of the times
-    between arrivals (1: Poisson); urgent: share of the requests that come first; changes: of ASSUMED, by name.
+    between arrivals (1: Poisson); urgent: share of the requests that come first; measure_every: memory is looked at
+    in every so many steps; changes: of ASSUMED, by name.
     """
 
     setup: str
@@ -61,6 +62,7 @@ class Run:
     seats: int = 256
     variation: float = 1.0
     urgent: float = 0.0
+    measure_every: int = 8
     changes: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -130,7 +132,7 @@ def execute(run: Run) -> Outcome:
         block_size=run.block_size,
         seed=run.seed,
         warm_up=requests[-1].arrival * 0.1,
-        measure_every=8 if run.width > 1 or run.prefix else 1,
+        measure_every=run.measure_every,
     )
     return outcome_of(simulator.run())
 

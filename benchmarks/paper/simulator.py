@@ -182,17 +182,18 @@ class Simulator:
 
     def _quiet_steps(self) -> int:
         """How many steps are certain to compute one token for every running sequence, and nothing else."""
-        limit = 1 << 30
+        limit, records = 1 << 30, self._records
         for group in self.policy.running:
             if not group.live:
                 continue  # padding
-            request = self._records[group.request_id].request
+            request = records[group.request_id].request
             if request.kind == "beams" or len(group.live) < request.width or group.has_branches:
                 return 1
             for seq in group.live:
-                if seq.num_uncomputed_tokens != 1:
+                length = len(seq.token_ids)
+                if length - seq.num_computed_tokens != 1:
                     return 1
-                limit = min(limit, request.output_length - len(seq.token_ids) + seq.num_prompt_tokens)
+                limit = min(limit, request.output_length - length + seq.num_prompt_tokens)
         return self.policy.decode_steps(limit)
 
     def _decode_seconds(self, count: int) -> tuple[float, int]:
@@ -214,18 +215,19 @@ class Simulator:
     def _sample(self, output: SchedulerOutput) -> None:
         """Give each sequence whose last token was computed its next one; end those that have all of theirs."""
         forking: dict[SequenceGroup, None] = {}
+        records = self._records
         for seq, _ in output.scheduled:
-            if seq.num_uncomputed_tokens:
+            tokens, group = seq.token_ids, seq.group
+            if len(tokens) > seq.num_computed_tokens:
                 continue
-            group = seq.group
-            record = self._records[group.request_id]
+            record = records[group.request_id]
             request = record.request
-            generated = len(seq.token_ids) - seq.num_prompt_tokens + 1
+            generated = len(tokens) - seq.num_prompt_tokens + 1
             if generated == 1:
                 record.first_token = self.now
             is_single = request.kind == "greedy" or (request.kind == "samples" and generated > 1)
             if is_single and generated < request.output_length:
-                seq.token_ids.append(0)
+                tokens.append(0)
             else:
                 forking[group] = None
         for group in forking:

@@ -1,8 +1,8 @@
 """Request lengths and arrivals, synthesised from the statistics of published traces.
 
-For ShareGPT and Alpaca as the paper uses them, only the means are published: the lengths are truncated log-normals with
-an assumed spread, rescaled to the exact means. For the Azure traces of 2023 (Azure/AzurePublicDataset), log-normals
-were fitted.
+For ShareGPT and Alpaca as the paper uses them, it prints the means (Figure 11): the lengths are truncated log-normals
+with an assumed spread, rescaled to the exact means. For the Azure traces of 2023 (Azure/AzurePublicDataset),
+log-normals were fitted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Lengths:
 
 
 WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {
-    "sharegpt": (Lengths(1.2, mean=161), Lengths(0.9, mean=338)),
-    "alpaca": (Lengths(0.5, mean=19), Lengths(0.8, mean=58)),
+    "sharegpt": (Lengths(1.2, mean=161.31), Lengths(0.9, mean=337.99)),
+    "alpaca": (Lengths(0.5, mean=19.31), Lengths(0.8, mean=58.45)),
     "azure-conv": (Lengths(0.985, mu=6.633), Lengths(0.859, mu=5.019)),
     "azure-code": (Lengths(1.360, mu=6.999), Lengths(0.847, mu=2.788)),
 }

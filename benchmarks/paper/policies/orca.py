@@ -81,6 +81,8 @@ class Orca(Queue):
         budget = self.config.token_budget
         for group in self.running:
             budget = self._plan(group, budget, output)
+        if not self._waiting:
+            return output
         places = self.config.max_num_seqs - sum(group.width for group in self.running)
         while self._waiting and budget > 0 and self._waiting[0].width <= places:
             group = self._waiting[0]
@@ -92,6 +94,12 @@ class Orca(Queue):
         return output
 
     def _plan(self, group: SequenceGroup, budget: int, output: SchedulerOutput) -> int:
+        live = group.live
+        if len(live) == 1:  # most groups: `group.plan` without the call
+            count = min(len(live[0].token_ids) - live[0].num_computed_tokens, budget)
+            if count:
+                output.scheduled.append((live[0], count))
+            return budget - count
         plan = group.plan(budget)
         output.scheduled.extend(plan)
         return budget - sum(count for _, count in plan)

@@ -86,7 +86,10 @@ class Paged:
         limit = min(limit, self.scheduler.config.token_budget // max(len(seq_ids), 1))
         if len(seq_ids) * (limit // self.block_size + 2) <= available:
             return limit
-        low, high = 0, limit
+        # That many tokens fill all free slots, and those of the blocks that the sequences hold.
+        slots = available * self.block_size - sum(manager.num_tokens(seq_id) for seq_id in seq_ids)
+        slots += self.block_size * sum(len(manager.block_table(seq_id)) for seq_id in seq_ids)
+        low, high = 0, min(limit, slots // len(seq_ids))
         while low < high:
             middle = (low + high + 1) // 2
             if manager.num_blocks_to_append_all((seq_id, middle) for seq_id in seq_ids) <= available:
