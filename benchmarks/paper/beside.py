@@ -19,11 +19,12 @@ from benchmarks.paper.runs import Outcome, outcome_of
 from benchmarks.paper.store import Store
 
 Data = dict[str, Any]
-ENOUGH_TO_WAIT = 16
-"""Requests that do not fit into 1,024 slots together."""
 Row = tuple[str, Callable[[Outcome], float]]
 
-FILLED: Row = ("slots that hold tokens while requests wait, %", lambda o: 100 * (o["busy"] or o["window"])["filled"])
+ENOUGH_TO_WAIT = 16
+"""Requests of the overload: they do not fit into its 1,024 slots together, so some wait, as `FILLED` needs."""
+
+FILLED: Row = ("slots that hold tokens while requests wait, %", lambda o: 100 * o["busy"]["filled"])
 BATCHED: Row = ("batched requests", lambda o: o["batched"])
 LATENCY: Row = ("normalized latency, ms/token", lambda o: 1000 * o["latency"])
 SAVED: Row = ("blocks saved by sharing, %", lambda o: 100 * o["window"]["saved"])
@@ -82,7 +83,8 @@ def compare_all(
     each = list(loads(count))
     for turn in range(repeats):
         for index, beside in enumerate(each):
-            key = f"engine, {count} requests, figure {beside.figure}: {beside.load.name}, run {turn}"
+            what = f"{count} requests ({beside.load.identity()})"
+            key = f"engine, {what}, figure {beside.figure}: {beside.load.name}, run {turn}"
             outcome = store.get(key)
             if outcome is None:
                 say(key)

@@ -116,7 +116,7 @@ def _machine(data: Data) -> str:
         return ""
     before, after = machine["load_average"]
     return (
-        f" Measured on one of {machine['cores']} cores, {machine['cpu']}; load average {before:g} before and {after:g} "
+        f" Measured on one core of {machine['cores']}, {machine['cpu']}; load average {before:g} before and {after:g} "
         f"after, {machine['cpu_seconds']:g} CPU seconds in {machine['seconds']:g} s."
     )
 

@@ -45,7 +45,7 @@ class Run:
     "orca-oracle" or "faster-transformer". rate: requests a second; minutes: length of the trace; prefix: tokens shared
     by all prompts; budget: tokens of a step, at most; seats: sequences of a step, at most; variation: of the times
     between arrivals (1: Poisson); urgent: share of the requests that come first; measure_every: memory is looked at
-    in every so many steps; changes: of ASSUMED, by name.
+    in every so many calls of the scheduler; changes: of ASSUMED, by name.
     """
 
     setup: str

@@ -19,8 +19,8 @@ FAR = 15.0
 
 
 def series_of(wanted: Iterable[Run]) -> list[list[Run]]:
-    """The runs that differ only in their rate together, lowest rate first. Those with most requests come first, so that
-    processes end at about the same time."""
+    """The runs that differ only in their rate together, lowest rate first. Series with the most requests come first, so
+    that processes end at about the same time."""
     series: dict[Run, list[Run]] = {}
     for run in wanted:
         series.setdefault(replace(run, rate=0.0), []).append(run)

@@ -1,7 +1,7 @@
 """Request lengths and arrivals, synthesised from the statistics of published traces.
 
 For ShareGPT and Alpaca as the paper uses them, it prints the means (Figure 11): the lengths are truncated log-normals
-with an assumed spread, rescaled to the exact means. For the Azure traces of 2023 (Azure/AzurePublicDataset),
+with an assumed spread, rescaled to within 0.2 % of the means. For the Azure traces of 2023 (Azure/AzurePublicDataset),
 log-normals were fitted.
 """
 

@@ -343,8 +343,9 @@ class EngineWorker:
             is_due = bool(outputs) and not self._news
             self._news.update((output.request_id, output) for output in outputs)
         if is_due:
-            delay = min(MAX_DELAY, (time.monotonic() - started) / 4) if self._can_step() else 0.0
-            self._tell(self._deliver, after=delay)
+            delay = min(MAX_DELAY, (time.monotonic() - started) / 4)
+            # The event loop's clock ticks in milliseconds: with a shorter delay, it would merge short steps.
+            self._tell(self._deliver, after=delay if delay >= 0.001 and self._can_step() else 0.0)
 
     def _pause(self, mode: PauseMode) -> Future[None]:
         """The future is done when the pause has begun."""

@@ -81,8 +81,8 @@ def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
-    """rows bf16 [..., depth] -> bf16 [..., columns]. Sums are in fp32 in the order of the depth, so that a row's result
-    does not depend on other rows. Raises ValueError if the rows have another depth or dtype.
+    """rows bf16 [..., depth] -> bf16 [..., columns]. Sums are in fp32, in an order that depends on the depth alone, so
+    that a row's result does not depend on other rows. Raises ValueError if the rows have another depth or dtype.
     """
     library = _library()
     part, bias, columns, depth = layer

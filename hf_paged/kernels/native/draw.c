@@ -122,9 +122,9 @@ HFP_EXPORT void hfp_draw(const float *probs, int64_t stride, int64_t rows, int64
 #define CLOSE 0.99998f      /* of two quotients in this ratio or closer, either may be the larger one for torch */
 #define ADDED_AT_ONCE 2048  /* weights that are added in fp32 */
 
-/* Below the largest score. */
+/* Distances from the largest score down to the cuts of the first pass. */
 static const float first_cuts[CUTS] = {16, 8, 4, 2, 1, 0.5f, 0.25f, 0};
-/* From the place where the bound is expected, as a part of the scores in question. */
+/* Distances of the later passes' cuts from the expected bound, as fractions of high - low. */
 static const float later_cuts[CUTS] = {-0.25f, -0.07f, -0.015f, -0.002f, 0.002f, 0.015f, 0.07f, 0.25f};
 
 typedef struct {
@@ -202,7 +202,7 @@ static int find_nucleus(const float *x, float *w, int64_t vocab, float removed, 
         for (int c = CUTS - 1; c >= 0; c--) /* the token itself is in the sum that must be larger */
             if (sums[c] + expf(cuts[c] - top) * (1 - 1e-5) > most) high = cuts[c], below_high = sums[c];
         for (int c = 0; c < CUTS; c++)
-            if (sums[c] <= least && cuts[c] < high) low = cuts[c], below_low = sums[c];
+            if (sums[c] <= least && cuts[c] <= high) low = cuts[c], below_low = sums[c];
         if (high - low >= width || below_high == INFINITY) break;
     }
     *found = (nucleus){low, high};

@@ -4,7 +4,7 @@
 #include "layers.h"
 #if HAS_DPBF16
 
-#define PANEL 32    /* columns of a weight that are stored together: two vectors, or two tiles, wide */
+#define PANEL 32 /* columns of a weight that are stored together: two vectors, or two tiles, wide */
 
 void linear_amx(const Linear *call); /* rows > 0 */
 void linear_dot(const Linear *call); /* rows > 0 */

@@ -2,7 +2,7 @@
 #include "linear.h"
 #if HAS_DPBF16
 
-#define ROWS 12    /* rows whose sums with a panel fit into the vector registers */
+#define ROWS 12     /* rows whose sums with a panel fit into the vector registers */
 #define STREAM 8192 /* bytes that are prefetched ahead of the products */
 
 /* Sums are computed in parts of this depth, which are added in order. oneDNN does the same (as of torch 2.13, for more
