@@ -220,6 +220,16 @@ def test_top_p_leaves_few_rows_undecided_and_those_with_the_generator_of_before(
 
 
 @pytest.mark.usefixtures("_native")
+@pytest.mark.parametrize(("second", "top_p"), [(-0.8, 0.5), (-0.6, 0.6), (-1.4, 0.7)])
+def test_top_p_decides_every_row_whose_bound_lies_between_two_scores(second: float, top_p: float) -> None:
+    scores = torch.tensor([[0.0, second] + [-30.0] * 98])  # the first token alone is kept
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        tokens, undecided = native_ops.draw_top_p(scores, [top_p], [generator])
+        assert not undecided and tokens.tolist() == [0]
+
+
+@pytest.mark.usefixtures("_native")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_row_without_a_distribution_has_no_top_p(value: float) -> None:
     scores = some_distributions(311, 0)
@@ -255,6 +265,7 @@ def test_nan_is_among_the_largest_scores(fill: float) -> None:
     assert keep_largest(scores, [4] * 3, fill).allclose(expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("_impl")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_before_the_processors(dtype: torch.dtype) -> None:
     logits = (torch.randn(6, 311) * 4).to(dtype)
