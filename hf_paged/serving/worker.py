@@ -26,7 +26,7 @@ from hf_paged.serving.plan import Submission
 MAX_DELAY = 0.003
 """Seconds after a step, at most, until the event loop reads its outputs. By then the next step computes in native code.
 Right after a step, the event loop and the Python code of the next step would wait for each other (the interpreter's
-lock), which took 3 % of the throughput with 64 streams."""
+lock)."""
 
 _Result = TypeVar("_Result")
 PauseMode = Literal["abort", "wait", "keep"]

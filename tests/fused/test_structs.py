@@ -20,7 +20,7 @@ NAMES = ("Linear", "Rotated", "Rotate", "Packed", "LayerIn", "LayerOut")
 
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_sizes_and_offsets_are_those_of_the_header(tmp_path: Path) -> None:
-    # The structs alone: the rest of the header needs a matrix unit.
+    # The structs alone: the rest of the header needs AVX-512 with BF16.
     declarations = re.findall(r"^typedef struct \{.*?^\} \w+;", HEADER.read_text(), re.DOTALL | re.MULTILINE)
     prints = [f'printf("{name} %zu\\n", sizeof({name}));' for name in NAMES]
     for name in NAMES:

@@ -16,8 +16,8 @@ INLINE __m512i pair_at(const uint16_t *x, int64_t left) {
     return _mm512_set1_epi32((int)pair);
 }
 
-/* Adds the products of `pairs` pairs of elements, of at most one step, to the sums of n rows. `left`: elements of the
- * row from x on. */
+/* Adds the products of `pairs` pairs of elements, of at most one step, to the sums of n rows, which are `row` elements
+ * apart. `left`: elements of each row from x on. */
 INLINE void add_products(__m512 (*sums)[2], const uint16_t *x, int64_t row, int64_t left, const uint16_t *panel,
                          int64_t pairs, const int n) {
 #pragma GCC unroll 2
@@ -48,7 +48,7 @@ INLINE void prefetch_lines(Prefetch *p) {
 /* out: the sums of n rows with a panel, [n, PANEL] */
 INLINE void sum_rows_with(const uint16_t *x, int64_t depth, const uint16_t *panel, float *out, Prefetch *prefetch,
                           const int n) {
-    const int64_t part = depth_of_part(depth), row = depth;
+    const int64_t part = depth_of_part(depth);
     for (int64_t begin = 0; begin < depth; begin += part) {
         const int64_t end = begin + part < depth ? begin + part : depth;
         __m512 sums[ROWS][2];
@@ -57,9 +57,9 @@ INLINE void sum_rows_with(const uint16_t *x, int64_t depth, const uint16_t *pane
         int64_t k = begin;
         for (; k + 32 <= end; k += 32, panel += 1024) {
             prefetch_lines(prefetch);
-            add_products(sums, x + k, row, 32, panel, 16, n);
+            add_products(sums, x + k, depth, 32, panel, 16, n);
         }
-        if (k < end) add_products(sums, x + k, row, end - k, panel, (end - k + 1) / 2, n);
+        if (k < end) add_products(sums, x + k, depth, end - k, panel, (end - k + 1) / 2, n);
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) {
             float *at = out + r * PANEL;
