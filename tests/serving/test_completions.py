@@ -288,7 +288,8 @@ def test_alternatives(server: Running, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["A list is made", [[40, 41, 42, 43, 44], [50, 51, 52]]], ids=["text", "ids"])
-@pytest.mark.parametrize(("max_tokens", "logprobs"), [(0, 0), (0, 4), (1, 1)])
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+@pytest.mark.parametrize("logprobs", [0, 1, 4])
 @pytest.mark.parametrize("stream", [False, True])
 def test_scores_of_prompts(server: Running, prompt: Any, max_tokens: int, logprobs: int, stream: bool) -> None:
     """As lm-eval's local-completions asks for them; twice, so that the prefix is cached the second time."""
