@@ -92,8 +92,8 @@ SMOKE = (
 )
 
 
-# Tests that take so long that the suite keeps to the cases whose ids have one of these words. The others are slow tests,
-# which `.ci/run` runs.
+# Tests that take so long that the suite keeps to the cases whose ids have one of these words. The others are slow
+# tests, which `.ci/run` runs.
 KEPT = {
     "tests/generation/test_oracle_sensitivity.py::test_fault_is_noticed": ("llama", "gemma3"),
     "tests/generation/test_contract_processors.py::test_built_in_processor": ("llama", "gemma3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -136,7 +137,7 @@ def test_weights_that_change_are_followed(llama: Any, with_torch: pytest.MonkeyP
             change()
             seen.append(scores(llama))
             places.append({name: tensor.clone() for name, tensor in llama.state_dict().items()})
-    assert not any(before.equal(after) for before, after in zip(seen, seen[1:]))
+    assert not any(before.equal(after) for before, after in itertools.pairwise(seen))
     switched_off(with_torch)
     for found, weights in zip(seen[1:], places, strict=True):
         llama.load_state_dict(weights)

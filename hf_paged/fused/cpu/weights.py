@@ -1,5 +1,5 @@
-"""Linear layers of a model, computed by other code than torch's: by the native kernels for bf16 on a CPU with AVX-512 and
-BF16, otherwise by oneDNN with packed copies of the weights.
+"""Linear layers of a model, computed by other code than torch's: by the native kernels for bf16 on a CPU with AVX-512
+and BF16, otherwise by oneDNN with packed copies of the weights.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights. The native kernels read the
 weights themselves 1.5 times as fast as torch does. Packed copies, in the memory layout that is fastest to compute with,
@@ -138,8 +138,8 @@ def _pays(layers: list[nn.Linear]) -> bool:
 class LinearLayers:
     """The linear layers of a model that native kernels or oneDNN compute in packed steps.
 
-    copies: with packed copies of the weights. What a layer computes with is renewed when `weights` has detected a change
-    of its weight.
+    copies: with packed copies of the weights. What a layer computes with is renewed when `weights` has detected a
+    change of its weight.
     """
 
     def __init__(self, layers: list[nn.Linear], weights: Weights, *, copies: bool) -> None:
