@@ -71,7 +71,7 @@ def test_the_device_with_room_for_the_fewest_blocks_decides(monkeypatch: pytest.
     assert sizing.blocks_in_memory(half, sizes) == 500 // 50
     assert sizing.blocks_in_memory(half, sizes, idle={few: 1000}) == 450 // 30
     assert sizing.blocks_in_memory(CacheConfig(memory=800), sizes) == 800 // 80
-    with pytest.raises(ValueError, match="0.5 of 900 free bytes on cpu holds no block: one takes 451 bytes"):
+    with pytest.raises(ValueError, match=r"0\.5 of 900 free bytes on cpu holds no block: one takes 451 bytes"):
         sizing.blocks_in_memory(half, {few: 50, many: 451})
 
 
