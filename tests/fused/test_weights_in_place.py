@@ -97,14 +97,16 @@ def test_an_engine_without_copies(llama: Any, with_torch: pytest.MonkeyPatch, ca
     assert logprobs() == found
 
 
-def test_copies_take_the_place(llama: Any, calls: list[bool]) -> None:
-    expected = scores(llama)
-    hf_paged.prepack(llama)
+@pytest.mark.parametrize("kind", KNOWN)
+def test_copies_give_the_same_bits(kind: str, calls: list[bool]) -> None:
+    model = build(KNOWN[kind][0]())
+    expected = scores(model)
+    hf_paged.prepack(model)
     calls.clear()
-    assert scores(llama).equal(expected) and calls and all(calls)
-    hf_paged.release_memory(llama)
+    assert scores(model).equal(expected) and calls and all(calls)
+    hf_paged.release_memory(model)
     calls.clear()
-    assert scores(llama).equal(expected) and calls and not any(calls)
+    assert scores(model).equal(expected) and calls and not any(calls)
 
 
 def test_layers_are_tried_on_few_tokens_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
