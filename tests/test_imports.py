@@ -41,6 +41,7 @@ PURE = [
     "hf_paged.generation.engine.prefixes",
     "hf_paged.generation.engine.scheduler",
     "hf_paged.generation.sampling.beams",
+    "hf_paged.serving.routing",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -23,7 +23,6 @@ from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
 
-
 DEVICE_TYPE = "cuda"  # of devices whose kernels are compiled when they are first needed
 
 

@@ -1,8 +1,9 @@
 """Which kernels an engine compiles: `python serving.py CHIP` serves random requests with tiny models on a CPU, records
-every launch while torch computes the results, and prints for each model what its warm-up and what its steps compile for the chip.
+every launch while torch computes the results, and prints for each model what its warm-up and what its steps compile for
+the chip.
 
-A compiled variant is what triton's own binder distinguishes: types, constants, alignment and values that it
-specialises. Runs in a process of its own without TRITON_INTERPRET.
+A variant is what triton's own binder distinguishes: types, constants, alignment and values that it specialises. Runs in
+a process of its own without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def run(name: str, dtype: torch.dtype, chip: str) -> dict[str, Any]:
+def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> dict[str, Any]:
     """The variants that the warm-up compiles, by kernel, and those that are compiled later."""
     binder, before, warm, later = Binder(chip), set(), set(), set()
     found: set[tuple[str, str]] = before  # by the trial of the model, which is part of making an engine
@@ -57,13 +58,14 @@ def run(name: str, dtype: torch.dtype, chip: str) -> dict[str, Any]:
         patch.setattr(warmup, "DEVICE_TYPE", "cpu")
         patch.setattr(Runner, "warm_up", warmed_up)
         patch.setitem(ops._default_impl, "cpu", "triton")
-        patch.setattr(Launch, "run", lambda self: found.add(binder.variant(self)))
+        patch.setattr(Launch, "run", lambda self, device: found.add(binder.variant(self)))
         for operation in ("paged_attention", "write_kv", "copy_blocks"):
             patch.setattr(triton_ops, operation, recorded(getattr(triton_ops, operation), getattr(gather, operation)))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
+        options = {"prepack": False, "cuda_graphs": cuda_graphs}
         scheduler = SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=640, preemption="swap")
-        with Engine(model, CacheConfig(num_blocks=170, swap_memory="64MiB"), scheduler, prepack=False) as engine:
+        with Engine(model, CacheConfig(num_blocks=170, swap_memory="64MiB"), scheduler, **options) as engine:
             captures = tape.TapedGraphs.captures
             found = later
             serve(engine)
@@ -106,7 +108,10 @@ def serve(engine: Engine) -> None:
             if waiting:
                 waiting -= 1
                 length = rng.choice((rng.randrange(1, 40), rng.randrange(1, 700)))
-                prompt = common[: rng.choice((0, 300, 640))] + [rng.randrange(3, 96) for _ in range(length)]
+                start = rng.choice((0, 300, 640))
+                if waiting > 36:  # at first the contexts are short
+                    length, start = rng.randrange(1, 15), 0
+                prompt = common[:start] + [rng.randrange(3, 96) for _ in range(length)]
                 options = {"max_new_tokens": rng.randrange(1, 50), "eos_token_id": 96, **rng.choice(kinds)}
                 engine.add_request(prompt, GenerationConfig(**options))
         for output in engine.step():
@@ -117,4 +122,5 @@ if __name__ == "__main__":
     assert sys.argv[1] in CHIPS
     for name in CONFIGS:
         dtype = torch.float32 if name == "mistral" else torch.bfloat16
-        print(json.dumps({"name": name, **run(name, dtype, sys.argv[1])}), flush=True)
+        cuda_graphs = False if name in ("qwen3 72", "mistral") else None
+        print(json.dumps({"name": name, **run(name, dtype, sys.argv[1], cuda_graphs)}), flush=True)

@@ -225,7 +225,7 @@ def bytes_read(lens: tuple[int, ...], shared: int, group: int = 4) -> int:
         share=True, bm=tile.bm, many=tile.many, bn=tile.bn,
     )  # fmt: skip
     for launch in launches:
-        launch.run()
+        launch.run(torch.device(DEVICE))
     assert int(plan.item_starts[-1]) + plan.num_programs * (tile.many // tile.bm) <= plan.num_slots
     return int(plan.tile_starts[-1]) * tile.bn * 2 * 128 * 2
 
@@ -245,7 +245,7 @@ def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch]
     with pytest.MonkeyPatch.context() as patch:
         launches: list[triton_launch.Launch] = []
         run = triton_launch.Launch.run
-        patch.setattr(triton_launch.Launch, "run", lambda self: (launches.append(self), run(self)))
+        patch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device)))
         metadata = replace(batch.metadata, scratch={}, **bounds)
         out = ops.paged_attention(
             batch.query, batch.key_cache, batch.value_cache, metadata, impl="triton", **batch.options
@@ -325,7 +325,7 @@ def test_launches_of_one_step_compute_any_other(
     )
     launches: list[triton_launch.Launch] = []
     run = triton_launch.Launch.run
-    monkeypatch.setattr(triton_launch.Launch, "run", lambda self: (launches.append(self), run(self)))
+    monkeypatch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device)))
     out = [
         ops.paged_attention(
             query, key_cache, value_cache, static, key=new_key, value=new_value, impl="triton", **example.options
@@ -354,7 +354,7 @@ def test_launches_of_one_step_compute_any_other(
                 if launch.kernel is triton_ops.split_kernel:
                     launch.args[scratch].fill_(torch.nan)
         for launch in kept:
-            run(launch)
+            run(launch, torch.device(DEVICE))
         expected = batch.run("reference")
         for layer in out:
             torch.testing.assert_close(layer[:count], expected, atol=2e-5, rtol=2e-5)

@@ -1,0 +1,206 @@
+"""Which of several replicas gets a request. Knows no model, no network and no clock: standard library only.
+
+A prompt is given as its *chain*: one entry for each of its first blocks, where an entry stands for its block and all
+blocks before it (`chain_of`). Two prompts with the same first n blocks have chains with the same first n entries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+Replica = TypeVar("Replica", bound=Hashable)
+Chain = Sequence[int]
+Policy = Literal["prefix", "least-loaded", "round-robin"]
+
+BLOCKS_PER_REQUEST = 4.0
+MOST_BLOCKS = 16_384
+
+_ENTRY_BYTES = 8
+
+
+class Choice(NamedTuple, Generic[Replica]):
+    """replica: where the request goes. matched: leading blocks of its chain that this replica has probably cached.
+
+    longest: the most that any replica has; above `matched` if that one is too busy.
+    """
+
+    replica: Replica
+    matched: int = 0
+    longest: int = 0
+
+
+class Router(Protocol[Replica]):
+    """Chooses among the replicas in `loads`, which are those that take requests now.
+
+    A load is the number of requests that a replica has in flight, or any other number in the same unit. `choose`
+    changes nothing that a later choice of a replica with cached blocks depends on; `sent` does, and is called when the
+    request has gone to the replica.
+    """
+
+    def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
+        """Raises ValueError if there is no replica."""
+        ...
+
+    def sent(self, chain: Chain, replica: Replica) -> None: ...
+
+    def forget(self, replica: Replica) -> None:
+        """The replica is gone, or its cache is empty."""
+        ...
+
+
+class RoundRobin(Generic[Replica]):
+    """Each replica in turn, the one that has waited longest first."""
+
+    def __init__(self) -> None:
+        self._turns = _Turns[Replica]()
+
+    def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
+        return Choice(_least(loads, self._turns.last))
+
+    def sent(self, chain: Chain, replica: Replica) -> None:
+        self._turns.sent(replica)
+
+    def forget(self, replica: Replica) -> None:
+        self._turns.forget(replica)
+
+
+class LeastLoaded(Generic[Replica]):
+    """The replica with the least load; among equals, the one that has waited longest."""
+
+    def __init__(self) -> None:
+        self._turns = _Turns[Replica]()
+
+    def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
+        return Choice(_least(loads, lambda replica: (loads[replica], self._turns.last(replica))))
+
+    def sent(self, chain: Chain, replica: Replica) -> None:
+        self._turns.sent(replica)
+
+    def forget(self, replica: Replica) -> None:
+        self._turns.forget(replica)
+
+
+class PrefixRouter(Generic[Replica]):
+    """A request goes where its first blocks are cached, unless that replica is much busier than another one.
+
+    Blocks that need not be computed are weighed against requests in flight: `blocks_per_request` blocks count as much
+    as one request. So a prefix of n blocks is worth waiting behind n / blocks_per_request more requests, and a short
+    one that all prompts share does not draw them all to one replica. Among replicas of equal worth the one with the
+    least load is chosen, then the one to which the fewest blocks were sent, then the one that has waited longest.
+
+    What a replica has cached is not asked but remembered: of each replica the last `most_blocks` entries that were sent
+    there, as least-recently-used eviction would leave them. With too high a number requests are sent to blocks that
+    are gone; with too low a number the router forgets blocks that are still there.
+
+    Invariant: with an entry, all entries before it in its chain are remembered.
+
+    Time of a choice: proportional to the number of replicas, and to the length of the chain. Memory: two dictionary
+    entries for each block that is remembered.
+    """
+
+    def __init__(self, *, blocks_per_request: float = BLOCKS_PER_REQUEST, most_blocks: int = MOST_BLOCKS) -> None:
+        if not 0 < blocks_per_request < float("inf"):
+            raise ValueError(f"blocks_per_request={blocks_per_request!r}: a number above 0 is needed")
+        if isinstance(most_blocks, bool) or not isinstance(most_blocks, int) or most_blocks < 1:
+            raise ValueError(f"most_blocks={most_blocks!r}: an integer of at least 1 is needed")
+        self._blocks_per_request = blocks_per_request
+        self._most_blocks = most_blocks
+        self._turns = _Turns[Replica]()
+        self._held: dict[Replica, OrderedDict[int, None]] = {}  # the least recently sent entry first
+        self._holders: dict[int, dict[Replica, None]] = {}  # by entry
+
+    def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
+        def rank(replica: Replica, matched: int) -> tuple[float, float, int, int]:
+            load = loads[replica]
+            return load - matched / self._blocks_per_request, load, self.held(replica), self._turns.last(replica)
+
+        best = _least(loads, lambda replica: rank(replica, 0))
+        best_rank, best_matched, longest = rank(best, 0), 0, 0
+        least_load = loads[best]
+        for matched in range(min(len(chain), self._most_blocks), 0, -1):
+            if longest and best_rank[0] < least_load - matched / self._blocks_per_request:
+                break  # not even an idle replica with this match would be chosen
+            for replica in self._holders.get(chain[matched - 1], ()):
+                if replica not in loads:
+                    continue
+                longest = longest or matched
+                if (its_rank := rank(replica, matched)) < best_rank:
+                    best, best_rank, best_matched = replica, its_rank, matched
+        return Choice(best, best_matched, longest)
+
+    def sent(self, chain: Chain, replica: Replica) -> None:
+        """The replica has, or will have, these blocks cached."""
+        self._turns.sent(replica)
+        held = self._held.setdefault(replica, OrderedDict())
+        for entry in reversed(chain[: self._most_blocks]):  # so that no entry is older than one behind it in its chain
+            held[entry] = None
+            held.move_to_end(entry)
+            self._holders.setdefault(entry, {})[replica] = None
+        while len(held) > self._most_blocks:
+            self._drop(held.popitem(last=False)[0], replica)
+
+    def forget(self, replica: Replica) -> None:
+        self._turns.forget(replica)
+        for entry in self._held.pop(replica, ()):
+            self._drop(entry, replica)
+
+    def held(self, replica: Replica) -> int:
+        """How many blocks are remembered of a replica."""
+        return len(self._held.get(replica, ()))
+
+    def matched(self, chain: Chain, replica: Replica) -> int:
+        """Leading blocks of a chain that are remembered of a replica."""
+        held: Mapping[int, None] = self._held.get(replica, {})
+        return next((place for place, entry in enumerate(chain) if entry not in held), len(chain))
+
+    def _drop(self, entry: int, replica: Replica) -> None:
+        holders = self._holders[entry]
+        del holders[replica]
+        if not holders:
+            del self._holders[entry]
+
+
+class _Turns(Generic[Replica]):
+    """When each replica was sent its last request, as a count of requests."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last: dict[Replica, int] = {}
+
+    def sent(self, replica: Replica) -> None:
+        self._count += 1
+        self._last[replica] = self._count
+
+    def last(self, replica: Replica) -> int:
+        return self._last.get(replica, 0)
+
+    def forget(self, replica: Replica) -> None:
+        self._last.pop(replica, None)
+
+
+def _least(loads: Mapping[Replica, float], rank: Callable[[Replica], object]) -> Replica:
+    if not loads:
+        raise ValueError("there is no replica to choose")
+    return min(loads, key=rank)  # type: ignore[arg-type]  # ranks are numbers, or tuples of numbers
+
+
+def make_router(policy: Policy, **options: float) -> Router[Replica]:
+    """options: of PrefixRouter. Raises ValueError for an unknown policy."""
+    if policy == "prefix":
+        return PrefixRouter(**options)  # type: ignore[arg-type]
+    if policy not in ("least-loaded", "round-robin"):
+        raise ValueError(f"policy={policy!r}: use 'prefix', 'least-loaded' or 'round-robin'")
+    return LeastLoaded() if policy == "least-loaded" else RoundRobin()
+
+
+def chain_of(root: bytes, blocks: Iterable[bytes]) -> tuple[int, ...]:
+    """The chain of a prompt. root: what else its K/V depends on, such as the adapter. Each entry has 64 bits."""
+    chain: list[int] = []
+    parent = hashlib.blake2b(root, digest_size=_ENTRY_BYTES).digest()
+    for block in blocks:
+        parent = hashlib.blake2b(parent + block, digest_size=_ENTRY_BYTES).digest()
+        chain.append(int.from_bytes(parent))
+    return tuple(chain)
