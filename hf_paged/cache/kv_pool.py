@@ -67,6 +67,13 @@ class KVPool:
         return sum(t.nbytes for layer in self.layers.values() for t in layer) // self.num_blocks
 
     @property
+    def bytes_per_block_by_device(self) -> dict[torch.device, int]:
+        """The same, split by the devices of the layers."""
+        if self.num_blocks == 0:
+            return {}
+        return {device: sum(t[0].nbytes for t in tensors) for device, tensors in self.by_device().items()}
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for layer in self.layers.values() for t in layer)
 

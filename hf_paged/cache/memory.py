@@ -7,7 +7,7 @@ requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,14 @@ class MemoryStats:
         return (self.blocks_logical - self.blocks_used) * (
             self.bytes_used // self.blocks_used if self.blocks_used else 0
         )
+
+
+def _summed(parts: Iterable[Mapping[torch.device, int]]) -> dict[torch.device, int]:
+    totals: dict[torch.device, int] = {}
+    for part in parts:
+        for device, size in part.items():
+            totals[device] = totals.get(device, 0) + size
+    return totals
 
 
 class PagedMemory:
@@ -190,6 +198,19 @@ class PagedMemory:
     def nbytes(self) -> int:
         """Size of the K/V tensors."""
         return sum(group.pool.nbytes for group in self.groups)
+
+    @property
+    def bytes_per_block_by_device(self) -> dict[torch.device, int]:
+        """On each device, the bytes of one block of every group, over all layers that have written so far."""
+        return _summed(group.pool.bytes_per_block_by_device for group in self.groups)
+
+    @property
+    def nbytes_by_device(self) -> dict[torch.device, int]:
+        """Size of the K/V tensors on each device."""
+        return _summed(
+            {device: size * group.pool.num_blocks for device, size in group.pool.bytes_per_block_by_device.items()}
+            for group in self.groups
+        )
 
     def release(self) -> None:
         """Drop the K/V tensors; every sequence must have been freed."""

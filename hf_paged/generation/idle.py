@@ -56,11 +56,11 @@ class IdlePools:
         _, config, windows = key
         return PagedMemory(config.block_size, windows=windows, growable=True)
 
-    def num_bytes(self, key: MemoryKey) -> int:
-        """Size of the idle pool of that key, which `take` would return; 0 if there is none."""
+    def num_bytes(self, key: MemoryKey) -> dict[torch.device, int]:
+        """Size on each device of the idle pool of that key, which `take` would return; empty if there is none."""
         with self._lock:
             memory = self._pools.get(key)
-        return 0 if memory is None else memory.nbytes
+        return {} if memory is None else memory.nbytes_by_device
 
     def give_back(self, key: MemoryKey, memory: PagedMemory) -> None:
         """Keep a pool that no sequence uses any more."""

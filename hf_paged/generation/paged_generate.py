@@ -23,7 +23,7 @@ from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
-from hf_paged.generation.engine.sizing import blocks_in_memory, window_groups
+from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, window_groups
 from hf_paged.generation.idle import IdlePools, MemoryKey, Windows, kind_of
 from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.routes import argument_obstacle, cache_obstacle, config_obstacle, new_columns
@@ -37,7 +37,6 @@ from hf_paged.generation.validation import (
 )
 from hf_paged.integration import hook
 from hf_paged.model.cross_attention import cache_of_call, paged_part
-from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
@@ -328,15 +327,16 @@ def _take_memory(
     return memory, key
 
 
-def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig, idle_bytes: int) -> int | None:
-    """Blocks of a group that a call may use; None: as many as its tokens need. idle_bytes: of the pool that it will
+def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig, idle: DeviceBytes) -> int | None:
+    """Blocks of a group that a call may use; None: as many as its tokens need. idle: bytes of the pool that it will
     reuse."""
     if cache_config.memory is None and cache_config.memory_fraction is None:
         return cache_config.num_blocks
     _, _, autocast = kind_of(model)
     itemsize = (autocast or model.dtype).itemsize
-    bytes_per_block = report.kv_values_per_token * itemsize * cache_config.block_size
-    return blocks_in_memory(cache_config, bytes_per_block, device_of(model), idle_bytes=idle_bytes)
+    bytes_per_value = itemsize * cache_config.block_size
+    sizes = {device: count * bytes_per_value for device, count in report.kv_values_by_device.items()}
+    return blocks_in_memory(cache_config, sizes, idle=idle)
 
 
 def _packed(model: Any) -> tuple[PackedDecoder, PagedKVCache | None] | None:

@@ -63,6 +63,28 @@ class AttentionMetadata:
         return self.slot_mapping.shape[0]
 
 
+def metadata_on(step: Sequence[AttentionMetadata], device: torch.device) -> list[AttentionMetadata]:
+    """Copies of a step's records, one per group, on another device. The host does not wait for them."""
+    copies: dict[int, torch.Tensor] = {}  # groups share some tensors
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.to(device, non_blocking=True)
+        return copies[id(tensor)]
+
+    return [
+        replace(
+            each,
+            block_tables=copy(each.block_tables),
+            seq_lens=copy(each.seq_lens),
+            query_start_loc=copy(each.query_start_loc),
+            slot_mapping=copy(each.slot_mapping),
+            scratch={},
+        )
+        for each in step
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class StepArrays:
     """The metadata of a packed step as host arrays; one entry of block_tables and slots per group.

@@ -1,4 +1,4 @@
-"""On which device a model computes. It need not hold the weights: accelerate can keep them in host memory or on disk
+"""On which devices a model computes. They need not hold the weights: accelerate can keep them in host memory or on disk
 and load each module's weights for its forward."""
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ def device_of(model: Any) -> torch.device:
 def is_offloaded(model: Any) -> bool:
     """Whether some weights are offloaded between forwards, when the model's parameters hold no data."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def is_spread(model: Any) -> bool:
+    """Whether accelerate has placed modules of the model on several devices (a `device_map`)."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
 def _execution_devices(model: Any) -> Iterator[torch.device]:

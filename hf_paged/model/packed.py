@@ -27,8 +27,9 @@ from hf_paged.integration.attention import (
     release_names,
     remember_own,
 )
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import AttentionMetadata, metadata_on
 from hf_paged.locks import usable_after_fork
+from hf_paged.model.devices import is_spread
 from hf_paged.model.overrides import ABSENT, Override, Overrides, Patch
 from hf_paged.model.state import state_of
 
@@ -66,7 +67,8 @@ class PackedCache(Cache):
     def __init__(self, memory: PagedMemory, num_layers: int) -> None:
         super().__init__(layers=[_PackedLayer() for _ in range(num_layers)])
         self.memory = memory
-        self.step: list[AttentionMetadata] = []  # one per group
+        self.step: list[AttentionMetadata] = []  # one per group, on the device of the inputs
+        self._elsewhere: dict[torch.device, list[AttentionMetadata]] = {}  # the same for layers on other devices
         self.handles: list[LayerHandle] = []  # of this step, in order of update
         self._groups: dict[int, int] = {}
         self._positions = torch.zeros(0, dtype=torch.int64)
@@ -75,6 +77,7 @@ class PackedCache(Cache):
     def begin_step(self, metadata: list[AttentionMetadata], positions: torch.Tensor) -> None:
         """Set the step's metadata, one record per group, and its tokens' positions, int64 [num_tokens]."""
         self.step = metadata
+        self._elsewhere = {}
         self.handles = []
         self._positions = positions
 
@@ -99,6 +102,15 @@ class PackedCache(Cache):
             group_index = self._groups[layer_idx] = self.memory.group_index(layer_idx)
         return group_index
 
+    def _metadata_for(self, group_index: int, device: torch.device) -> AttentionMetadata:
+        """The group's metadata on the device of a layer, to which the step's metadata is sent once."""
+        own = self.step[group_index]
+        if own.seq_lens.device == device:
+            return own
+        if device not in self._elsewhere:
+            self._elsewhere[device] = metadata_on(self.step, device)
+        return self._elsewhere[device][group_index]
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +126,8 @@ class PackedCache(Cache):
             key, value = key.to(dtype), value.to(dtype)
         if layer_idx not in pool.layers:
             pool.layer_for(layer_idx, key, value)
-        handle = LayerHandle(layer_idx, pool, self.step[group_index], (key, value))
+        metadata = self._metadata_for(group_index, key.device)
+        handle = LayerHandle(layer_idx, pool, metadata, (key, value))
         self.handles.append(handle)
         setattr(key_states, HANDLE, handle)
         return key_states, value_states
@@ -203,6 +216,7 @@ class PackedModel:
         self._configs = configs_of(model)
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
+        self._is_spread = is_spread(model)
         # A composite model passes arguments that it does not name to its language model.
         if "position_ids" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             raise UnsupportedModelError(
@@ -226,9 +240,10 @@ class PackedModel:
         if self._keeps_logits:
             # Pass indices even for all rows: given a number of last rows, a model may drop other rows early.
             every = logits_indices is None
-            kwargs["logits_to_keep"] = (
-                torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
-            )
+            wanted = torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
+            # A spread model may have its last hidden states on any of its devices, and accelerate moves every tensor to
+            # the first one. It leaves a list as it is, and a list can index a tensor on any device.
+            kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
         if self._overrides:
             self._weights.look()  # once per step, before anything is overridden
         step = PackedStep(self.cache, self._configs, self._overrides)
@@ -254,7 +269,7 @@ class PackedModel:
                 f"{type(self.model).__name__} computes attention with code of its own in layer(s) {unread or 'all'}; "
                 "this model needs the dense view"
             )
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = output.logits[0].to(input_ids.device)
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]
         return logits

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
+from hf_paged.cache.kv_pool import LayerKV
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
@@ -27,7 +28,7 @@ Mode = Literal["native", "dense view", "state", "none"]
 
 @dataclass(frozen=True, slots=True)
 class LayerSupport:
-    """How one layer's cache is kept, and why. Sizes are None if the layer keeps no K/V of its own."""
+    """How one layer's cache is kept, why, and where. Sizes and device are None if the layer keeps no K/V of its own."""
 
     index: int
     mode: Mode
@@ -36,6 +37,12 @@ class LayerSupport:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     v_head_dim: int | None = None
+    device: torch.device | None = None
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Elements (not bytes) of K and V of one token."""
+        return (self.num_kv_heads or 0) * ((self.head_dim or 0) + (self.v_head_dim or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +68,16 @@ class SupportReport:
     @property
     def kv_values_per_token(self) -> int:
         """Elements (not bytes) of K and V that the cache keeps for one token, over all layers."""
-        return sum(
-            layer.num_kv_heads * ((layer.head_dim or 0) + (layer.v_head_dim or 0))
-            for layer in self.layers
-            if layer.num_kv_heads is not None
-        )
+        return sum(self.kv_values_by_device.values())
+
+    @property
+    def kv_values_by_device(self) -> dict[torch.device, int]:
+        """The same on each device: a `device_map` may place layers on several, and K/V is beside its layer."""
+        values: dict[torch.device, int] = {}
+        for layer in self.layers:
+            if layer.device is not None:
+                values[layer.device] = values.get(layer.device, 0) + layer.kv_values_per_token
+        return values
 
     def __str__(self) -> str:
         verdict = "native" if self.native else "dense view" if self.supported else "refused"
@@ -78,7 +90,8 @@ class SupportReport:
                 dims = f"{layer.head_dim}" + (f"/{layer.v_head_dim}" if layer.v_head_dim != layer.head_dim else "")
                 sizes = f", {layer.num_kv_heads} KV heads of size {dims}"
             window = f", sliding window {layer.sliding_window}" if layer.sliding_window is not None else ""
-            lines.append(f"  {where}: {layer.mode}{sizes}{window}: {layer.reason}")
+            device = f", on {layer.device}" if len(self.kv_values_by_device) > 1 and layer.device is not None else ""
+            lines.append(f"  {where}: {layer.mode}{sizes}{window}{device}: {layer.reason}")
         if self.native_length is not None:
             lines.append(
                 f"  beyond {self.native_length} tokens: dense view: the rotary embedding changes with the length there"
@@ -100,7 +113,7 @@ def _runs(layers: tuple[LayerSupport, ...]) -> list[tuple[int, int]]:
 
 
 def _same(a: LayerSupport, b: LayerSupport) -> bool:
-    names = ("mode", "reason", "sliding_window", "num_kv_heads", "head_dim", "v_head_dim")
+    names = ("mode", "reason", "sliding_window", "num_kv_heads", "head_dim", "v_head_dim", "device")
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
@@ -227,11 +240,8 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
             reason = "K/V in blocks, gathered for the model's own attention"
             if isinstance(layer, PagedStateLayer):
                 reason += f"; the rest as {_kind(layer)} keeps it"
-            sizes: tuple[int | None, ...] = (None, None, None)
-            if index in pool:
-                key, value = pool[index]
-                sizes = (key.shape[2], key.shape[3], value.shape[3])
-            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window, *sizes))
+            sizes = _sizes(pool[index]) if index in pool else {}
+            layers.append(LayerSupport(index, "dense view", reason, layer.sliding_window, **sizes))
         elif _kind(layer) == "DummyLayer":
             layers.append(LayerSupport(index, "none", "this layer keeps no cache"))
         else:
@@ -334,19 +344,20 @@ def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
                 f"layer {index} keeps a window of {kept} tokens but attends to {seen or 'all'}, so what it sees "
                 "depends on when it computes; this model needs the dense view"
             )
-        key, value = handle.kv
-        layers.append(
-            LayerSupport(
-                index,
-                "native",
-                "attends through AttentionInterface",
-                sliding_window=handle.sliding_window,
-                num_kv_heads=key.shape[2],
-                head_dim=key.shape[3],
-                v_head_dim=value.shape[3],
-            )
-        )
+        why = "attends through AttentionInterface"
+        layers.append(LayerSupport(index, "native", why, handle.sliding_window, **_sizes(handle.kv)))
     return tuple(layers)
+
+
+def _sizes(kv: LayerKV) -> dict[str, Any]:
+    """The fields of a LayerSupport that describe a layer's K/V."""
+    key, value = kv
+    return {
+        "num_kv_heads": key.shape[2],
+        "head_dim": key.shape[3],
+        "v_head_dim": value.shape[3],
+        "device": key.device,
+    }
 
 
 @torch.no_grad()

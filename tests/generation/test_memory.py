@@ -58,10 +58,21 @@ def test_an_engine_tells_how_large_its_pool_is(caplog: pytest.LogCaptureFixture)
         caplog.at_level(logging.INFO, "hf_paged"),
         Engine(models.shared("llama"), CacheConfig(num_blocks=512)) as engine,
     ):
-        assert caplog.messages == ["K/V pool of 512 blocks of 16 tokens: 0.00 GiB"]
+        assert caplog.messages == ["K/V pool of 512 blocks of 16 tokens: 0.00 GiB on cpu"]
         assert repr(engine) == (
             "<Engine of LlamaForCausalLM: 512 blocks of 16 tokens, 2.0 MiB reserved, 0.0 MiB touched>"
         )
+
+
+def test_the_device_with_room_for_the_fewest_blocks_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = torch.device("meta"), torch.device("cpu")
+    monkeypatch.setattr(sizing, "_free_bytes", {few: 1000, many: 900}.__getitem__)
+    half, sizes = CacheConfig(memory_fraction=0.5), {few: 50, many: 30}
+    assert sizing.blocks_in_memory(half, sizes) == 500 // 50
+    assert sizing.blocks_in_memory(half, sizes, idle={few: 1000}) == 450 // 30
+    assert sizing.blocks_in_memory(CacheConfig(memory=800), sizes) == 800 // 80
+    with pytest.raises(ValueError, match=r"0\.5 of 900 free bytes on cpu holds no block: one takes 451 bytes"):
+        sizing.blocks_in_memory(half, {few: 50, many: 451})
 
 
 # -- touched blocks ---

@@ -110,8 +110,10 @@ class Runner:
         # (`inference_mode(False)` would turn gradients on.)
         self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
         self._device = device_of(model.model)
+        devices = {self._device, *memory.bytes_per_block_by_device}
+        self._cuda_devices = [device for device in devices if device.type == "cuda"]
         self._made_for = _dtype_and_device(model.model)
-        self._stream: torch.cuda.Stream | None = None  # of the last step
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the last step
 
     def check_model(self) -> None:
         """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory."""
@@ -177,12 +179,12 @@ class Runner:
             return self._run_by_adapters(output.scheduled, compute)
 
     def _follow_last_step(self) -> None:
-        """Order this step after the last one if it runs on another CUDA stream."""
-        if self._device.type == "cuda":
-            current = torch.cuda.current_stream(self._device)
-            if self._stream is not None and self._stream != current:
-                current.wait_stream(self._stream)
-            self._stream = current
+        """Order this step after the last one if it runs on another CUDA stream of a device."""
+        for device in self._cuda_devices:
+            current, last = torch.cuda.current_stream(device), self._streams.get(device)
+            if last is not None and last != current:
+                current.wait_stream(last)
+            self._streams[device] = current
 
     def pause(self) -> None:
         """Between steps: the engine pauses."""
@@ -191,9 +193,9 @@ class Runner:
         """Raises AssertionError if something else than this object computes the steps too, and has got others."""
 
     def wait(self) -> None:
-        """Wait until the device has finished all steps."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Wait until the devices have finished all steps."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def close(self) -> None:
         """Wait for the device, whose step may still write to the memory, and drop graphs and recurrent states."""

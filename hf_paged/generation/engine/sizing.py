@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,8 @@ size the caller gave, cached prefixes may fill all of it."""
 log = logging.getLogger("hf_paged")
 
 MAX_DEFAULT_TOKENS = 1 << 22
+
+DeviceBytes = Mapping[torch.device, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +141,11 @@ def _size(
     """Give the memory as many blocks as fit on every rank; returns the number of host blocks."""
     model, memory = bound.model, bound.memory
     smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
-    bytes_per_block = sum(group.pool.bytes_per_block for group in memory.groups)
-    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, bytes_per_block))
+    sizes = memory.bytes_per_block_by_device
+    bytes_per_block = sum(sizes.values())
+    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, sizes))
     host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
-    _report_size(model, cache_config, num_blocks, bytes_per_block)
+    _report_size(cache_config, num_blocks, sizes)
     for group in memory.groups:
         _resize(group.pool, num_blocks, bytes_per_block)
         group.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
@@ -231,33 +234,38 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
     memory.free(-1)
 
 
-def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, bytes_per_block: int) -> int:
+def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, sizes: DeviceBytes) -> int:
     if cache_config.num_blocks is not None:
         return cache_config.num_blocks
-    num_blocks = blocks_in_memory(cache_config, bytes_per_block, device_of(model))
+    num_blocks = blocks_in_memory(cache_config, sizes)
     if cache_config.memory is None and cache_config.memory_fraction is None:
         num_blocks = min(num_blocks, _max_blocks(model, cache_config, scheduler_config))
     return num_blocks
 
 
-def blocks_in_memory(
-    cache_config: CacheConfig, bytes_per_block: int, device: torch.device, *, idle_bytes: int = 0
-) -> int:
-    """Blocks that `memory` or `memory_fraction` (or the default share of what is free) holds: at least one.
+def blocks_in_memory(cache_config: CacheConfig, sizes: DeviceBytes, *, idle: DeviceBytes | None = None) -> int:
+    """Blocks that `memory` (of all devices together), or `memory_fraction` or the default share of what is free on each
+    device, holds: at least one.
 
-    bytes_per_block: K and V of one block of every layer. idle_bytes: of a pool that will be reused, which counts as
-    free memory. Raises ValueError if not even one fits.
+    sizes: bytes of one block, K and V of every layer, on each device. idle: bytes of a pool that will be reused, which
+    count as free memory. Raises ValueError if not even one fits.
     """
     if cache_config.memory_bytes is not None:
-        num_blocks, source = cache_config.memory_bytes // bytes_per_block, f"memory={cache_config.memory!r}"
+        room = [(cache_config.memory_bytes, sum(sizes.values()), f"memory={cache_config.memory!r}")]
     else:
-        fraction = cache_config.memory_fraction
-        free = _free_bytes(device) + idle_bytes
-        share = DEFAULT_FRACTION.get(device.type, 0.3) if fraction is None else fraction
-        num_blocks, source = int(free * share) // bytes_per_block, f"{share:g} of {free} free bytes"
-    if num_blocks < 1:
-        raise ValueError(f"{source} holds no block: one takes {bytes_per_block} bytes; give the cache more memory")
-    return num_blocks
+        room = [_room_on(device, size, cache_config, (idle or {}).get(device, 0)) for device, size in sizes.items()]
+    num_bytes, size, source = min(room, key=lambda each: each[0] // each[1])
+    if num_bytes < size:
+        raise ValueError(f"{source} holds no block: one takes {size} bytes; give the cache more memory")
+    return num_bytes // size
+
+
+def _room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: int) -> tuple[int, int, str]:
+    """Bytes for K/V on a device, bytes of one block there, and where the former come from, in words."""
+    fraction = cache_config.memory_fraction
+    free = _free_bytes(device) + idle
+    share = DEFAULT_FRACTION.get(device.type, 0.3) if fraction is None else fraction
+    return int(free * share), size, f"{share:g} of {free} free bytes on {device}"
 
 
 def _max_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
@@ -289,11 +297,12 @@ def _num_host_blocks(
     return min(num_blocks, int(host_memory().available * SWAP_FRACTION) // bytes_per_block)
 
 
-def _report_size(model: Any, cache_config: CacheConfig, num_blocks: int, bytes_per_block: int) -> None:
+def _report_size(cache_config: CacheConfig, num_blocks: int, sizes: DeviceBytes) -> None:
     """Log the size of the pool. Warn if the host cannot hold it, because the allocation itself does not fail."""
-    size = num_blocks * bytes_per_block
-    log.info("K/V pool of %d blocks of %d tokens: %s", num_blocks, cache_config.block_size, _gib(size))
-    if device_of(model).type == "cpu" and size > (available := host_memory().available):
+    parts = ", ".join(f"{_gib(num_blocks * size)} on {device}" for device, size in sizes.items())
+    log.info("K/V pool of %d blocks of %d tokens: %s", num_blocks, cache_config.block_size, parts)
+    size = num_blocks * sizes.get(torch.device("cpu"), 0)
+    if size > (available := host_memory().available):
         warnings.warn(
             f"the K/V pool of {_gib(size)} is larger than the {_gib(available)} of memory that this process may still "
             "take; it may be killed as the pool fills: give a smaller num_blocks or memory",

@@ -49,8 +49,13 @@ class Launch:
     args: dict[str, Any]
     options: dict[str, int]
 
-    def run(self) -> None:
-        self.kernel[self.grid](**self.args, **self.options)
+    def run(self, device: torch.device) -> None:
+        """Run on `device`, where the tensors are. Triton itself would run on the process's current device."""
+        if device.type == "cpu" or device.index == torch.cuda.current_device():
+            self.kernel[self.grid](**self.args, **self.options)
+            return
+        with torch.cuda.device(device):
+            self.kernel[self.grid](**self.args, **self.options)
 
 
 def next_power_of_2(n: int) -> int:

@@ -53,7 +53,7 @@ def paged_attention(
         out, lse, target_of(query.device),
     )  # fmt: skip
     for launch in launches:
-        launch.run()
+        launch.run(query.device)
     return out if lse is None else (out, lse)
 
 

@@ -93,7 +93,7 @@ def write_kv(
 ) -> None:
     """See `ops.write_kv`."""
     if key.shape[0]:
-        write_kv_launch(key, value, key_cache, value_cache, slot_mapping).run()
+        write_kv_launch(key, value, key_cache, value_cache, slot_mapping).run(key.device)
 
 
 @triton.jit
@@ -164,4 +164,4 @@ def copy_blocks_launch(caches: list[torch.Tensor], copies: torch.Tensor, into: l
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
     """See `ops.copy_blocks`."""
     if caches and copies.shape[0] and caches[0].shape[0]:
-        copy_blocks_launch(caches, copies.contiguous(), into).run()
+        copy_blocks_launch(caches, copies.contiguous(), into).run(caches[0].device)
