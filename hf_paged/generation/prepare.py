@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -132,7 +132,8 @@ class Preparer:
     """Prepares the requests of one model, from any thread.
 
     The results for the last `MAX_KEPT` configs are kept and found again by value: of the request's config, of the
-    model's, and of what else the preparation reads. So a config that is changed in place is a new one. A request with
+    model's, and of what else the preparation reads. Configs that differ in `max_new_tokens` only have one result, if no
+    minimum depends on it. A config that is changed in place is a new one. A request with
     processors or criteria of the caller is prepared by itself, as is one with an option that reads the prompt or keeps
     a state, and one about whose prompt transformers warns.
     """
@@ -169,7 +170,7 @@ class Preparer:
                 if known is not None:
                     self._kept.move_to_end(key)
             if known is not None:
-                return _at(known, prompt)
+                return _at(known, prompt, _option(self._model, generation_config, "max_new_tokens"))
         prepared = self._prepare(prompt, generation_config, logits_processor, stopping_criteria, tokenizer)
         if key is not None and _is_shareable(prepared):
             with self._lock:
@@ -290,31 +291,42 @@ def _frozen(value: Any) -> Hashable:
     raise _Unknown
 
 
-def _options(config: Any) -> Hashable:
-    """The options that a config sets. `seed` is ours: transformers does not read it."""
+def _options(config: Any, but: Collection[str]) -> Hashable:
+    """The options that a config sets, without the values of those in `but`. `seed` is ours: transformers does not read
+    it."""
     return type(config), *(
-        (name, _frozen(value)) for name, value in vars(config).items() if value is not None and name != "seed"
+        (name, None if name in but else _frozen(value))
+        for name, value in vars(config).items()
+        if value is not None and name != "seed"
     )
 
 
+def _option(model: Any, config: Any, name: str) -> Any:
+    """The value that counts: the config's, or else the model's."""
+    value = getattr(model.generation_config if config is None else config, name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
+
+
 def _key(model: Any, config: Any, tokenizer: Any, length: int) -> Hashable | None:
-    """Equal for requests that the preparation can tell apart by nothing but their prompts. None if that is unknown.
+    """Equal for requests that the preparation can tell apart by nothing but their prompts and `max_new_tokens`. None if
+    that is unknown.
 
     With `max_new_tokens` every length moves with that of the prompt, and one result serves prompts of all lengths.
-    (A single token is special for `begin_suppress_tokens`.)
+    (A single token is special for `begin_suppress_tokens`.) Its number counts only beside a minimum.
     """
     defaults = model.generation_config
     own = vars(model)
-    given = defaults if config is None else config
-    max_new_tokens, max_length, min_length, strings = (
-        getattr(defaults, name, None) if getattr(given, name, None) is None else getattr(given, name)
-        for name in ("max_new_tokens", "max_length", "min_length", "stop_strings")
+    max_new_tokens, max_length, min_length, min_new_tokens, strings = (
+        _option(model, config, name)
+        for name in ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "stop_strings")
     )
     if (max_new_tokens is None and max_length is None) or any(name in own for name in _METHODS):
         return None
     moves = max_new_tokens is not None and not min_length and length > 1
+    is_number = type(max_new_tokens) is int and max_new_tokens > 0
+    but = ("max_new_tokens",) if moves and is_number and not min_new_tokens else ()
     try:
-        options = _options(defaults), None if config is None else _options(config)
+        options = _options(defaults, but), None if config is None else _options(config, but)
     except _Unknown:
         return None
     kind = type(model)
@@ -333,35 +345,37 @@ def _is_shareable(prepared: PreparedRequest) -> bool:
     )
 
 
-def _at(known: PreparedRequest, prompt: list[int]) -> PreparedRequest:
-    """The result for another prompt with the same key, which arrives now."""
+def _at(known: PreparedRequest, prompt: list[int], max_new_tokens: int | None) -> PreparedRequest:
+    """The result for another request with the same key, which arrives now. max_new_tokens: its own."""
     further = len(prompt) - len(known.prompt_token_ids)
+    longer = 0 if max_new_tokens is None else max_new_tokens - known.generation_config.max_new_tokens
     criteria = known.stopping_criteria
     if any(type(each) is MaxTimeCriteria for each in criteria):
         criteria = StoppingCriteriaList(
             MaxTimeCriteria(each.max_time) if type(each) is MaxTimeCriteria else each for each in criteria
         )
-    if further == 0:
+    if further == longer == 0:
         return replace(known, prompt_token_ids=prompt, stopping_criteria=criteria)
     config = copy(known.generation_config)
-    config.max_length += further
+    config.max_new_tokens = max_new_tokens
+    config.max_length += further + longer
     if config.min_new_tokens is not None:
         config.min_length += further
     return replace(
         known,
         prompt_token_ids=prompt,
         generation_config=config,
-        logits_processor=LogitsProcessorList(_moved(each, further) for each in known.logits_processor),
+        logits_processor=LogitsProcessorList(_moved(each, further, longer) for each in known.logits_processor),
         stopping_criteria=criteria,
-        max_length=known.max_length + further,
+        max_length=known.max_length + further + longer,
     )
 
 
-def _moved(processor: Any, further: int) -> Any:
-    """The processor for a prompt that is `further` tokens longer."""
+def _moved(processor: Any, further: int, longer: int) -> Any:
+    """The processor for a prompt that is `further` tokens longer, with `max_new_tokens` greater by `longer`."""
     name = _LENGTHS[type(processor)]
     if name is None:
         return processor
     moved = copy(processor)
-    setattr(moved, name, getattr(processor, name) + further)
+    setattr(moved, name, getattr(processor, name) + further + (longer if name == "max_length" else 0))
     return moved

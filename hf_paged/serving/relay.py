@@ -139,8 +139,7 @@ class _Answer:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what has come, none of which was sent."""
-        assert not self.has_begun
+        """Forget what has come, none of which was sent (`has_begun` is false)."""
         self._held: list[Message] = []
         self.is_whole = False
         self.replica: str | None = None

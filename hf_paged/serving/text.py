@@ -26,6 +26,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ignored = _skipped_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._lengths = _lengths(tokenizer, skip_special_tokens)
         self._ids: list[int] = []
         # Tokens of the window: those before `_read` are context, whose text, `_context` characters, has been returned.
         self._start = self._read = self._context = 0
@@ -62,8 +63,18 @@ class Detokenizer:
                 self._shorten(text)
         else:
             self._start, self._read, self._emitted = self._read, len(self._ids), 0
-            self._context = len(self._decode(self._start, self._read))
+            self._context = self._length_of_context()
         return text[begin:end]
+
+    def _length_of_context(self) -> int:
+        """Characters of the text of the context alone. Most are single tokens, which were decoded before."""
+        if self._read - self._start > 1:
+            return len(self._decode(self._start, self._read))
+        token = self._ids[self._start]
+        length = self._lengths.get(token)
+        if length is None:
+            length = self._lengths[token] = len(self._decode(self._start, self._read))
+        return length
 
     def _shorten(self, text: str) -> None:
         """Move the window, whose text this is, within a long run of broken characters: to where no character is."""
@@ -82,6 +93,12 @@ class Detokenizer:
                 self._ids[start:end], skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
             )
         )
+
+
+@lru_cache(maxsize=2)
+def _lengths(tokenizer: Any, skip_special_tokens: bool) -> dict[int, int]:
+    """Characters of the text of single tokens, filled in by those who decode them."""
+    return {}
 
 
 @lru_cache(maxsize=1)

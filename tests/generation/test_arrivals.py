@@ -289,6 +289,8 @@ def test_equal_configs_are_prepared_once() -> None:
     assert preparer.takes([5, 6, 7], first) == 1
     assert preparer.takes([7, 6, 5, 4], first) == 0
     assert preparer.takes([7, 6, 5], second) == 0
+    second.max_new_tokens = 20
+    assert preparer.takes([7, 6, 5], second) == 0
     second.bad_words_ids[1][0] = 6
     assert preparer.takes([7, 6, 5], second) == 1 and preparer.takes([7, 6, 5], second) == 0
     first.temperature, first.do_sample = 0.5, True
@@ -330,9 +332,9 @@ def test_outputs_belong_to_their_reader() -> None:
 def test_no_more_configs_are_kept_than_needed() -> None:
     preparer = Counted(models.shared("llama"))
     for number in range(200):
-        preparer.prepare([5, 6], config(max_new_tokens=1 + number))
+        preparer.prepare([5, 6], config(repetition_penalty=1 + number / 100))
     assert len(preparer._kept) == Preparer.MAX_KEPT
-    assert preparer.takes([5, 6], config(max_new_tokens=200)) == 0
+    assert preparer.takes([5, 6], config(repetition_penalty=2.99)) == 0
 
 
 def test_every_request_has_its_own_time() -> None:
@@ -386,15 +388,21 @@ OPTIONS = {
 @settings(max_examples=60, deadline=None)
 @given(
     st.fixed_dictionaries({}, optional=OPTIONS),
-    st.lists(st.lists(st.integers(9, 40), min_size=1, max_size=12), min_size=2, max_size=4),
+    st.lists(
+        st.tuples(st.lists(st.integers(9, 40), min_size=1, max_size=12), st.integers(1, 20)), min_size=2, max_size=4
+    ),
 )
-def test_what_is_shared_equals_what_is_prepared_alone(options: dict[str, Any], prompts: list[list[int]]) -> None:
+def test_what_is_shared_equals_what_is_prepared_alone(
+    options: dict[str, Any], arrivals: list[tuple[list[int], int]]
+) -> None:
     model = models.shared("llama")
     together = Preparer(model)
     made = GenerationConfig(pad_token_id=0, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for prompt in prompts:
+        for prompt, max_new_tokens in arrivals:
+            if "max_new_tokens" in options:
+                made.max_new_tokens = max_new_tokens
             results = []
             for preparer in (together, Preparer(model)):
                 try:
