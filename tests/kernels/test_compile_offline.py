@@ -20,9 +20,7 @@ CHIPS = {
 }  # KiB of shared memory that a program may use
 
 
-@pytest.fixture(
-    scope="module", params=[chip if chip == "sm90" else pytest.param(chip, marks=pytest.mark.slow) for chip in CHIPS]
-)
+@pytest.fixture(scope="module", params=CHIPS)
 def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, Any]]]:
     """(chip, measurements by variant), from a subprocess, because this process may use the interpreter."""
     found = [json.loads(line) for line in offline(request.param).splitlines()]
@@ -66,6 +64,7 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
 
 
 # The first use of the fixture compiles about twenty kernels.
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_machine_code(compiled: tuple[str, dict[str, dict[str, Any]]]) -> None:
     chip, variants = compiled
@@ -73,6 +72,7 @@ def test_machine_code(compiled: tuple[str, dict[str, dict[str, Any]]]) -> None:
     assert not [fault for name, found in variants.items() for fault in faults(chip, name, found)]
 
 
+@pytest.mark.slow
 def test_serving_compiles_nothing_after_a_few_steps() -> None:
     """Batch sizes, table widths and lengths are no constants of a kernel: a handful of steps compiles every variant."""
     found = json.loads(offline("sm90", "sweep"))
