@@ -54,12 +54,12 @@ class Engine(EngineCore):
 
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
     of its fields. tokenizer: needed only for `stop_strings`. prepack: keep copies of the linear weights in the layout
-    that is fastest on a CPU (None = in bf16, if the memory suffices). Sums may then be in another order than torch's. cuda_graphs: capture decode steps and replay them (None = on a CUDA device,
-    with a warning if that is impossible; True = raise if it is impossible). warmup: before the first request, compile
-    all kernels and capture the graphs of all batch sizes, so that no request waits for that (None = on a CUDA device;
-    False = when a step needs them). It takes a minute when Triton has not compiled them on this machine before, else
-    seconds. Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`), ValueError for a
-    wrong argument.
+    that is fastest on a CPU (None = in bf16, if the memory suffices). Sums may then be in another order than torch's.
+    cuda_graphs: capture decode steps and replay them (None = on a CUDA device, with a warning if that is impossible;
+    True = raise if it is impossible). warmup: before the first request, compile all kernels and capture the graphs of
+    all batch sizes, so that no request waits for that (None = on a CUDA device; False = when a step needs them). It
+    takes a minute when Triton has not compiled them on this machine before, else seconds. Raises UnsupportedModelError
+    for a model that cannot be paged (see `hf_paged.check`), ValueError for a wrong argument.
     """
 
     def __init__(
