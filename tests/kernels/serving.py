@@ -26,6 +26,7 @@ from hf_paged.kernels import gather, ops
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton.launch import Launch
 from hf_paged.model import warmup
+from hf_paged.model.graph_inputs import StepCosts
 from tests.generation import tape
 
 _SIZES: dict[str, Any] = {
@@ -54,7 +55,7 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
         warm_up(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        tape.install(patch)
+        tape.install(patch, StepCosts())
         patch.setattr(warmup, "DEVICE_TYPE", "cpu")
         patch.setattr(Runner, "warm_up", warmed_up)
         patch.setitem(ops._default_impl, "cpu", "triton")
