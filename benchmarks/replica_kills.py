@@ -5,7 +5,8 @@
 Clients send greedy requests all the time, streamed and whole. A replica's process is killed (SIGKILL) at a random
 moment, when all replicas answer; at every fifth kill a second one follows, so that none is left. Every request has to
 end in one of these ways: with the whole text, the same as before the first kill; or with an error that OpenAI's client
-raises. Anything else is lost: a text that is cut off or wrong without an error, or no end within two minutes.
+raises. Anything else is lost: a text that is cut off or wrong without an error, or no end within ten minutes. A machine
+that others halt for minutes halts clients and replicas together; such times are reported and not counted as waiting.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NAME, REPLICA = "pydoc", "ServeReplica:hf-paged:engine"
 QUESTIONS = [
     f"What does {name} do?" for name in ("str.join", "len", "dict.get", "list.sort", "open", "zip", "map", "id")
 ]
-SECONDS = 120  # after which a request counts as hanging
+SECONDS = 600  # after which a request counts as hanging
 
 
 @dataclass
@@ -147,20 +148,38 @@ def replicas_of(server: int) -> list[int]:
     return [pid for pid, name in names.items() if REPLICA in name and descends(pid)]
 
 
-def kill_all(load: Load, server: int, given: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
+class Halts:
+    """Seconds in which this process did not run, although it should have."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            began = time.perf_counter()
+            time.sleep(1)
+            late = time.perf_counter() - began - 1
+            self.seconds += late if late > 5 else 0
+
+
+def kill_all(load: Load, server: int, given: argparse.Namespace, halts: Halts, show: Any) -> list[dict[str, Any]]:
     """One record for each kill."""
     draw, kills = random.Random(given.seed), []
+    if not load.wait_for_replicas(set(), 2, given.seconds):
+        raise SystemExit(f"only {load.replicas} have answered")
     while len(kills) < given.kills:
         time.sleep(draw.uniform(1, 5))
         before = set(load.replicas)
         count = 2 if len(kills) % 5 == 4 and len(kills) + 1 < given.kills else 1
         victims = draw.sample(replicas_of(server), count)
-        began = time.perf_counter()
+        began, halted = time.perf_counter(), halts.seconds
         for place, victim in enumerate(victims):
             time.sleep(draw.uniform(0.2, 1.5) if place else 0)
             os.kill(victim, signal.SIGKILL)
         is_back = load.wait_for_replicas(before, count, given.seconds)
-        seconds = round(time.perf_counter() - began, 1)
+        time.sleep(1)  # a halt that has just ended is counted
+        seconds = round(time.perf_counter() - began - (halts.seconds - halted) - 1, 1)
         kills += [{"with": count - 1, "seconds_until_new_ones_answer": seconds if is_back else None}] * count
         show(kills)
         if not is_back:
@@ -168,7 +187,7 @@ def kill_all(load: Load, server: int, given: argparse.Namespace, show: Any) -> l
     return kills
 
 
-def report(load: Load, kills: list[dict[str, Any]], start_seconds: float) -> dict[str, Any]:
+def report(load: Load, kills: list[dict[str, Any]], halts: Halts, start_seconds: float) -> dict[str, Any]:
     kinds = Counter(end.kind for end in load.ends)
     return {
         "kills": len(kills),
@@ -178,6 +197,7 @@ def report(load: Load, kills: list[dict[str, Any]], start_seconds: float) -> dic
         "errors": dict(Counter(end.error for end in load.ends if end.error and end.kind != "lost").most_common(8)),
         "lost": [asdict(end) for end in load.ends if end.kind == "lost"],
         "longest_request_seconds": max((end.seconds for end in load.ends), default=0),
+        "halted_seconds": round(halts.seconds),
         "start_seconds": round(start_seconds, 1),
         "kills_in_order": kills,
     }
@@ -188,11 +208,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--seconds", type=float, default=300, help="in which a new replica has to answer")
+    parser.add_argument("--seconds", type=float, default=600, help="in which a new replica has to answer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    began = time.perf_counter()
+    began, halts = time.perf_counter(), Halts()
     options = ("--served-model-name", NAME, "--dtype", "float32", "--kv-cache-memory", "16MiB")
     with serving("--replicas", "2", *options) as server:
         started = time.perf_counter() - began
@@ -201,16 +221,16 @@ def main() -> int:
         threads = load.start(given.clients)
 
         def show(kills: list[dict[str, Any]]) -> None:
-            made = report(load, kills, started)
+            made = report(load, kills, halts, started)
             print(json.dumps({**made, "kills_in_order": kills[-1:]}), flush=True)
             if given.json:
                 given.json.write_text(json.dumps(made, indent=2) + "\n")
 
-        kills = kill_all(load, server.pid, given, show)
+        kills = kill_all(load, server.pid, given, halts, show)
         time.sleep(3)
         load.stop()
         for thread in threads:
-            thread.join(SECONDS + 30)
+            thread.join(SECONDS)
         hanging = sum(thread.is_alive() for thread in threads)
         show(kills)
     print(f"{hanging} requests hang, the server's status is {server.status}")
