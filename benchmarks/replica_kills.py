@@ -215,7 +215,7 @@ def main() -> int:
     began, halts = time.perf_counter(), Halts()
     options = ("--served-model-name", NAME, "--dtype", "float32", "--kv-cache-memory", "16MiB")
     with serving("--replicas", "2", *options) as server:
-        started = time.perf_counter() - began
+        started = time.perf_counter() - began - halts.seconds
         load = Load(server.url, given.tokens)
         load.learn()
         threads = load.start(given.clients)
