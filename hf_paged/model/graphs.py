@@ -7,7 +7,7 @@ A replay runs no Python. It is used only while an eager step would launch the sa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,6 +249,17 @@ class GraphedSteps:
         variant: identifies what the model computes, for example its set of adapters. Each variant has its own graphs;
         at most MAX_VARIANTS have any.
         """
+        return self._replay(tokens, step, variant, late, padded_size(len(tokens), self._max_seqs))
+
+    def _replay(
+        self,
+        tokens: np.ndarray,
+        step: StepArrays,
+        variant: object,
+        late: Callable[[torch.Tensor], None] | None,
+        size: int,
+    ) -> torch.Tensor | None:
+        """`forward` with the graph for `size` sequences."""
         if self._is_off:
             return None
         captured = self._captured.get(variant)
@@ -268,7 +279,6 @@ class GraphedSteps:
         if obstacle is not None:
             self._decline(obstacle)
             return None
-        size = padded_size(len(tokens), self._max_seqs)
         captured.inputs.fill(tokens, step, size)
         if late is not None:
             late(captured.inputs.tokens)
@@ -279,12 +289,28 @@ class GraphedSteps:
         assert captured.logits is not None
         return captured.logits[: len(tokens)]
 
-    @torch.inference_mode()
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes that have a graph of their own, in ascending order."""
+        return sorted({padded_size(count, self._max_seqs) for count in range(1, self._max_seqs + 1)})
+
+    def capture_all(self) -> Iterator[int]:
+        """Capture the graphs of all sizes; yields each size. The largest one comes first, because the smaller ones can
+        use its memory."""
+        for size in reversed(self.sizes):
+            self._capture_padding(size)
+            yield size
+
     def try_one(self) -> None:
-        """Capture a step of one padding sequence, which writes nothing, to find out whether capturing works."""
+        """Capture a step of one sequence, to find out whether capturing works."""
+        self._capture_padding(1)
+
+    @torch.inference_mode()
+    def _capture_padding(self, size: int) -> None:
+        """Capture, if there is none, the graph for `size` sequences with padding sequences, which write nothing."""
         memory = self._packed.memory
         no_tokens = step_arrays([[] for _ in memory.groups], [], [], memory.block_size)
-        self.forward(np.zeros(0, dtype=np.int64), no_tokens)
+        self._replay(np.zeros(0, dtype=np.int64), no_tokens, None, None, size)
         self.replays = 0
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels.metadata import step_arrays
-from hf_paged.model import graphs
+from hf_paged.model import graphs, warmup
 from hf_paged.model.graphs import NoHostValues, padded_size
 from tests import models
 from tests.generation import tape
@@ -175,6 +175,33 @@ def test_padded_sizes(max_seqs: int) -> None:
     assert len(set(sizes)) < 50
     if max_seqs == 256:
         assert sorted(set(sizes))[:6] == [1, 2, 4, 8, 16, 24]
+
+
+def test_a_warm_up_captures_all_sizes_and_writes_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no more positions than a model has, and leaves the answers as they were."""
+    monkeypatch.setattr(warmup, "DEVICE_TYPE", "cpu")
+    model = models.shared(family)
+    prompts = models.prompts(5, 9, 30)
+    with opened(model, scheduler=SchedulerConfig(max_num_seqs=20), warmup=False) as engine:
+        engine._runner.warm_up(engine.scheduler_config, True)
+        assert sorted(captured_of(engine).replays) == [1, 2, 4, 8, 16, 20]
+        assert all(tensor.isnan().all() for tensor in tensors_of(engine))
+        assert (TapedGraphs.captures, engine.stats().graph_replays, engine.stats().blocks_used) == (6, 0, 0)
+        assert generated(engine, prompts) == plain(model, prompts) and TapedGraphs.captures == 6
+        assert engine.stats().graph_replays > 0
+
+
+def test_a_warm_up_is_what_the_limits_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "DEVICE_TYPE", "cpu")
+    assert warmup.rehearsals(256, 8192) == list(warmup.REHEARSALS)
+    assert {each.query_lens for each in warmup.rehearsals(1, 16)} == {(1,), (2,)}
+    limits = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16)
+    with opened(models.shared("llama"), scheduler=limits) as engine:
+        assert list(captured_of(engine).replays) == [1]
+    with opened(models.shared("llama"), warmup=False) as engine:
+        assert not engine._runner.graphs._captured
+    with opened(models.shared("llama"), cuda_graphs=False) as engine:
+        assert engine._runner.graphs is None
 
 
 # -- Python where it is due ------------------------------------------------------------------------------------------

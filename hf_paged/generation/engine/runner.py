@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
+from hf_paged.config import SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.sequence import Plan, Sequence
@@ -26,6 +27,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
+from hf_paged.model.warmup import warm_up
 
 
 class PromptLogits(NamedTuple):
@@ -124,6 +126,10 @@ class Runner:
                 f"this engine was made for a model in {dtype} on {device}, now in {new_dtype} on {new_device}; "
                 "change the model back, or close the engine and make a new one"
             )
+
+    def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
+        """Before the first step: see `model.warmup`."""
+        warm_up(self._model, self.graphs, limits, wanted)
 
     @property
     def can_repeat(self) -> bool:
