@@ -3,6 +3,7 @@ each client in an environment of its own, each answer compared with what plain `
 
     .venv/bin/python scripts/check_clients.py --environments /some/folder --json clients.json
     .venv/bin/python scripts/check_clients.py --only openai-python,openai-npm
+    .venv/bin/python scripts/check_clients.py --only openai-python --options "--replicas 2"
 
 The calls of a client stand in scripts/clients/. Environments that exist in the folder are used again as they are.
 Without `--environments` they are made in a temporary folder. A client that cannot be installed is reported as "not
@@ -143,9 +144,9 @@ def make_task() -> dict[str, Any]:
 
 
 @contextmanager
-def checked_server() -> Iterator[str]:
-    """The address of a server, which has to end without an error."""
-    with serving("--api-key", KEY, "--served-model-name", NAME) as server:
+def checked_server(options: list[str]) -> Iterator[str]:
+    """The address of a server, which has to end without an error. options: further ones."""
+    with serving("--api-key", KEY, "--served-model-name", NAME, *options) as server:
         yield server.url
     faults = [line for line in server.lines if "Traceback" in line]
     if server.status or faults:
@@ -262,10 +263,11 @@ def main() -> int:
     parser.add_argument("--environments", type=Path, help="folder for the clients' environments")
     parser.add_argument("--only", metavar="NAME,...", help=", ".join(client.name for client in CLIENTS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--options", default="", help="further options of `hf-paged serve`, such as '--replicas 2'")
     given = parser.parse_args()
     clients = chosen(given.only)
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as temporary, checked_server() as url:
+    with tempfile.TemporaryDirectory() as temporary, checked_server(given.options.split()) as url:
         environments = (given.environments or Path(temporary)).resolve()
         task = {"url": url, **make_task()}
         for client in clients:

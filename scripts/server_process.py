@@ -19,9 +19,10 @@ _SECONDS = 60  # in which it has to end
 
 @dataclass
 class Server:
-    """url: its address. lines: its log; complete, as is `status`, when `serving` has ended."""
+    """url: its address. pid: of its process. lines: its log; complete, as is `status`, when `serving` has ended."""
 
     url: str = ""
+    pid: int = 0
     lines: list[str] = field(default_factory=list)
     status: int | None = None
 
@@ -36,6 +37,7 @@ def serving(*options: str) -> Iterator[Server]:
     server = Server()
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
+        server.pid = process.pid
         try:
             while not server.url:
                 line = process.stderr.readline()

@@ -92,13 +92,21 @@ SMOKE = (
 )
 
 
-# Tests with so many cases that the suite keeps to those whose ids have one of these words. The others are slow tests,
-# which `.ci/run` runs.
+# Tests that take so long that the suite keeps to the cases whose ids have one of these words. The others are slow
+# tests, which `.ci/run` runs.
 KEPT = {
+    "tests/generation/test_oracle_sensitivity.py::test_fault_is_noticed": ("llama", "gemma3"),
+    "tests/generation/test_contract_processors.py::test_built_in_processor": ("llama", "gemma3"),
+    "tests/generation/test_contract_state.py::test_plain_generate_in_another_thread_meanwhile": ("llama", "gemma3"),
+    "tests/generation/test_engine.py::test_a_small_pool_changes_nothing": ("llama", "gemma3", "gpt2"),
     "tests/generation/test_engine.py::test_groups_preempted_at_every_step_beside_twelve_others": ("llama", "gemma3"),
     "tests/generation/test_engine.py::test_swaps_beside_the_steps_change_nothing": ("llama", "gemma3"),
     "tests/generation/test_async.py::test_groups_preempted_at_every_step_beside_twelve_others": ("llama",),
     "tests/generation/test_async.py::test_a_small_pool_changes_nothing": ("llama", "gemma3"),
+    "tests/generation/test_async.py::test_adapters_of_requests": ("llama", "gemma3"),
+    "tests/model/test_graphs.py::test_preemption": ("llama", "gemma3"),
+    "tests/model/test_graphs.py::test_tables_grow_between_replays": ("llama", "gemma3"),
+    "tests/model/test_graphs.py::test_mixed_requests_equal_their_solo_runs": ("llama", "gemma3"),
     "tests/kernels/test_triton.py::test_whole": ("decode", "head_dim=80", "window=20", "sinks=True,", "chunk_size=64"),
     "tests/kernels/test_triton.py::test_split_decode": (
         "head_dim=80",
@@ -109,6 +117,11 @@ KEPT = {
     ),
     "tests/kernels/test_triton.py::test_launches_of_one_step_compute_any_other": ("options0", "options1", "options2"),
     "tests/integration/test_interrupt.py::test_a_step": ("async",),
+    # One case, of many seconds.
+    "tests/integration/test_interrupt.py::test_adapters_of_requests": (),
+    "tests/kernels/test_gather.py::test_neighbours_do_not_matter_where_mkl_rounds_alike": (),
+    "tests/test_cli.py::test_a_reader_that_goes_away": (),
+    "tests/test_install.py::test_import_order": (),
 }
 
 

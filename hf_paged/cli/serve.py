@@ -27,9 +27,9 @@ from hf_paged.cli.common import (
     load_model,
     option,
     show,
-    without_none,
 )
 from hf_paged.cli.ranks import TensorParallel, is_first_rank, on_ranks
+from hf_paged.cli.replicas import check_replicas, engine_options, serve_replicas
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _LAST_SECONDS = 20  # from the end of draining until ranks are killed
@@ -43,6 +43,12 @@ class DefaultsFrom(StrEnum):
 class Policy(StrEnum):
     fcfs = "fcfs"
     priority = "priority"
+
+
+class Routing(StrEnum):
+    prefix = "prefix"
+    least_loaded = "least-loaded"
+    round_robin = "round-robin"
 
 
 class LogLevel(StrEnum):
@@ -72,6 +78,11 @@ def serve(
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     tensor_parallel_size: TensorParallel = 1,
+    replicas: Annotated[int | None, option("engines on Ray Serve, with requests shared out among them", min=1)] = None,
+    max_replicas: Annotated[int | None, option("replicas that autoscaling may start (default: none)", min=1)] = None,
+    routing: Annotated[
+        Routing, option("with --replicas: where the prompt's beginning is cached, to the idlest, or in turn")
+    ] = Routing.prefix,
     max_model_len: Annotated[int | None, option("tokens of prompt and answer together", min=2)] = None,
     max_num_seqs: Annotated[int | None, option("sequences in a step", min=1)] = None,
     max_num_batched_tokens: Annotated[int | None, option("tokens in a step", min=1)] = None,
@@ -127,12 +138,15 @@ def _serve(given: dict[str, Any]) -> int:
         raise UsageError(f"serving needs {', '.join(missing)}; in a checkout: pip install -e '.[serve]'")
     find_checkpoint(given["checkpoint"])
     check_tensor_parallel(given["tensor_parallel_size"], given["device"])
+    check_replicas(given)
     from hf_paged.serving.settings import check_exposure
 
     settings = _settings(given)
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     adapters = _adapters(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    if given["replicas"] is not None:
+        return serve_replicas(given, settings, adapters)
     return on_ranks(
         given["tensor_parallel_size"],
         lambda: _run(given, settings, adapters),
@@ -228,17 +242,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
 
     from hf_paged.serving.adapters import load_adapter
 
-    cache = without_none(
-        block_size=given["block_size"],
-        memory=given["kv_cache_memory"],
-        memory_fraction=given["gpu_memory_utilization"],
-        swap_memory=given["swap_memory"],
-    )
-    scheduler = without_none(
-        max_num_seqs=given["max_num_seqs"],
-        max_num_batched_tokens=given["max_num_batched_tokens"],
-        prefix_caching=given["enable_prefix_caching"],
-    )
+    cache, scheduler = engine_options(given)
     cache_config, scheduler_config = hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
     tokenizer = from_pretrained(AutoTokenizer, given["checkpoint"], "tokenizer")
     show("loading the model ...")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
 from hf_paged.fused.cpu.decoder import native_decoder
 from hf_paged.fused.cpu.norms import native_layers
-from hf_paged.fused.cpu.weights import PackedWeights, packed_weights, weights_for_calls
+from hf_paged.fused.cpu.weights import LinearLayers, layers_for_calls, layers_for_engine
 from hf_paged.model.overrides import Override
+from hf_paged.model.packed import PackedModel
 
 
 def overrides_for_engine(model: Any, prepack: bool | None) -> list[Override]:
@@ -16,14 +20,30 @@ def overrides_for_engine(model: Any, prepack: bool | None) -> list[Override]:
 
     Raises ValueError for prepack=True if the weights cannot be packed.
     """
-    return _overrides(model, packed_weights(model, prepack))
+    return _overrides(model, layers_for_engine(model, prepack))
 
 
 def overrides_for_calls(model: Any) -> list[Override]:
-    """Overrides for calls of `generate`: they include packed weights if `hf_paged.prepack` was called for the model."""
-    return _overrides(model, weights_for_calls(model))
+    """Overrides for calls of `generate`, with packed weights if `hf_paged.prepack` was called for the model."""
+    linears = layers_for_calls(model)
+    decoder = native_decoder(model, linears)
+    overrides = _overrides(model, linears)
+    if decoder is not None and decoder.needs_trial and model.device.type == "cpu":
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout, in training mode, draws random numbers
+            _try_on_few_tokens(model, overrides)
+        decoder.needs_trial = False
+    return overrides
 
 
-def _overrides(model: Any, weights: PackedWeights | None) -> list[Override]:
-    found = native_layers(model), weights, native_decoder(model, weights)
+def _overrides(model: Any, linears: LinearLayers | None) -> list[Override]:
+    found = native_layers(model), linears, native_decoder(model, linears)
     return [override for override in found if override is not None]
+
+
+def _try_on_few_tokens(model: Any, overrides: list[Override]) -> None:
+    """Run a step, so that overrides that must be tried first are not tried on the long prompt of a call."""
+    memory = PagedMemory(TRIAL_TOKENS, 1)
+    memory.append([(0, TRIAL_TOKENS)])
+    metadata, positions = memory.step_metadata([0], [TRIAL_TOKENS], torch.device("cpu"))
+    ids = torch.zeros(TRIAL_TOKENS, dtype=torch.int64)
+    PackedModel(model, memory, overrides).forward(ids, positions, metadata, torch.tensor([TRIAL_TOKENS - 1]))

@@ -231,9 +231,9 @@ def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache |
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-def check_engine(model: Any, *, tokenizer: Any, prepack: Any, cuda_graphs: Any) -> None:
+def check_engine(model: Any, *, tokenizer: Any, **switches: Any) -> None:
     """The arguments of `Engine` but its two configs. Raises TypeError for an object that is not a transformers model,
-    as `hf_paged.check` does.
+    as `hf_paged.check` does. switches: those that are True, False or None.
     """
     if isinstance(model, str):
         raise ValueError(f"model={model!r} is a name; write Engine(AutoModelForCausalLM.from_pretrained({model!r}))")
@@ -241,7 +241,7 @@ def check_engine(model: Any, *, tokenizer: Any, prepack: Any, cuda_graphs: Any) 
         check(model)
     if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"tokenizer={shown(tokenizer)}: a tokenizer of transformers is needed, or None")
-    for name, value in (("prepack", prepack), ("cuda_graphs", cuda_graphs)):
+    for name, value in switches.items():
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 

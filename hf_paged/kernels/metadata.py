@@ -6,6 +6,7 @@ Knows tensors and lengths, never sequences or requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ class AttentionMetadata:
                      -1 = padding, not written.
     max_query_len, max_seq_len: host integers, upper bounds of the lengths above; they size launch grids.
     max_short_query_len: the same for the query lengths up to SHORT_QUERY; 0 if the step has no such sequence.
+    num_short_tokens: an upper bound of the new tokens of all sequences with such query lengths (None: unknown).
     in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, split plans), computed by the first layer
@@ -49,6 +51,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     max_short_query_len: int = SHORT_QUERY
+    num_short_tokens: int | None = None
     contiguous: bool = False
     in_bounds: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -61,6 +64,37 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int:
         return self.slot_mapping.shape[0]
+
+    @property
+    def short_query_len(self) -> int:
+        """An upper bound of the new tokens of a sequence with at most SHORT_QUERY of them."""
+        return min(self.max_query_len, self.max_short_query_len)
+
+    @property
+    def short_tokens(self) -> int:
+        """An upper bound of the new tokens of all these sequences."""
+        bound = min(self.num_tokens, self.num_seqs * self.short_query_len)
+        return bound if self.num_short_tokens is None else min(bound, self.num_short_tokens)
+
+
+_announced: ContextVar[Sequence[AttentionMetadata]] = ContextVar("hf_paged_announced", default=())
+
+
+def announce(step: Sequence[AttentionMetadata]) -> None:
+    """Name the records of the step that this thread computes, for `announced`; none when it ends."""
+    _announced.set(step)
+
+
+def announced(*tensors: torch.Tensor) -> AttentionMetadata | None:
+    """The record of the step in progress with these block tables, lengths, starts and slots; None: there is none.
+
+    An operation in a graph of torch.compile gets tensors only. With the record it finds what other layers have derived.
+    """
+    for record in _announced.get():
+        own = (record.block_tables, record.seq_lens, record.query_start_loc, record.slot_mapping)
+        if all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in zip(own, tensors, strict=True)):
+            return record
+    return None
 
 
 def metadata_on(step: Sequence[AttentionMetadata], device: torch.device) -> list[AttentionMetadata]:
@@ -100,6 +134,7 @@ class StepArrays:
     slots: list[np.ndarray]
     max_query_len: int
     max_short_query_len: int
+    num_short_tokens: int
     max_seq_len: int
 
     def metadata(self, device: torch.device) -> list[AttentionMetadata]:
@@ -113,6 +148,7 @@ class StepArrays:
                 slot_mapping=to_device(slots, device),
                 max_query_len=self.max_query_len,
                 max_short_query_len=self.max_short_query_len,
+                num_short_tokens=self.num_short_tokens,
                 max_seq_len=self.max_seq_len,
                 in_bounds=True,
             )
@@ -165,13 +201,14 @@ def step_arrays(
     """
     ends = np.asarray(seq_lens, dtype=np.int64)
     if set(query_lens) == {1}:  # a decode step, derived in a third of the time
-        longest = longest_short = 1
+        longest, longest_short, num_short = 1, 1, len(ends)
         starts = np.arange(len(ends) + 1, dtype=np.int32)
         rows, positions = starts[:-1], ends - 1
     else:
         lengths = np.asarray(query_lens, dtype=np.int64)
         longest = int(lengths.max(initial=0))
         longest_short = int(lengths.max(initial=0, where=lengths <= SHORT_QUERY))
+        num_short = int(lengths.sum(where=lengths <= SHORT_QUERY))
         starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
         rows = np.repeat(np.arange(len(lengths)), lengths)
@@ -193,6 +230,7 @@ def step_arrays(
         slots=slot_arrays,
         max_query_len=longest,
         max_short_query_len=longest_short,
+        num_short_tokens=num_short,
         max_seq_len=max(seq_lens, default=0),
     )
 

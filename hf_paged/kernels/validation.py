@@ -187,6 +187,12 @@ def _check_lengths(metadata: AttentionMetadata, num_rows: int, block_size: int) 
         raise ValueError(
             f"max_short_query_len={metadata.max_short_query_len}, but a sequence has {longest_short} new tokens"
         )
+    num_short = query_lens.sum(where=query_lens <= SHORT_QUERY)
+    if metadata.num_short_tokens is not None and num_short > metadata.num_short_tokens:
+        raise ValueError(
+            f"num_short_tokens={metadata.num_short_tokens}, but the sequences with at most {SHORT_QUERY} new tokens "
+            f"have {num_short}"
+        )
     return lens, query_lens
 
 

@@ -7,7 +7,7 @@ which aborts what is unfinished. Sending waits while the client does not read; c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.serving.choices import Choices, Delta, overdue
+from hf_paged.serving.clients import until_gone
 from hf_paged.serving.forms import Form, usage
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
@@ -84,7 +85,7 @@ class JobAnswer(Response):
         self._outcome = Outcome(sum(map(len, plan.prompts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_until_gone(receive))
+        gone = asyncio.ensure_future(until_gone(receive))
         work = asyncio.ensure_future(self._stream(send) if self._plan.stream else self._answer(send))
         limit = self._limit()
         try:
@@ -206,20 +207,3 @@ async def _send_on(send: Send, body: bytes, *, more: bool = True) -> None:
 async def _made(make: Callable[[], _Result], *, is_long: bool) -> _Result:
     """is_long: it may have many tokens or millions of numbers, for which the event loop does not wait."""
     return await asyncio.to_thread(make) if is_long else make()
-
-
-async def unless_gone(work: Coroutine[Any, Any, _Result], receive: Receive) -> _Result | None:
-    """The result of the work; None if the client has gone before. The work is then cancelled."""
-    gone, working = asyncio.ensure_future(_until_gone(receive)), asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        gone.cancel()
-        working.cancel()
-        await asyncio.gather(gone, working, return_exceptions=True)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -23,8 +23,9 @@ from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.generation.sampling.request import Request as EngineRequest
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
-from hf_paged.serving.answers import JobAnswer, Outcome, unless_gone
+from hf_paged.serving.answers import JobAnswer, Outcome
 from hf_paged.serving.choices import Choices, overdue
+from hf_paged.serving.clients import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.latencies import Latencies

@@ -32,12 +32,14 @@ def threads(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-def packed(*linears: nn.Linear) -> list[fused_ops.PackedLinear]:
+def weights_of(*linears: nn.Linear, is_packed: bool = True) -> list[fused_ops.LinearWeight]:
+    if not is_packed:
+        return [fused_ops.LinearWeight(x.weight, x.bias, *x.weight.shape, is_packed=False) for x in linears]
     arena = fused_ops.WeightArena([(linear.out_features, linear.in_features) for linear in linears])
     for linear, part in zip(linears, arena.parts, strict=True):
         fused_ops.pack(linear.weight, part)
     parts = zip(linears, arena.parts, strict=True)
-    return [fused_ops.PackedLinear(part, linear.bias, *linear.weight.shape) for linear, part in parts]
+    return [fused_ops.LinearWeight(part, linear.bias, *linear.weight.shape, is_packed=True) for linear, part in parts]
 
 
 def random_norm(size: int) -> fused_ops.Norm:
@@ -62,7 +64,7 @@ def torch_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def test_linear(shape: tuple[int, int], bias: bool) -> None:
     columns, depth = shape
     linear = nn.Linear(depth, columns, bias=bias).bfloat16()
-    (layer,) = packed(linear)
+    (layer,), (in_place,) = weights_of(linear), weights_of(linear, is_packed=False)
     with torch.no_grad():
         for rows in ROWS:
             x = torch.randn(1, rows, depth).bfloat16()
@@ -73,6 +75,7 @@ def test_linear(shape: tuple[int, int], bias: bool) -> None:
             assert ((got.double() - exact).abs() <= bound).all(), rows
             alone = torch.cat([fused_ops.linear(layer, x[:, i : i + 1]) for i in range(rows)], dim=1)
             assert got.equal(alone), f"of {rows} rows, one depends on the others"
+            assert got.equal(fused_ops.linear(in_place, x)), f"{rows} rows: packing changes bits"
 
 
 def sums_of_the_matrix_unit(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -108,7 +111,7 @@ def sums_of_dot_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_linear_sums_as_the_instruction_is_defined(shape: tuple[int, int]) -> None:
     columns, depth = shape
     linear = nn.Linear(depth, columns, bias=False).bfloat16()
-    (layer,) = packed(linear)
+    (layer,) = weights_of(linear)
     x = torch.randn(35, depth).bfloat16()
     sums = sums_of_the_matrix_unit if "AMX" in native_build.status() else sums_of_dot_products
     with torch.no_grad():
@@ -118,7 +121,7 @@ def test_linear_sums_as_the_instruction_is_defined(shape: tuple[int, int]) -> No
 def test_linear_takes_subnormal_numbers_for_zero() -> None:
     linear = nn.Linear(32, 32, bias=False).bfloat16()
     linear.weight.data = torch.eye(32).bfloat16()
-    (layer,) = packed(linear)
+    (layer,) = weights_of(linear)
     tiny = torch.finfo(torch.bfloat16).tiny
     x = torch.tensor([tiny, tiny / 2, -tiny / 4, 1.0]).bfloat16().repeat(8)[None]
     assert fused_ops.linear(layer, x).equal(torch.tensor([tiny, 0.0, 0.0, 1.0]).bfloat16().repeat(8)[None])
@@ -126,7 +129,7 @@ def test_linear_takes_subnormal_numbers_for_zero() -> None:
 
 def test_linear_takes_any_strides_and_shapes() -> None:
     linear = nn.Linear(64, 96, bias=False).bfloat16()
-    (layer,) = packed(linear)
+    (layer,) = weights_of(linear)
     x = torch.randn(2, 64, 5).bfloat16().transpose(1, 2)
     flat = fused_ops.linear(layer, x.reshape(10, 64))
     assert fused_ops.linear(layer, x).equal(flat.view(2, 5, 96))
@@ -134,7 +137,7 @@ def test_linear_takes_any_strides_and_shapes() -> None:
 
 
 def test_linear_refuses_other_rows() -> None:
-    (layer,) = packed(nn.Linear(64, 96).bfloat16())
+    (layer,) = weights_of(nn.Linear(64, 96).bfloat16())
     for rows in (torch.randn(1, 2, 63).bfloat16(), torch.randn(1, 2, 64)):
         with pytest.raises(ValueError, match="depth 64"):
             fused_ops.linear(layer, rows)
@@ -142,7 +145,7 @@ def test_linear_refuses_other_rows() -> None:
 
 def test_linear_carries_what_is_not_finite() -> None:
     linear = nn.Linear(64, 40, bias=False).bfloat16()
-    (layer,) = packed(linear)
+    (layer,) = weights_of(linear)
     x = torch.randn(1, 3, 64).bfloat16()
     x[0, 1, 5] = torch.nan
     x[0, 2, 7] = torch.inf
@@ -182,7 +185,8 @@ def test_parts_of_a_layer_are_their_operations(rows: int, head_norms: bool, bias
         "q": (depth, heads * dim), "k": (depth, kv_heads * dim), "v": (depth, kv_heads * dim),
         "o": (heads * dim, depth), "gate": (depth, inner), "up": (depth, inner), "down": (inner, depth),
     }  # fmt: skip
-    linears = packed(*(nn.Linear(*size, bias=bias).bfloat16() for size in sizes.values()))
+    is_packed = bias == head_norms  # two of the four combinations
+    linears = weights_of(*(nn.Linear(*size, bias=bias).bfloat16() for size in sizes.values()), is_packed=is_packed)
     q, k, v, o, gate, up, down = linears
     x = torch.randn(1, rows, depth).bfloat16()
     cos, sin = torch.randn(2, 1, rows, dim).bfloat16()
@@ -217,7 +221,7 @@ def test_every_value_of_silu() -> None:
     nothing, identity = (nn.Linear(32, 32, bias=False).bfloat16() for _ in range(2))
     nothing.weight.data.zero_()
     identity.weight.data = torch.eye(32).bfloat16()
-    zero, one = packed(nothing, identity)
+    zero, one = weights_of(nothing, identity)
     up = zero._replace(bias=torch.ones(32).bfloat16())
     x = torch.zeros(1, 1, 32).bfloat16()
     ours = [

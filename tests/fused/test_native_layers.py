@@ -82,7 +82,7 @@ def tokens_and_logprobs(model: Any, **options: Any) -> list[tuple[list[int], lis
 
 
 def layers_of(model: Any) -> list[Any]:
-    weights = fused_weights.packed_weights(model, True)
+    weights = fused_weights.layers_for_engine(model, True)
     assert weights is not None
     decoder = fused_decoder.native_decoder(model, weights)
     assert decoder is not None

@@ -36,13 +36,13 @@ def generate(model: Any, mode: str = "greedy", lengths: tuple[int, ...] = (5, 12
 def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each forward with packed weights."""
     calls: list[int] = []
-    apply = fused_weights.PackedWeights.apply
+    apply = fused_weights.LinearLayers.apply
 
-    def noted(self: fused_weights.PackedWeights, user: object) -> None:
+    def noted(self: fused_weights.LinearLayers, user: object) -> None:
         calls.append(1)
         apply(self, user)
 
-    monkeypatch.setattr(fused_weights.PackedWeights, "apply", noted)
+    monkeypatch.setattr(fused_weights.LinearLayers, "apply", noted)
     return calls
 
 

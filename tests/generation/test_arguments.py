@@ -361,6 +361,8 @@ def test_a_padding_token_that_is_text(engine: Engine) -> None:
         ({"tokenizer": "gpt2"}, "tokenizer='gpt2'"),
         ({"prepack": "yes"}, "prepack='yes'"),
         ({"cuda_graphs": 1}, "cuda_graphs=1"),
+        ({"warmup": 1}, "warmup=1"),
+        ({"warmup": True}, "warmup=True: the model is on cpu, .*leave it out"),
     ],
 )
 def test_arguments_of_the_engine(arguments: dict[str, Any], message: str) -> None:

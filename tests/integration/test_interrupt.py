@@ -30,7 +30,7 @@ TRACED = {
     for owner, names in (
         (packed.PackedStep, ("enter", "leave")),
         (overrides.Overrides, ("apply", "undo", "_take_out", "withdraw")),
-        (fused_weights.PackedWeights, ("apply", "undo")),
+        (fused_weights.LinearLayers, ("apply", "undo")),
         (fused_norms.NativeLayers, ("apply", "undo")),
         (fused_decoder.NativeDecoder, ("apply", "undo", "_choose")),
         (packed.PackedModel, ("forward",)),

@@ -26,6 +26,7 @@ from triton.runtime.jit import create_function_from_signature
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton.launch import Launch, Target
 from hf_paged.kernels.triton.ops import attention_launches
+from hf_paged.kernels.triton.sampling import greedy_launches
 from hf_paged.kernels.triton.write import copy_blocks_launch, write_kv_launch
 
 # The chip's name: target, shared memory a program may use (bytes).
@@ -34,6 +35,7 @@ CHIPS = {
     "sm90": (Target("cuda", 90, 132), 227 * 1024),
     "sm100": (Target("cuda", 100, 148), 227 * 1024),
     "gfx942": (Target("hip", "gfx942", 304), 64 * 1024),
+    "gfx1100": (Target("hip", "gfx1100", 96), 64 * 1024),
 }
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.int32: "i32",
@@ -77,7 +79,7 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
         text = compiled.asm["amdgcn"]
         found["registers"] = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])  # type: ignore[index]
         found["spills"] = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
-        found["mfma"] = text.count("v_mfma")
+        found["mfma"] = text.count("v_mfma") + text.count("v_wmma")
         return found
     text = compiled.asm["ptx"]
     patterns = {
@@ -160,7 +162,7 @@ def variants(chip: str) -> dict[str, Launch]:
     prefix, plan, decode, reduce = _attention(chip, 1, 128)
     found = {"prefix": prefix, "plan": plan, "decode d128": decode, "reduce": reduce}
     found["prefill d128"] = _attention(chip, 4096, 128)[-1]
-    for head_dim in (64, 256, 512):
+    for head_dim in (64,) if chip == "gfx1100" else (64, 256, 512):
         found[f"decode d{head_dim}"] = _attention(chip, 1, head_dim)[-2]
         found[f"prefill d{head_dim}"] = _attention(chip, 4096, head_dim)[-1]
     found["decode d128 features"] = _attention(chip, 1, 128, **every_feature)[-2]
@@ -170,6 +172,10 @@ def variants(chip: str) -> dict[str, Launch]:
     cache = cache.unflatten(0, (1, 16))
     found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
     found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64), [cache, cache])
+    logits, *results = (torch.empty(256, 128_256, dtype=torch.bfloat16, device="meta"), *(
+        torch.empty(256 * 16, dtype=dtype, device="meta") for dtype in (torch.int64, *[torch.float32] * 3, torch.int32)
+    ))  # fmt: skip
+    found["greedy pieces"], found["greedy best"] = greedy_launches(logits, results[0], results[1], results[2:])
     if chip == "sm90":
         found["decode d80"] = _attention(chip, 1, 80)[-2]
         found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[-2]
@@ -182,25 +188,32 @@ def variants(chip: str) -> dict[str, Launch]:
     return found
 
 
+class Binder:
+    """Triton's own specialisation of launches for a chip."""
+
+    def __init__(self, chip: str) -> None:
+        target = CHIPS[chip][0]
+        self._backend = make_backend(GPUTarget(target.backend, target.arch, target.warp_size))
+        self._binders: dict[Any, Any] = {}
+
+    def variant(self, launch: Launch) -> tuple[str, str]:
+        """The kernel's name, and what distinguishes the machine code that triton compiles for this launch."""
+        kernel = launch.kernel
+        if kernel not in self._binders:
+            self._binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, self._backend)
+        _, specialization, options = self._binders[kernel](**launch.args, **launch.options)
+        return kernel.fn.__name__, f"{specialization} {options}"
+
+
 def sweep(chip: str) -> dict[str, dict[str, int]]:
     """For each kernel: the variants that triton compiles for `few` steps, and those for all steps of a sweep.
 
     A variant is what triton's own binder distinguishes: types, constants, alignment and values that are specialised.
     """
-    target = CHIPS[chip][0]
-    backend = make_backend(GPUTarget(target.backend, target.arch, target.warp_size))
-    binders: dict[Any, Any] = {}
+    target, binder = CHIPS[chip][0], Binder(chip)
 
     def variants_of(steps: Iterable[Step]) -> set[tuple[str, str]]:
-        found = set()
-        for step in steps:
-            for launch in step.launches(target):
-                kernel = launch.kernel
-                if kernel not in binders:
-                    binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, backend)
-                _, specialization, options = binders[kernel](**launch.args, **launch.options)
-                found.add((kernel.fn.__name__, f"{specialization} {options}"))
-        return found
+        return {binder.variant(launch) for step in steps for launch in step.launches(target)}
 
     few = variants_of(
         Step((query,) * num_seqs, seq_len, width=seq_len // 16 + 1)

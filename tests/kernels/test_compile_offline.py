@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-CHIPS = {"sm80": 163, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB of shared memory that a program may use
+CHIPS = {
+    "sm80": 163,
+    "sm90": 227,
+    "sm100": 227,
+    "gfx942": 64,
+    "gfx1100": 64,
+}  # KiB of shared memory that a program may use
 
 
 @pytest.fixture(
@@ -23,13 +29,13 @@ def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, A
     return request.param, {measured["name"]: measured for measured in found}
 
 
-def offline(*arguments: str) -> str:
-    """What offline.py prints, run without the interpreter."""
+def offline(*arguments: str, script: str = "offline.py") -> str:
+    """What the script prints, run without the interpreter."""
     folder = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder.parent.parent), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
-        [sys.executable, str(folder / "offline.py"), *arguments], capture_output=True, text=True, env=environment
+        [sys.executable, str(folder / script), *arguments], capture_output=True, text=True, env=environment
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -40,16 +46,18 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
     attends = name.split()[0] in ("decode", "prefill", "verify", "short")
     wanted = {
         # One register spilled outside the loops costs nothing, and ptxas sometimes does that.
-        "no spills": found["spills"] <= (0 if chip == "gfx942" else 8),
+        "no spills": found["spills"] <= (0 if chip.startswith("gfx") else 8),
         "fits shared memory": found["shared"] <= CHIPS[chip] * 1024,
     }
-    if chip == "gfx942":
+    if chip.startswith("gfx"):
         wanted["matrix cores"] = not attends or found["mfma"] > 0
     elif name in ("write", "copy"):
         wanted["16 bytes an access"] = found["wide_loads"] >= 4 and found["wide_stores"] >= 4
+    elif name == "greedy pieces":
+        wanted["16 bytes an access"] = found["wide_loads"] >= 4
     elif attends:
         wanted["asynchronous copies"] = found["cp_async"] > 0
-        if not name.startswith("prefill") and "fp32" not in name:
+        if "fp32" not in name:
             # K and V of the next tile are loaded while this one is multiplied: paging costs no pipeline stage.
             wanted["pipelined"] = bool(found["in_flight"]) and min(found["in_flight"]) >= 2
         if chip == "sm90" and name.startswith(("prefill", "verify")) and "d512" not in name:
@@ -74,3 +82,15 @@ def test_serving_compiles_nothing_after_a_few_steps() -> None:
                           "write_kv_kernel"}  # fmt: skip
     assert {name: counts["all"] for name, counts in found.items()} == {n: c["few"] for n, c in found.items()}
     assert sum(counts["all"] for counts in found.values()) <= 14
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_is_compiled_or_captured_after_the_warm_up() -> None:
+    """Engines serve random requests of all kinds: each kernel's variants, as triton distinguishes them, and the graphs
+    are those of the warm-up."""
+    runs = [json.loads(line) for line in offline("sm90", script="serving.py").splitlines()]
+    assert {run["name"]: (run["later"], run["captures"]) for run in runs} == {run["name"]: ([], 0) for run in runs}
+    assert len(runs) == 4 and all(run["used"] > 5 for run in runs)
+    assert [run["replays"] > 20 for run in runs] == [False, False, True, True]
+    assert sum(run["swaps"] for run in runs) > 0 and sum(run["copies"] for run in runs) > 0

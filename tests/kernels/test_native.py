@@ -42,10 +42,8 @@ def _machine_runs(target: str) -> bool:
     return platform.machine() == "x86_64" and TARGETS[target][1] in flags.split()
 
 
-# Each compiles the kernels. Two have other widths of vectors, the others differ in single instructions.
-@pytest.mark.parametrize(
-    "target", [t if t in ("x86-64", "haswell") else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS]
-)
+# Each compiles the kernels. They have other widths of vectors, or differ in single instructions.
+@pytest.mark.parametrize("target", [t if t == "x86-64" else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS])
 def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not _machine_runs(target):
         pytest.skip(f"this machine does not run {target} code")

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from hf_paged.kernels import ops, reference
+from hf_paged.kernels.metadata import announce
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import plan as triton_plan
+from hf_paged.kernels.triton import tuning as triton_tuning
 from tests.kernels.cases import Batch, Case, check, make_batch, unwritten
 
 GPU = torch.cuda.is_available()
@@ -51,7 +53,11 @@ def name(options: dict[str, object]) -> str:
 
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every decode step is planned and split, even a short one."""
+    """Every decode step is planned and split, even a short one; tiles of 16 and 32 rows, as in half precision."""
+    tiles = triton_tuning.small_tile
+    monkeypatch.setattr(
+        triton_tuning, "small_tile", lambda *args: replace(tile := tiles(*args), many=max(tile.many, 32))
+    )
     monkeypatch.setattr(triton_ops, "MAX_WHOLE_TILES", 0)
     monkeypatch.setattr(triton_plan, "MIN_TILES", 1)
     monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
@@ -175,6 +181,35 @@ def test_plan_is_made_once_a_step_and_cuts_the_work_evenly() -> None:
 
 
 @pytest.mark.usefixtures("split")
+def test_layers_of_a_compiled_model_share_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile's graphs call operators that get the step's tensors one by one."""
+    monkeypatch.setitem(ops._default_impl, DEVICE, "triton")
+    batch = make_batch(Case(((1, 200), (1, 70)), heads=(2, 2), head_dim=16), DEVICE)
+    kernels: list[object] = []
+    run = triton_launch.Launch.run
+    monkeypatch.setattr(
+        triton_launch.Launch, "run", lambda self, device: (kernels.append(self.kernel), run(self, device))
+    )
+    m = batch.metadata
+
+    def layer() -> torch.Tensor:
+        result: torch.Tensor = torch.ops.hf_paged.paged_attention(
+            batch.query, batch.key_cache, batch.value_cache, m.block_tables, m.seq_lens, m.query_start_loc,
+            m.slot_mapping, m.max_query_len, m.max_seq_len, batch.options["scale"], None, None, None, None, None, False,
+        )[0]  # fmt: skip
+        return result
+
+    announce([m])
+    results = [layer(), layer()]
+    announce(())
+    assert kernels.count(triton_plan.plan_kernel) == 1 and kernels.count(triton_ops.split_kernel) == 2
+    results.append(layer())
+    assert kernels.count(triton_plan.plan_kernel) == 2
+    for result in results:
+        torch.testing.assert_close(result, batch.run("reference"), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("split")
 def test_plan_leaves_out_what_the_window_hides() -> None:
     batch = make_batch(Case(((1, 1000), (2, 300)), heads=(2, 2), head_dim=16, sliding_window=100), DEVICE)
     assert units_of(planned(batch)) == [(0, 1, 14, 2), (1, 2, 3, 2)]
@@ -191,11 +226,46 @@ def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
     assert units_of(plan) == [(0, 3, 0, 3), (0, 1, 3, 1), (1, 1, 3, 1), (2, 1, 3, 3), (3, 2, 0, 5), (4, 1, 0, 4)]
 
 
+@pytest.mark.parametrize("count, group", [(5, 4), (11, 4), (23, 1), (6, 7), (2, 16)])
 @pytest.mark.usefixtures("split")
-def test_more_sequences_share_than_fit_a_tile() -> None:
-    lens = tuple((1, 100 + i) for i in range(11))
-    plan = planned(make_batch(Case(lens, heads=(4, 1), head_dim=16, shared=6), DEVICE))
-    assert units_of(plan)[0] == (0, 11, 0, 1)
+def test_more_sequences_share_than_fit_a_small_tile(count: int, group: int) -> None:
+    """They share a tile of 32 rows, or several."""
+    lens = tuple((1, 100 + i) for i in range(count))
+    plan = planned(make_batch(Case(lens, heads=(group, 1), head_dim=16, shared=6), DEVICE))
+    assert units_of(plan)[0] == (0, count, 0, 1)
+    assert int(plan.tile_starts[1]) == -(-count * group // 32)  # row tiles, of one tile of keys each
+
+
+def bytes_read(lens: tuple[int, ...], shared: int, group: int = 4) -> int:
+    """The bytes of bf16 K/V that a decode step of 128-dimensional heads reads by its plan, for one KV head."""
+    block_size, num_seqs = 16, len(lens)
+    tables = torch.arange(num_seqs * (max(lens) // block_size + 1), dtype=torch.int32).view(num_seqs, -1)
+    tables[:, : shared // block_size] = tables[0, : shared // block_size]
+    metadata = triton_ops.AttentionMetadata(
+        block_tables=tables.to(DEVICE),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE),
+        slot_mapping=torch.zeros(num_seqs, dtype=torch.int64, device=DEVICE),
+        max_query_len=1,
+        max_seq_len=max(lens),
+    )
+    tile = triton_tuning.small_tile(triton_launch.Target("cuda", 90, 132), 2, 128, group)
+    plan, launches = triton_plan.make_plan(
+        metadata, num_programs=264, num_kv_heads=1, group=group, block_size=block_size, sliding_window=0, chunk_size=0,
+        share=True, bm=tile.bm, many=tile.many, bn=tile.bn,
+    )  # fmt: skip
+    for launch in launches:
+        launch.run(torch.device(DEVICE))
+    assert int(plan.item_starts[-1]) + plan.num_programs * (tile.many // tile.bm) <= plan.num_slots
+    return int(plan.tile_starts[-1]) * tile.bn * 2 * 128 * 2
+
+
+def test_sixteen_samples_read_their_prompt_once() -> None:
+    """16 samples of a prompt of 32k tokens, GQA 4: the prompt once, and each sample's own tokens."""
+    prompt, own, key = 32768, 64, 2 * 128 * 2
+    assert bytes_read((prompt + own,) * 16, prompt) == (prompt + 16 * own) * key
+    assert bytes_read((prompt + own,) * 64, prompt) == (4 * prompt + 64 * own) * key
+    assert bytes_read((prompt + own,) * 16, 0) == 16 * (prompt + own) * key
 
 
 # -- short queries beside prompts ------------------------------------------------------------------------------------
@@ -205,7 +275,7 @@ def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch]
     with pytest.MonkeyPatch.context() as patch:
         launches: list[triton_launch.Launch] = []
         run = triton_launch.Launch.run
-        patch.setattr(triton_launch.Launch, "run", lambda self: (launches.append(self), run(self)))
+        patch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device)))
         metadata = replace(batch.metadata, scratch={}, **bounds)
         out = ops.paged_attention(
             batch.query, batch.key_cache, batch.value_cache, metadata, impl="triton", **batch.options
@@ -213,13 +283,23 @@ def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch]
     return launches, out
 
 
-@pytest.mark.parametrize("lens, longest", [(((40, 90), (1, 200), (1, 7)), 1), (((3, 60), (33, 33), (1, 150)), 3)])
-def test_the_reduction_covers_only_short_queries(lens: tuple[tuple[int, int], ...], longest: int) -> None:
+@pytest.mark.parametrize(
+    "lens, longest, count",
+    [
+        (((40, 90), (1, 200), (1, 7)), 1, 3),  # a program for each sequence, because none has two tokens
+        (((3, 60), (33, 33), (1, 150)), 3, 4),
+        (((1, 60), (33, 33), (1, 150), (16, 200), (0, 0), (1, 9)), 16, 19),
+        (((2, 150), (33, 60)), 2, 2),
+    ],
+)
+@pytest.mark.usefixtures("split")
+def test_the_reduction_covers_only_short_queries(lens: tuple[tuple[int, int], ...], longest: int, count: int) -> None:
     """Host bounds size the launch: not sixteen programs for each sequence because a neighbour has a prompt."""
-    batch = make_batch(Case(lens), DEVICE)
-    launches, out = launches_of(batch, max_short_query_len=longest)
+    batch = make_batch(Case(lens, head_dim=16), DEVICE)
+    bounds = {"max_short_query_len": longest, "num_short_tokens": sum(n for n, _ in lens if n <= 16)}
+    launches, out = launches_of(batch, **bounds)
     grids = [launch.grid for launch in launches if launch.kernel is triton_ops.reduce_kernel]
-    assert grids == [(len(lens) * longest, 4)]
+    assert grids == [(count, 4)]
     torch.testing.assert_close(out, batch.run("reference"), atol=2e-5, rtol=2e-5)
 
 
@@ -275,7 +355,7 @@ def test_launches_of_one_step_compute_any_other(
     )
     launches: list[triton_launch.Launch] = []
     run = triton_launch.Launch.run
-    monkeypatch.setattr(triton_launch.Launch, "run", lambda self: (launches.append(self), run(self)))
+    monkeypatch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device)))
     out = [
         ops.paged_attention(
             query, key_cache, value_cache, static, key=new_key, value=new_value, impl="triton", **example.options
@@ -304,7 +384,7 @@ def test_launches_of_one_step_compute_any_other(
                 if launch.kernel is triton_ops.split_kernel:
                     launch.args[scratch].fill_(torch.nan)
         for launch in kept:
-            run(launch)
+            run(launch, torch.device(DEVICE))
         expected = batch.run("reference")
         for layer in out:
             torch.testing.assert_close(layer[:count], expected, atol=2e-5, rtol=2e-5)

@@ -68,11 +68,12 @@ def test_native_writes_in_any_layout() -> None:
     assert all(map(torch.equal, caches, expected))
 
 
-def test_the_bound_of_short_queries_is_checked() -> None:
+@pytest.mark.parametrize("name", ["max_short_query_len", "num_short_tokens"])
+def test_the_bounds_of_short_queries_are_checked(name: str) -> None:
     batch = make_batch(Case(((40, 90), (3, 60))))
     for bound, is_valid in ((2, False), (3, True), (16, True)):
-        metadata = replace(batch.metadata, max_short_query_len=bound)
-        with nullcontext() if is_valid else pytest.raises(ValueError, match="max_short_query_len=2"):
+        metadata = replace(batch.metadata, **{name: bound})
+        with nullcontext() if is_valid else pytest.raises(ValueError, match=f"{name}=2"):
             ops.paged_attention(
                 batch.query, batch.key_cache, batch.value_cache, metadata, impl="torch", **batch.options
             )

@@ -375,11 +375,11 @@ def test_what_is_equal_is_no_change() -> None:
 
 
 def test_only_changed_weights_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.fused.cpu.weights import PackedLayer
+    from hf_paged.fused.cpu.weights import LinearLayer
 
-    packs: list[PackedLayer] = []
-    pack = PackedLayer._pack
-    monkeypatch.setattr(PackedLayer, "_pack", lambda self, *args: packs.append(self) or pack(self, *args))
+    packs: list[LinearLayer] = []
+    pack = LinearLayer._function
+    monkeypatch.setattr(LinearLayer, "_function", lambda self, *args: packs.append(self) or pack(self, *args))
     model = models.build("llama")
     with engine_on(model, prepack=True) as engine:
         served(engine)

@@ -153,6 +153,8 @@ def test_what_ranks_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
         Engine(models.shared("llama"), None, SchedulerConfig(async_scheduling=True))
     with pytest.raises(ValueError, match="cuda_graphs=True: the model is on 2 ranks"):
         Engine(models.shared("llama"), cuda_graphs=True)
+    with pytest.raises(ValueError, match="warmup=True: the model is on 2 ranks"):
+        Engine(models.shared("llama"), warmup=True)
 
 
 def test_heads_that_cannot_be_divided() -> None:

@@ -24,7 +24,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.norms import norm_of, own_rotary
 from hf_paged.fused.cpu.stack import Attention, StackLayer, layer_sizes
 from hf_paged.fused.cpu.walk import Link, Walk
-from hf_paged.fused.cpu.weights import PackedLayer, PackedWeights
+from hf_paged.fused.cpu.weights import LinearLayer, LinearLayers
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
 from hf_paged.model.packed import PackedCache
@@ -42,16 +42,16 @@ _NATIVE = attrgetter("native")
 
 _Seen = tuple[list[Any], list[int], list[Any]]  # modules and functions; addresses; weights (compared by identity)
 
-_known: Slot[tuple[weakref.ref[PackedWeights], NativeDecoder]] = Slot("native decoder layers")
+_known: Slot[tuple[weakref.ref[LinearLayers], NativeDecoder]] = Slot("native decoder layers")
 
 
-def native_decoder(model: nn.Module, weights: PackedWeights | None) -> NativeDecoder | None:
-    """Overrides for the model's layers, shared by all users of these packed weights. None without packed weights."""
-    if weights is None or not fused_ops.is_available():
+def native_decoder(model: nn.Module, linears: LinearLayers | None) -> NativeDecoder | None:
+    """Overrides for the model's layers, shared by all users of these linear layers. None without linear layers."""
+    if linears is None or not fused_ops.is_available():
         return None
     known = _known.get(model)
-    if known is None or known[0]() is not weights:
-        known = weakref.ref(weights), NativeDecoder(model, weights)
+    if known is None or known[0]() is not linears:
+        known = weakref.ref(linears), NativeDecoder(model, linears)
         _known.put(model, known)
     return known[1]
 
@@ -63,9 +63,10 @@ class NativeDecoder:
     overridden.
     """
 
-    def __init__(self, model: nn.Module, weights: PackedWeights) -> None:
-        layers = (_known_layer(module, weights) for module in model.modules())
+    def __init__(self, model: nn.Module, linears: LinearLayers) -> None:
+        layers = (_known_layer(module, linears) for module in model.modules())
         self._layers = [layer for layer in layers if layer is not None]
+        self.needs_trial = bool(self._layers)  # until the owner of the calls has run a short step
         self._ready: list[Layer] = []
         self._overrides = Overrides()  # of the ready layers
         self._seen: _Seen | None = None  # the result of `_look` when they were found ready
@@ -77,7 +78,7 @@ class NativeDecoder:
         hooks = [hooks for _, _, child in places for hooks in (child._forward_hooks, child._forward_pre_hooks)]
         self._hooks = [*hooks, _module._global_forward_hooks, _module._global_forward_pre_hooks]
         self._norms = [parameters for layer in self._layers for parameters in layer.norm_parameters.values()]
-        self._packed = [packed for layer in self._layers for packed in layer.packed.values()]
+        self._linears = [linear for layer in self._layers for linear in layer.linears.values()]
         self._classes = list(dict.fromkeys(owner for layer in self._layers for owner in layer.classes))
         self._rotary = list({id(layer.namespace): layer.namespace for layer in self._layers}.values())
 
@@ -118,14 +119,14 @@ class NativeDecoder:
         parts += map(own_rotary, self._rotary)
         weights = [parameters["weight"] for parameters in self._norms]
         addresses = list(map(torch.Tensor.data_ptr, weights))
-        return parts, addresses, [*map(_NATIVE, self._packed), *weights]
+        return parts, addresses, [*map(_NATIVE, self._linears), *weights]
 
 
 def _same(seen: _Seen, before: _Seen) -> bool:
     return seen[:2] == before[:2] and all(map(is_, seen[2], before[2]))
 
 
-def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
+def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
     """The layer, if it has exactly the parts that the kernels implement; else None."""
     attention, mlp = layer._modules.get("self_attn"), layer._modules.get("mlp")
     if attention is None or mlp is None:
@@ -138,13 +139,13 @@ def _known_layer(layer: nn.Module, weights: PackedWeights) -> Layer | None:
         if parent._parameters or parent._buffers:
             return None
         parts |= children
-    packed = {name: weights.of(part) for name, part in parts.items() if name.endswith("_proj")}
+    linears = {name: linear_layers.of(part) for name, part in parts.items() if name.endswith("_proj")}
     norms = {name: norm_of(part) for name, part in parts.items() if name.endswith("norm")}
-    if None in packed.values() or None in norms.values():
+    if None in linears.values() or None in norms.values():
         return None
     if not _sizes_fit(attention, parts, norms):
         return None
-    return Layer(layer, parts, packed, norms)
+    return Layer(layer, parts, linears, norms)
 
 
 def _sizes_fit(attention: nn.Module, parts: dict[str, nn.Module], norms: dict[str, fused_ops.Norm]) -> bool:
@@ -174,7 +175,7 @@ class Layer:
         self,
         layer: nn.Module,
         parts: dict[str, nn.Module],
-        packed: dict[str, PackedLayer],
+        linears: dict[str, LinearLayer],
         norms: dict[str, fused_ops.Norm],
     ) -> None:
         self.attributes = layer.__dict__
@@ -182,13 +183,13 @@ class Layer:
         self._attention = parts["self_attn"]
         parents = layer, parts["self_attn"], parts["mlp"]
         self.places = [(p._modules, name, child) for p in parents for name, child in p._modules.items() if child]
-        self.packed = packed
+        self.linears = linears
         self._norms = norms
         self.norm_parameters = {name: parts[name]._parameters for name in norms}
         self._norm_addresses: dict[str, int] = {}
         self._norm_sizes = {name: norm.weight.numel() for name, norm in norms.items()}
         self._verdict: bool | None = None
-        self._linears: dict[str, fused_ops.PackedLinear] = {}
+        self._weights: dict[str, fused_ops.LinearWeight] = {}
         self._before: fused_ops.LayerIn
         self._after: fused_ops.LayerOut
         self._options: dict[str, Any] = {}  # arguments of its attention call other than tensors
@@ -227,27 +228,27 @@ class Layer:
             fits = weight.dtype == torch.bfloat16 and weight.numel() == self._norm_sizes[name]
             if not fits or not weight.is_contiguous():
                 return False
-        for name, packed in self.packed.items():
-            if packed.native is None:
+        for name, linear in self.linears.items():
+            if linear.native is None:
                 return False
-            changed |= packed.native is not self._linears.get(name)
+            changed |= linear.native is not self._weights.get(name)
         if changed:
             self._gather()
         return True
 
     def _gather(self) -> None:
-        linears = {name: packed.native for name, packed in self.packed.items() if packed.native is not None}
-        self._linears, norms = linears, self._norms
+        weights = {name: linear.native for name, linear in self.linears.items() if linear.native is not None}
+        self._weights, norms = weights, self._norms
         self._before = fused_ops.LayerIn(
             norms["input_layernorm"],
-            *(linears[name] for name in ("q_proj", "k_proj", "v_proj")),
+            *(weights[name] for name in ("q_proj", "k_proj", "v_proj")),
             *(norms.get(name) for name in _HEAD_NORMS),
             self._attention.head_dim,
         )
         self._after = fused_ops.LayerOut(
-            linears["o_proj"],
+            weights["o_proj"],
             norms["post_attention_layernorm"],
-            *(linears[name] for name in ("gate_proj", "up_proj", "down_proj")),
+            *(weights[name] for name in ("gate_proj", "up_proj", "down_proj")),
         )
         self.link.sizes = layer_sizes(self._before, self._after)
         if (native := self.link.native) is not None:

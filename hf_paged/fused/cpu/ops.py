@@ -51,16 +51,18 @@ class WeightArena:
         self.parts = list(memory.split(sizes))
 
 
-class PackedLinear(NamedTuple):
-    """A linear layer's weight in `part` of a WeightArena, its bias bf16 [columns] or None."""
+class LinearWeight(NamedTuple):
+    """A linear layer's weight, packed in a part of a WeightArena or contiguous bf16 [columns, depth]; its bias bf16
+    [columns] or None."""
 
-    part: torch.Tensor
+    memory: torch.Tensor
     bias: torch.Tensor | None
     columns: int
     depth: int
+    is_packed: bool
 
-    def struct(self) -> structs.Packed:
-        return structs.Packed(self.part.data_ptr(), _address(self.bias), self.columns)
+    def struct(self) -> structs.Weight:
+        return structs.Weight(self.memory.data_ptr(), _address(self.bias), self.columns, self.is_packed)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -80,21 +82,22 @@ def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
     _library().hfp_pack_linear(weight.data_ptr(), *weight.shape, part.data_ptr(), torch.get_num_threads())
 
 
-def linear(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     """rows bf16 [..., depth] -> bf16 [..., columns]. Sums are in fp32, in an order that depends on the depth alone, so
     that a row's result does not depend on other rows. Raises ValueError if the rows have another depth or dtype.
     """
     library = _library()
-    part, bias, columns, depth = layer
+    memory, bias, columns, depth, is_packed = layer
     if rows.shape[-1] != depth or rows.dtype != torch.bfloat16:
         raise ValueError(f"rows {tuple(rows.shape)} of {rows.dtype} for a bfloat16 weight of depth {depth}")
     rows = rows.contiguous()
     shape = rows.shape[:-1]
     count = rows.numel() // depth
     out = rows.new_empty((*shape, columns))
+    threads = torch.get_num_threads()
     call = structs.Linear(
-        rows.data_ptr(), count, columns, depth, part.data_ptr(), _address(bias), out.data_ptr(),
-        workspace(library.hfp_linear_workspace(count, depth)), torch.get_num_threads(),
+        rows.data_ptr(), count, columns, depth, memory.data_ptr(), _address(bias), is_packed, out.data_ptr(),
+        workspace(library.hfp_linear_workspace(count, depth, threads)), threads,
     )  # fmt: skip
     library.hfp_linear(ctypes.byref(call))
     return out
@@ -142,9 +145,9 @@ class LayerIn:
     """The part of a decoder layer before its attention. `call`: the struct fields that are equal for every call."""
 
     norm: Norm
-    query: PackedLinear
-    key: PackedLinear
-    value: PackedLinear
+    query: LinearWeight
+    key: LinearWeight
+    value: LinearWeight
     query_norm: Norm | None
     key_norm: Norm | None
     head_dim: int
@@ -174,8 +177,8 @@ def layer_in(
     call = structs.LayerIn.from_buffer_copy(layer.call)
     call.x, call.rows, call.cos, call.sin = rows.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()
     call.new_query, call.new_key, call.new_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    call.workspace = workspace(library.hfp_layer_in_workspace(tokens, call.depth))
     call.threads = torch.get_num_threads()
+    call.workspace = workspace(library.hfp_layer_in_workspace(tokens, call.depth, call.threads))
     library.hfp_layer_in(ctypes.byref(call))
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
@@ -184,11 +187,11 @@ def layer_in(
 class LayerOut:
     """The part of a decoder layer after its attention. `call`: the struct fields that are equal for every call."""
 
-    output: PackedLinear
+    output: LinearWeight
     norm: Norm
-    gate: PackedLinear
-    up: PackedLinear
-    down: PackedLinear
+    gate: LinearWeight
+    up: LinearWeight
+    down: LinearWeight
     call: structs.LayerOut = field(init=False)
 
     def __post_init__(self) -> None:
@@ -207,7 +210,8 @@ def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -
     tokens, out = residual.shape[1], torch.empty_like(residual)
     call = structs.LayerOut.from_buffer_copy(layer.call)
     call.x, call.residual, call.rows, call.out = attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr()
-    num_bytes = library.hfp_layer_out_workspace(tokens, call.x_depth, call.depth, layer.gate.columns)
-    call.workspace, call.threads = workspace(num_bytes), torch.get_num_threads()
+    call.threads = torch.get_num_threads()
+    num_bytes = library.hfp_layer_out_workspace(tokens, call.x_depth, call.depth, layer.gate.columns, call.threads)
+    call.workspace = workspace(num_bytes)
     library.hfp_layer_out(ctypes.byref(call))
     return out

@@ -83,10 +83,12 @@ class Stack:
         with torch.inference_mode(False):  # so that the result has a version counter, which the caller reads
             results = torch.empty((count, *rows.shape), dtype=rows.dtype)
 
-        calls = np.zeros(count, _CALL)
+        calls, threads = np.zeros(count, _CALL), torch.get_num_threads()
         num_bytes = max(
-            library.hfp_layer_in_workspace(tokens, before.query.depth),
-            library.hfp_layer_out_workspace(tokens, after.output.depth, after.output.columns, after.gate.columns),
+            library.hfp_layer_in_workspace(tokens, before.query.depth, threads),
+            library.hfp_layer_out_workspace(
+                tokens, after.output.depth, after.output.columns, after.gate.columns, threads
+            ),
         )
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, kind in enumerate(zip(map(id, step), self._windows, strict=True)):
@@ -98,7 +100,7 @@ class Stack:
             )  # fmt: skip
             calls[members] = np.frombuffer(call, _CALL)
             num_bytes = max(num_bytes, needed)
-        workspace, threads = native_ops.workspace(num_bytes), torch.get_num_threads()
+        workspace = native_ops.workspace(num_bytes)
         calls["key"] = [key_cache.data_ptr() for key_cache, _ in caches]
         calls["value"] = [value_cache.data_ptr() for _, value_cache in caches]
         calls["workspace"] = workspace

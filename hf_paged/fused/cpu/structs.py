@@ -14,7 +14,7 @@ def _reals(*names: str) -> list[tuple[str, type]]:
 
 
 class Linear(ctypes.Structure):
-    _fields_ = _integers("x", "rows", "columns", "depth", "weight", "bias", "out", "workspace", "threads")
+    _fields_ = _integers("x", "rows", "columns", "depth", "weight", "bias", "packed", "out", "workspace", "threads")
 
 
 class Rotated(ctypes.Structure):
@@ -25,16 +25,16 @@ class Rotate(ctypes.Structure):
     _fields_ = [("query", Rotated), ("key", Rotated), *_integers("cos", "sin", "tokens", "dim", "threads")]
 
 
-class Packed(ctypes.Structure):
-    _fields_ = _integers("weight", "bias", "columns")
+class Weight(ctypes.Structure):
+    _fields_ = _integers("weight", "bias", "columns", "packed")
 
 
 class LayerIn(ctypes.Structure):
     _fields_ = [
         *_integers("x", "rows", "depth", "head_dim", "norm", "query_norm", "key_norm"),
-        ("query", Packed),
-        ("key", Packed),
-        ("value", Packed),
+        ("query", Weight),
+        ("key", Weight),
+        ("value", Weight),
         *_integers("cos", "sin", "new_query", "new_key", "new_value", "workspace", "threads"),
         *_reals("norm_eps", "query_eps", "key_eps"),
     ]
@@ -43,10 +43,10 @@ class LayerIn(ctypes.Structure):
 class LayerOut(ctypes.Structure):
     _fields_ = [
         *_integers("x", "residual", "rows", "x_depth", "depth", "norm"),
-        ("output", Packed),
-        ("gate", Packed),
-        ("up", Packed),
-        ("down", Packed),
+        ("output", Weight),
+        ("gate", Weight),
+        ("up", Weight),
+        ("down", Weight),
         *_integers("out", "workspace", "threads"),
         *_reals("norm_eps"),
     ]

@@ -1,15 +1,15 @@
-"""Packed copies of linear weights, in the memory layout that is fastest to compute with: of the native kernels for bf16
-on a CPU with AVX-512 and BF16, otherwise of oneDNN.
+"""Linear layers of a model, computed by other code than torch's: by the native kernels for bf16 on a CPU with AVX-512
+and BF16, otherwise by oneDNN with packed copies of the weights.
 
-With the few rows of a decode step, a linear layer takes as long as reading its weights, and packed weights are read 1.3
-to 2.5 times as fast. In bf16 the results are those of torch 2.13, bit for bit, with two exceptions, where torch sums in
-another order: with AMX, more than 32 rows; without it, a single row of more than 1,024 elements. In fp32 the order of
-the sums differs.
+With the few rows of a decode step, a linear layer takes as long as reading its weights. The native kernels read the
+weights themselves 1.5 times as fast as torch does. Packed copies, in the memory layout that is fastest to compute with,
+are read 1.3 to 2.5 times as fast. In bf16 the results are those of torch 2.13, bit for bit, with two exceptions, where
+torch sums in another order: with AMX, more than 32 rows; without it, a single row of more than 1,024 elements. In fp32,
+which only oneDNN computes, the order of the sums differs.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,29 +29,50 @@ AUTO_SHARE = 0.25
 
 _Linear = Callable[[torch.Tensor], torch.Tensor]
 
-_NO_COPY: _Linear | None = None
+_TORCH: _Linear | None = None
 
-_packed: Slot[PackedWeights] = Slot("packed weights")
+_packed: Slot[LinearLayers] = Slot("packed weights")
+_in_place: Slot[LinearLayers] = Slot("linear layers of native kernels")
 _for_calls: Slot[bool] = Slot("prepack was called")
 
 
-def packed_weights(model: Any, prepack: bool | None) -> PackedWeights | None:
-    """Packed copies of the model's linear weights, shared by all engines on it. None: use the weights themselves.
+def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
+    """The model's linear layers for an engine's steps, shared by all engines on it. None: torch computes them.
 
     prepack: True, False, or None (pack bf16 weights on a CPU that computes with bf16 if the memory suffices). Raises
     ValueError for True if packing is impossible.
     """
-    if prepack is False:
-        return None
     layers = _linears(model)
     obstacle = _obstacle(layers)
-    if obstacle is not None:
-        if prepack:
-            raise ValueError(f"prepack=True: {obstacle}; leave it out")
-        return None
-    if prepack is None and not _pays(layers):
-        return None
+    if obstacle is not None and prepack:
+        raise ValueError(f"prepack=True: {obstacle}; leave it out")
+    if obstacle is None and (prepack or (prepack is None and _pays(layers))):
+        return _copies(model, layers)
+    return _without_copies(model, layers)
+
+
+def layers_for_calls(model: Any) -> LinearLayers | None:
+    """The same for calls of `generate`: packed copies if `prepack` was called. Raises ValueError if the weights can no
+    longer be packed."""
+    layers = _linears(model)
+    if not _for_calls.get(model):
+        return _without_copies(model, layers)
+    if (obstacle := _obstacle(layers)) is not None:
+        raise ValueError(f"prepack was called for this model, but {obstacle}; call release_memory(model)")
     return _copies(model, layers)
+
+
+def prepack(model: Any) -> None:
+    """Make paged `generate` calls compute with packed copies of the model's linear weights (CPU, bf16 or fp32).
+
+    The copies take as much memory as the weights, until `release_memory(model)`. With few rows a call is up to three
+    times as fast. Sums may be in another order, as with `Engine(prepack=True)`. Changed weights are packed again at the
+    start of the next call; see `weights_changed` for the changes that must be reported. Raises ValueError if the
+    weights cannot be packed.
+    """
+    model = unwrapped(model)
+    layers_for_engine(model, True)
+    _for_calls.put(model, True)
 
 
 def _linears(model: nn.Module) -> list[nn.Linear]:
@@ -59,37 +80,27 @@ def _linears(model: nn.Module) -> list[nn.Linear]:
     return [module for module in model.modules() if type(module) is nn.Linear and not foreign_forward(module)]
 
 
-def _copies(model: Any, layers: list[nn.Linear]) -> PackedWeights:
+def _copies(model: Any, layers: list[nn.Linear]) -> LinearLayers:
     weights = state_of(model).weights
     weights.look(contents=True)
-    known = _packed.get(model)
-    if known is None or not known.is_of(layers):
-        known = PackedWeights(layers, weights)
-        _packed.put(model, known)
-    return known
+    return _known(_packed, model, layers, True)
 
 
-def prepack(model: Any) -> None:
-    """Make paged `generate` calls compute with packed copies of the model's linear weights (CPU, bf16 or fp32).
-
-    The copies take as much memory as the weights, until `release_memory(model)`. With few rows a call is two to three
-    times as fast. Sums may be in another order, as with `Engine(prepack=True)`. Changed weights are packed again at the
-    start of the next call; see `weights_changed` for the changes that must be reported. Raises ValueError if the
-    weights cannot be packed.
-    """
-    model = unwrapped(model)
-    packed_weights(model, True)
-    _for_calls.put(model, True)
-
-
-def weights_for_calls(model: Any) -> PackedWeights | None:
-    """The copies that `prepack` has requested, or None. Raises ValueError if the weights can no longer be packed."""
-    if not _for_calls.get(model):
+def _without_copies(model: Any, layers: list[nn.Linear]) -> LinearLayers | None:
+    """The layers that the native kernels compute from the weights themselves, None if there are none."""
+    usable = [layer for layer in layers if layer.weight.dtype == torch.bfloat16 and _obstacle([layer]) is None]
+    if not usable or not fused_ops.is_available():
         return None
-    layers = _linears(model)
-    if (obstacle := _obstacle(layers)) is not None:
-        raise ValueError(f"prepack was called for this model, but {obstacle}; call release_memory(model)")
-    return _copies(model, layers)
+    state_of(model).weights.look()
+    return _known(_in_place, model, usable, False)
+
+
+def _known(slot: Slot[LinearLayers], model: Any, layers: list[nn.Linear], copies: bool) -> LinearLayers:
+    known = slot.get(model)
+    if known is None or not known.is_of(layers):
+        known = LinearLayers(layers, state_of(model).weights, copies=copies)
+        slot.put(model, known)
+    return known
 
 
 def _obstacle(layers: list[nn.Linear]) -> str | None:
@@ -124,42 +135,42 @@ def _pays(layers: list[nn.Linear]) -> bool:
     return size <= AUTO_SHARE * float(psutil.virtual_memory().available)
 
 
-class PackedWeights:
-    """Packed copies of the weights of some linear layers.
+class LinearLayers:
+    """The linear layers of a model that native kernels or oneDNN compute in packed steps.
 
-    A copy is renewed when `weights` has detected a change of its weight.
+    copies: with packed copies of the weights. What a layer computes with is renewed when `weights` has detected a
+    change of its weight.
     """
 
-    def __init__(self, layers: list[nn.Linear], weights: Weights) -> None:
+    def __init__(self, layers: list[nn.Linear], weights: Weights, *, copies: bool) -> None:
         parts: dict[int, torch.Tensor] = {}
-        if fused_ops.is_available():
+        if copies and fused_ops.is_available():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
             arena = fused_ops.WeightArena([(layer.weight.shape[0], layer.weight.shape[1]) for layer in native])
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
-        self._layers = [PackedLayer(layer, parts.get(id(layer))) for layer in layers]
+        self._layers = [LinearLayer(layer, parts.get(id(layer)), copies=copies) for layer in layers]
         self._weights = weights
-        self._seen: tuple[int, int, list[Any]] | None = None  # state of the weights when the copies were last renewed
+        self._seen: tuple[int, int, list[Any]] | None = None  # state of the weights when the layers were last renewed
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
         self._classes = ClassForwards([nn.Linear])
-        self._overrides = Overrides(Patch(packed.attributes, "forward", packed.forward) for packed in self._layers)
+        self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in self._layers)
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
-        """Whether each of these layers has a copy here; False after layers of the model have been replaced."""
+        """Whether each of these layers is among them; False after layers of the model have been replaced."""
         return all(layer in self._of for layer in layers)
 
-    def of(self, layer: nn.Module) -> PackedLayer | None:
-        """The packed copy of a layer, if it has one."""
+    def of(self, layer: nn.Module) -> LinearLayer | None:
         return self._of.get(layer)
 
     def apply(self, user: object) -> None:
-        """Until `undo`, the layers use the packed copies in packed steps of this thread; other calls are unaffected."""
+        """Until `undo`, packed steps of this thread compute the layers this way; other calls are unaffected."""
         if self._classes.changed():
             self._overrides.withdraw()
             return
         seen = (self._weights.epoch, self._weights.layout, self._overrides.apply(user))
         if seen != self._seen:
-            for packed in self._layers:
-                packed.renew(self._weights)
+            for layer in self._layers:
+                layer.renew(self._weights)
             self._seen = seen
 
     def undo(self, user: object) -> None:
@@ -167,41 +178,43 @@ class PackedWeights:
         self._overrides.undo(user)
 
 
-class PackedLayer:
-    """One linear layer's copy: for the native kernels in `part` of their arena (then `native` describes it), or for
-    oneDNN.
+class LinearLayer:
+    """One linear layer: with a packed copy (in `part` of an arena for the native kernels, else of oneDNN), or without.
 
-    `forward` replaces the layer's own while the copy is used. Outside packed steps, and while there is no copy, it
-    computes what the layer itself computes. (There is no copy while other code has set a forward on the layer, which
-    may call this one.)
+    `native` describes it to the native kernels, None if they do not compute it. `forward` replaces the layer's own.
+    Outside packed steps, and while torch computes the layer, it computes what the layer itself computes. (That is so
+    while other code has set a forward on the layer, which may call this one.)
     """
 
-    __slots__ = ("_compute", "_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "layer", "native")
+    __slots__ = ("_compute", "_copies", "_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "layer",
+                 "native")  # fmt: skip
 
-    def __init__(self, layer: nn.Linear, part: torch.Tensor | None) -> None:
-        # A weak reference: a strong one would keep the model alive, which is the key of its packed weights.
+    def __init__(self, layer: nn.Linear, part: torch.Tensor | None, *, copies: bool) -> None:
+        # A weak reference: a strong one would keep the model alive, which is the key of its linear layers.
         self.layer = weakref.ref(layer)
         self.attributes = layer.__dict__
         self._parameters = parameters = layer._parameters
-        self.native: fused_ops.PackedLinear | None = None
+        self.native: fused_ops.LinearWeight | None = None
+        self._copies = copies
         self._part = part
         self._shape = layer.weight.shape
         self._stamp: tuple[int, ...] | None = None
         # The function refers to this list only: a reference to this object would keep the copy until the garbage
         # collector runs.
-        self._compute = compute = [_NO_COPY]
+        self._compute = compute = [_TORCH]
         plain = nn.functional.linear
 
         def forward(input: torch.Tensor) -> torch.Tensor:  # named as in nn.Linear
-            packed = compute[0]
-            if packed is not None and in_packed_step():
-                return packed(input)
+            other = compute[0]
+            if other is not None and in_packed_step() and not torch.is_autocast_enabled("cpu"):
+                return other(input)
             return plain(input, parameters["weight"], parameters["bias"])
 
         self.forward: _Linear = mark(forward)
 
     def renew(self, weights: Weights) -> None:
-        """Pack the weight again if it has changed or if the bias has another address."""
+        """Look at the layer again if its weight has changed, which is then packed again, or if the bias has another
+        address."""
         if self.attributes.get("forward") is not self.forward:
             self._compute[0] = self._stamp = self.native = None
             return
@@ -209,15 +222,29 @@ class PackedLayer:
         stamp = (weights.moved_at(weight), id(weight), id(bias), 0 if bias is None else bias.data_ptr())
         if stamp == self._stamp:
             return
-        self._compute[0] = self._pack(weight, bias)
+        self.native = self._native_weight(weight, bias)
+        self._compute[0] = self._function(weight, bias)
         self._stamp = stamp
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Linear:
-        self.native = None
-        if self._part is not None and weight.dtype == torch.bfloat16 and weight.shape == self._shape:
+    def _native_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> fused_ops.LinearWeight | None:
+        if weight.dtype != torch.bfloat16 or weight.shape != self._shape:
+            return None
+        if self._part is not None:
             fused_ops.pack(weight, self._part)
-            self.native = fused_ops.PackedLinear(self._part, bias, *weight.shape)
-            return functools.partial(fused_ops.linear, self.native)
+            return fused_ops.LinearWeight(self._part, bias, *weight.shape, is_packed=True)
+        if self._copies or not weight.is_contiguous() or weight.device.type != "cpu":
+            return None
+        # The parameter itself: a view of it would keep its memory when the parameter gets other memory.
+        return fused_ops.LinearWeight(weight, bias, *weight.shape, is_packed=False)
+
+    def _function(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Linear | None:
+        if (native := self.native) is not None:
+            plain = nn.functional.linear
+            return lambda rows: (
+                fused_ops.linear(native, rows) if rows.dtype == torch.bfloat16 else plain(rows, weight, bias)
+            )
+        if not self._copies:
+            return _TORCH
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         pointwise = torch.ops.mkldnn._linear_pointwise
         return lambda rows: pointwise(rows, packed, bias, "none", [], "")

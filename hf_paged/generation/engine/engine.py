@@ -56,8 +56,11 @@ class Engine(EngineCore):
     of its fields. tokenizer: needed only for `stop_strings`. prepack: keep copies of the linear weights in the layout
     that is fastest on a CPU (None = in bf16, if the memory suffices). Sums may then be in another order: in fp32, and
     in bf16 in steps of more than 32 tokens. cuda_graphs: capture decode steps and replay them (None = on a CUDA device,
-    with a warning if that is impossible; True = raise if it is impossible). Raises UnsupportedModelError for a model
-    that cannot be paged (see `hf_paged.check`), ValueError for a wrong argument.
+    with a warning if that is impossible; True = raise if it is impossible). warmup: before the first request, compile
+    all kernels and capture the graphs of all batch sizes, so that no request waits for that (None = on a CUDA device;
+    False = when a step needs them). It takes a minute when Triton has not compiled them on this machine before, else
+    seconds. Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`), ValueError for a
+    wrong argument.
     """
 
     def __init__(
@@ -69,14 +72,15 @@ class Engine(EngineCore):
         tokenizer: Any = None,
         prepack: bool | None = None,
         cuda_graphs: bool | None = None,
+        warmup: bool | None = None,
     ) -> None:
-        check_engine(model, tokenizer=tokenizer, prepack=prepack, cuda_graphs=cuda_graphs)
+        check_engine(model, tokenizer=tokenizer, prepack=prepack, cuda_graphs=cuda_graphs, warmup=warmup)
         self.model = model
         self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
         self.scheduler_config = asked.for_device(device_of(model).type)
         self.tokenizer = tokenizer
-        check_parallel(model, asked, cuda_graphs)
+        check_parallel(model, asked, cuda_graphs, warmup)
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
         self._model = opened.model.model
         self._memory = opened.memory
@@ -85,6 +89,7 @@ class Engine(EngineCore):
         scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, cuda_graphs)
+        runner.warm_up(self.scheduler_config, warmup)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         super().__init__(self.scheduler_config, scheduler, runner, self._drop_stale_prefixes)

@@ -33,12 +33,13 @@ class _Event(Enum):
     CLOSE = "the engine is closed"
 
 
-def check_parallel(model: Any, asked: SchedulerConfig, cuda_graphs: bool | None) -> None:
+def check_parallel(model: Any, asked: SchedulerConfig, cuda_graphs: bool | None, warmup: bool | None) -> None:
     """Raises ValueError for an option that several ranks do not have, UnsupportedModelError for too many ranks."""
     size = num_ranks(model)
     if size > 1:
         check_heads(unwrapped(model), size)
-    for name, value in (("async_scheduling", asked.async_scheduling), ("cuda_graphs", cuda_graphs)):
+    switches = {"async_scheduling": asked.async_scheduling, "cuda_graphs": cuda_graphs, "warmup": warmup}
+    for name, value in switches.items():
         if value and size > 1:
             raise ValueError(f"{name}=True: the model is on {size} ranks, where this is not implemented; leave it out")
 
@@ -57,6 +58,9 @@ class _RankRunner(Runner):
         super().__init__(opened.model, opened.memory, opened.host_pools, adapters)
         self._ranks = ranks
         self._weights = state_of(opened.model.model).weights
+
+    def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
+        """Not implemented: kernels are compiled when a step needs them. (True is refused, see `check_parallel`.)"""
 
 
 class DrivingRunner(_RankRunner):

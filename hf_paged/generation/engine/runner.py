@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
+from hf_paged.config import SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.sequence import Plan, Sequence
@@ -26,6 +27,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
+from hf_paged.model.warmup import warm_up
 
 
 class PromptLogits(NamedTuple):
@@ -89,7 +91,7 @@ class Runner:
     """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward; a RowModel computes one
-    sequence after the other. `graphs` replay the decode steps that they can.
+    sequence after the other. `graphs` replay the steps that they can.
     """
 
     def __init__(
@@ -124,6 +126,10 @@ class Runner:
                 f"this engine was made for a model in {dtype} on {device}, now in {new_dtype} on {new_device}; "
                 "change the model back, or close the engine and make a new one"
             )
+
+    def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
+        """Before the first step: see `model.warmup`."""
+        warm_up(self._model, self.graphs, limits, wanted)
 
     @property
     def can_repeat(self) -> bool:
@@ -274,8 +280,8 @@ class Runner:
     def _compute(self, forward: Forward, late: _LateTokens | None = None) -> torch.Tensor:
         """The logits [num_rows, vocab] of the tokens that are wanted."""
         assert isinstance(self._model, PackedModel)
-        if forward.wanted is None and self.graphs is not None:
-            replayed = self.graphs.forward(forward.tokens, forward.step, forward.adapters, late)
+        if self.graphs is not None:
+            replayed = self.graphs.forward(forward.tokens, forward.step, forward.adapters, late, forward.wanted)
             if replayed is not None:
                 return replayed
         ids, positions = (to_device(x, self._device) for x in (forward.tokens, forward.step.positions))

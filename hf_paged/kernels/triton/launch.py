@@ -6,6 +6,7 @@ attention.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +61,10 @@ class Launch:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def stride_unit(*strides: int) -> int:
+    """The largest power of two up to 16 that divides all strides. A kernel gets the strides in this unit and the unit
+    as a constant, so that it knows the alignment of rows without being compiled anew for each stride: in a model's
+    [heads, tokens, head_dim] the strides vary with the number of tokens, but the unit is that of head_dim."""
+    return math.gcd(16, *strides)

@@ -12,7 +12,7 @@ import torch
 
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton import tuning as triton_tuning
-from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, target_of
+from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, stride_unit, target_of
 from hf_paged.kernels.triton.plan import make_plan
 from hf_paged.kernels.triton.split import reduce_kernel, split_kernel
 from hf_paged.kernels.triton.tuning import Tile
@@ -86,19 +86,20 @@ def attention_launches(
     qk_scale, soft = scale * _LOG2E, 0.0
     if softcap is not None:  # see `tile.attend`: the scaled score is log2(e^2x), where x is the argument of tanh
         qk_scale, soft = scale * 2 * _LOG2E / softcap, softcap * _LOG2E
+    q_unit = stride_unit(query.stride(0), query.stride(1))
     common: dict[str, Any] = {
         "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": metadata.block_tables,
         "seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "sinks": sinks,
         "alibi_slopes": alibi_slopes, "out": out, "lse": lse, "num_seqs": metadata.num_seqs,
         "qk_scale": qk_scale, "softcap": soft,
-        "q_token_stride": query.stride(0), "q_head_stride": query.stride(1),
+        "q_token_stride": query.stride(0) // q_unit, "q_head_stride": query.stride(1) // q_unit,
         "out_token_stride": out.stride(0), "out_head_stride": out.stride(1),
         "table_stride": metadata.block_tables.stride(0),
         "kc_block_stride": key_cache.stride(0), "kc_slot_stride": key_cache.stride(1),
         "kc_head_stride": key_cache.stride(2), "vc_block_stride": value_cache.stride(0),
         "vc_slot_stride": value_cache.stride(1), "vc_head_stride": value_cache.stride(2),
         "NUM_KV_HEADS": key_cache.shape[2], "GROUP": group, "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
-        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_SIZE": key_cache.shape[1],
+        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_SIZE": key_cache.shape[1], "Q_UNIT": q_unit,
         "WINDOW": sliding_window or 0, "CHUNK": chunk_size or 0, "SOFTCAP": softcap is not None,
         # With a negative scale the largest product is the smallest score: scale before taking the maximum.
         "SCALE_FIRST": softcap is not None or alibi_slopes is not None or scale <= 0,
@@ -118,24 +119,26 @@ def _prefill(common: dict[str, Any], metadata: AttentionMetadata, query: torch.T
     large = triton_tuning.large_tile(target, element_size, head_dim)
     if metadata.max_short_query_len == 0 or num_tokens == metadata.num_seqs * metadata.max_query_len:
         return [_whole(common, metadata, num_tokens, large, min_query=0, full_tiles=True)]  # no short queries
-    small = triton_tuning.small_tile(target, element_size, head_dim, common["GROUP"])
+    tile = triton_tuning.small_tile(target, element_size, head_dim, common["GROUP"])
     return [
-        *_split(common, metadata, small, target),
+        *_split(common, metadata, tile, target),
         _whole(common, metadata, num_tokens, large, min_query=SHORT_QUERY + 1, full_tiles=True),
     ]
 
 
 def _decode(common: dict[str, Any], metadata: AttentionMetadata, query: torch.Tensor, target: Target) -> list[Launch]:
     """A step with short queries only: long contexts are split, short ones are not."""
-    rows, head_dim = metadata.max_query_len * common["GROUP"], max(common["BLOCK_D"], common["BLOCK_DV"])
+    # Two shapes of tiles for all query lengths, because each shape is another kernel to compile.
+    head_dim, few = max(common["BLOCK_D"], common["BLOCK_DV"]), common["GROUP"]
+    rows = few if metadata.max_query_len == 1 else few * SHORT_QUERY
     tile = triton_tuning.small_tile(target, query.element_size(), head_dim, rows)
     max_keys = metadata.max_seq_len
     for size in (common["WINDOW"], common["CHUNK"]):
         if size:
-            max_keys = min(max_keys, size + metadata.max_query_len)
+            max_keys = min(max_keys, size + SHORT_QUERY)
     if max_keys <= MAX_WHOLE_TILES * tile.bn:
         return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=False)]
-    return _split(common, metadata, tile, target)
+    return _split(common, metadata, triton_tuning.small_tile(target, query.element_size(), head_dim, few), target)
 
 
 def _whole(
@@ -147,7 +150,7 @@ def _whole(
     min_query: int,
     full_tiles: bool,
 ) -> Launch:
-    one_tile = not full_tiles and metadata.max_query_len * common["GROUP"] <= tile.bm  # few rows: no search for them
+    one_tile = metadata.max_query_len == 1 and common["GROUP"] <= tile.bm  # tile i is sequence i: no search
     num_tiles = metadata.num_seqs if one_tile else num_tokens * common["GROUP"] // tile.bm + metadata.num_seqs
     args = common | {
         "num_tiles": num_tiles, "min_query": min_query, "ONE_TILE": one_tile, "FULL_TILES": full_tiles,
@@ -160,34 +163,34 @@ def _whole(
 def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, target: Target) -> list[Launch]:
     group, heads, window, chunk = common["GROUP"], common["NUM_KV_HEADS"], common["WINDOW"], common["CHUNK"]
     # Rows of two sequences fit into one tile, so that keys of a common prefix can be read once for both.
-    share = metadata.num_seqs > 1 and 2 * group <= tile.bm and not (window or chunk)
+    share = metadata.num_seqs > 1 and 2 * group <= tile.many and not (window or chunk)
     key = ("triton_plan", heads, group, common["BLOCK_SIZE"], window, chunk, common["V_HEAD_DIM"], tile)
     launches: list[Launch] = []
     if key not in metadata.scratch:
         plan, launches = make_plan(
             metadata, num_programs=target.num_cores * PROGRAMS_PER_CORE, num_kv_heads=heads, group=group,
-            block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, max_query=SHORT_QUERY,
-            share=share, bm=tile.bm, bn=tile.bn,
+            block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, share=share,
+            bm=tile.bm, many=tile.many, bn=tile.bn,
         )  # fmt: skip
-        slots = plan.num_programs + plan.max_items
         device = metadata.seq_lens.device
-        partial_out = torch.empty(slots * tile.bm * common["V_HEAD_DIM"], dtype=torch.float32, device=device)
-        partial_lse = torch.empty(slots * tile.bm, dtype=torch.float32, device=device)
+        partial_out = torch.empty(plan.num_slots * tile.bm * common["V_HEAD_DIM"], dtype=torch.float32, device=device)
+        partial_lse = torch.empty(plan.num_slots * tile.bm, dtype=torch.float32, device=device)
         metadata.scratch[key] = plan, partial_out, partial_lse
     plan, partial_out, partial_lse = metadata.scratch[key]
-    num_seqs = metadata.num_seqs
+    num_seqs, max_query = metadata.num_seqs, metadata.short_query_len
     planned = {
         "units": plan.units, "tile_starts": plan.tile_starts, "item_starts": plan.item_starts,
         "schedule": plan.schedule, "partial_out": partial_out, "partial_lse": partial_lse,
-        "num_units": num_seqs * 2 if share else num_seqs, "SHARE": share, "BM": tile.bm,
+        "num_units": num_seqs * 2 if share else num_seqs, "SHARE": share, "BM": tile.bm, "MANY": tile.many,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     args = common | planned | {"BN": tile.bn, "STAGES": tile.num_stages}
     launches.append(Launch(split_kernel, (plan.num_programs,), args, options))
-    max_query = min(metadata.max_query_len, metadata.max_short_query_len)
     names = ("query_start_loc", "out", "lse", "out_token_stride", "out_head_stride", "NUM_KV_HEADS", "GROUP",
              "V_HEAD_DIM", "BLOCK_DV", "num_seqs")  # fmt: skip
     args = {name: common[name] for name in names} | planned
-    args |= {"groups": plan.groups, "max_query": max_query, "SPLITS": max(4, 4096 // common["BLOCK_DV"])}
-    launches.append(Launch(reduce_kernel, (num_seqs * max_query, heads * group), args, {"num_warps": 4}))
+    args |= {"groups": plan.groups, "token_starts": plan.token_starts, "max_query": max_query,
+             "SPLITS": max(4, 4096 // common["BLOCK_DV"])}  # fmt: skip
+    grid = (num_seqs if max_query == 1 else metadata.short_tokens, heads * group)
+    launches.append(Launch(reduce_kernel, grid, args, {"num_warps": 4}))
     return launches

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton.launch import Launch
-from hf_paged.kernels.triton.tile import lower_bound
+from hf_paged.kernels.triton.tile import lower_bound, tile_rows
 
 # Sharing a shorter prefix saves less than writing and reading its partial results costs.
 MIN_SHARED_KEYS = 256
@@ -33,7 +33,8 @@ class Plan:
 
     units         [num_units, 4]: first sequence, number of tokens, first tile of keys, number of tiles
     tile_starts   [num_units + 1]: number of tiles before each unit
-    item_starts   [num_units + 1]: number of items before each unit
+    item_starts   [num_units + 1]: number of slots of the items before each unit; a slot holds BM rows
+    token_starts  [num_seqs + 1]: number of new tokens of the planned sequences before each sequence
     schedule      [1 + num_programs]: tiles per program; then the unit in which each program starts
     groups        [num_seqs]: the shared unit of each sequence (only with sharing)
     """
@@ -41,10 +42,11 @@ class Plan:
     units: torch.Tensor
     tile_starts: torch.Tensor
     item_starts: torch.Tensor
+    token_starts: torch.Tensor
     schedule: torch.Tensor
     groups: torch.Tensor
     num_programs: int
-    max_items: int
+    num_slots: int
     share: bool
 
 
@@ -85,18 +87,20 @@ def common_prefix_kernel(
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs"])
 def plan_kernel(
-    seq_lens, query_start_loc, shared, members, group_tiles, units, tile_starts, item_starts, schedule, groups,
-    num_seqs, num_programs,
+    seq_lens, query_start_loc, shared, members, group_tiles, units, tile_starts, item_starts, token_starts, schedule,
+    groups, num_seqs, num_programs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    MAX_QUERY: tl.constexpr, SHARE: tl.constexpr, MIN_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    WIDTH: tl.constexpr,
+    MAX_QUERY: tl.constexpr, SHARE: tl.constexpr, MIN_TILES: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr,
+    BN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program fills the Plan. Sequences with more than MAX_QUERY new tokens are left to another launch."""
     tiles_before = num_seqs * 0
     items_before = num_seqs * 0
+    tokens_before = num_seqs * 0
     num_units = num_seqs
     tl.store(tile_starts, 0)
     tl.store(item_starts, 0)
+    tl.store(token_starts, 0)
     if SHARE:
         num_units = num_seqs * 2
         groups_before = num_seqs * 0
@@ -117,14 +121,16 @@ def plan_kernel(
             valid = unit < num_seqs
             count = tl.load(members + unit, mask=valid, other=0)
             tiles = tl.where(count > 1, tl.load(group_tiles + unit, mask=valid, other=0), 0)
-            items = tl.where(count > 1, tl.cdiv(count * GROUP, BM) * NUM_KV_HEADS, 0)
+            rows = tile_rows(count * GROUP, BM, MANY)
+            items = tl.where(count > 1, tl.cdiv(count * GROUP, rows) * NUM_KV_HEADS, 0)
+            slots = items * (rows // BM)
             tl.store(units + unit * 4 + 1, count, mask=valid)
             tl.store(units + unit * 4 + 2, 0, mask=valid)
             tl.store(units + unit * 4 + 3, tiles, mask=valid)
             tl.store(tile_starts + 1 + unit, tiles_before + tl.cumsum(items * tiles, 0), mask=valid)
-            tl.store(item_starts + 1 + unit, items_before + tl.cumsum(items, 0), mask=valid)
+            tl.store(item_starts + 1 + unit, items_before + tl.cumsum(slots, 0), mask=valid)
             tiles_before += tl.sum(items * tiles)
-            items_before += tl.sum(items)
+            items_before += tl.sum(slots)
         tl.debug_barrier()
     for start in tl.range(0, num_seqs, WIDTH):
         seqs = start + tl.arange(0, WIDTH)
@@ -138,16 +144,21 @@ def plan_kernel(
             group = tl.load(groups + seqs, mask=valid, other=0)
             first = tl.load(units + group * 4 + 3, mask=valid, other=0)
         tiles = tl.where(active, tl.cdiv(seq_len, BN) - first, 0)
-        items = tl.where(active, tl.cdiv(query_len * GROUP, BM) * NUM_KV_HEADS, 0)
+        rows = tile_rows(query_len * GROUP, BM, MANY)
+        items = tl.where(active, tl.cdiv(query_len * GROUP, rows) * NUM_KV_HEADS, 0)
+        slots = items * (rows // BM)
+        tokens = tl.where(active, query_len, 0)
         unit = num_units - num_seqs + seqs
         tl.store(units + unit * 4, seqs, mask=valid)
         tl.store(units + unit * 4 + 1, query_len, mask=valid)
         tl.store(units + unit * 4 + 2, first, mask=valid)
         tl.store(units + unit * 4 + 3, tiles, mask=valid)
         tl.store(tile_starts + 1 + unit, tiles_before + tl.cumsum(items * tiles, 0), mask=valid)
-        tl.store(item_starts + 1 + unit, items_before + tl.cumsum(items, 0), mask=valid)
+        tl.store(item_starts + 1 + unit, items_before + tl.cumsum(slots, 0), mask=valid)
+        tl.store(token_starts + 1 + seqs, tokens_before + tl.cumsum(tokens, 0), mask=valid)
         tiles_before += tl.sum(items * tiles)
-        items_before += tl.sum(items)
+        items_before += tl.sum(slots)
+        tokens_before += tl.sum(tokens)
     tl.debug_barrier()
 
     per_program = tl.maximum(tl.cdiv(tiles_before, num_programs), MIN_TILES)
@@ -175,6 +186,19 @@ def _aligned_parts(sizes: list[int], device: torch.device) -> list[torch.Tensor]
     return [part[:size] for part, size in zip(whole.split(padded), sizes)]
 
 
+def max_slots(metadata: AttentionMetadata, num_kv_heads: int, group: int, bm: int, many: int, *, share: bool) -> int:
+    """An upper bound of the slots of all items of a plan, from sizes that the host knows.
+
+    A unit of r rows has one slot for each KV head if r <= bm, else those of ceil(r / many) tiles: fewer than
+    r / bm + many / bm, and many / bm < r * many / bm^2.
+    """
+    num_seqs, only_small = metadata.num_seqs, metadata.short_query_len == 1 and group <= bm
+    slots = num_seqs if only_small else num_seqs + metadata.short_tokens * group * (bm + many) // bm**2
+    if share:  # of a sequence, one token at most
+        slots += num_seqs // 2 + num_seqs * group * (bm + many) // bm**2
+    return slots * num_kv_heads
+
+
 def make_plan(
     metadata: AttentionMetadata,
     *,
@@ -184,20 +208,23 @@ def make_plan(
     block_size: int,
     sliding_window: int,
     chunk_size: int,
-    max_query: int,
     share: bool,
     bm: int,
+    many: int,
     bn: int,
 ) -> tuple[Plan, list[Launch]]:
-    """The plan's tensors and the launches that fill them. `share`: find common prefixes (not with a sliding window)."""
+    """The plan's tensors and the launches that fill them, for the sequences with up to SHORT_QUERY new tokens.
+
+    share: find common prefixes (not with a sliding window). bm, many: rows in a tile, see `tile.tile_rows`.
+    """
     assert not share or not (sliding_window or chunk_size)
     num_seqs, device = metadata.num_seqs, metadata.seq_lens.device
     num_units = num_seqs * 2 if share else num_seqs
-    units, tile_starts, item_starts, schedule, groups, shared, members, group_tiles = _aligned_parts(
-        [num_units * 4, num_units + 1, num_units + 1, 1 + num_programs, *[num_seqs] * 4], device
+    units, tile_starts, item_starts, token_starts, schedule, groups, shared, members, group_tiles = _aligned_parts(
+        [num_units * 4, num_units + 1, num_units + 1, num_seqs + 1, 1 + num_programs, *[num_seqs] * 4], device
     )
-    row_tiles = (metadata.num_tokens * group // bm + num_seqs) * (2 if share else 1)
-    plan = Plan(units, tile_starts, item_starts, schedule, groups, num_programs, row_tiles * num_kv_heads, share)
+    slots = num_programs * (many // bm) + max_slots(metadata, num_kv_heads, group, bm, many, share=share)
+    plan = Plan(units, tile_starts, item_starts, token_starts, schedule, groups, num_programs, slots, share)
     launches = []
     if share:
         args = {
@@ -210,10 +237,10 @@ def make_plan(
     args = {
         "seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "shared": shared,
         "members": members, "group_tiles": group_tiles, "units": units, "tile_starts": tile_starts,
-        "item_starts": item_starts, "schedule": schedule, "groups": groups, "num_seqs": num_seqs,
-        "num_programs": num_programs, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "WINDOW": sliding_window,
-        "CHUNK": chunk_size, "MAX_QUERY": max_query, "SHARE": share, "MIN_TILES": MIN_TILES, "BM": bm, "BN": bn,
-        "WIDTH": 256,
+        "item_starts": item_starts, "token_starts": token_starts, "schedule": schedule, "groups": groups,
+        "num_seqs": num_seqs, "num_programs": num_programs, "NUM_KV_HEADS": num_kv_heads, "GROUP": group,
+        "WINDOW": sliding_window, "CHUNK": chunk_size, "MAX_QUERY": SHORT_QUERY, "SHARE": share,
+        "MIN_TILES": MIN_TILES, "BM": bm, "MANY": many, "BN": bn, "WIDTH": 256,
     }  # fmt: skip
     launches.append(Launch(plan_kernel, (1,), args, {"num_warps": 4}))
     return plan, launches

@@ -10,10 +10,76 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound
+from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, tile_rows
 
 
-@triton.jit(do_not_specialize=["num_units", "num_seqs", "table_stride"])
+@triton.jit
+def _attend_item(
+    query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    partial_out, partial_lse, qk_scale, softcap,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
+    kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+    first_seq, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr, LINES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`length` tiles of one item, from tile `skipped` on, with BM rows in a tile. A partial result goes to `slot`,
+    counted in LINES rows."""
+    row_tiles = tl.cdiv(num_tokens * GROUP, BM)
+    head = item // row_tiles
+    rows = (item % row_tiles) * BM + tl.arange(0, BM)
+    valid = rows < num_tokens * GROUP
+    index = tl.where(valid, rows // GROUP, num_tokens - 1)
+    heads = head * GROUP + rows % GROUP
+    hi = tl.load(seq_lens + first_seq)
+    if SHARE:  # a shared unit has one token from each of its sequences
+        seqs = first_seq + tl.where(private, 0, index)
+        index = tl.where(private, index, 0)
+        tokens = (tl.load(query_start_loc + seqs) + index).to(tl.int64)
+        positions = tl.load(seq_lens + seqs) - tl.where(private, num_tokens, 1) + index
+    else:
+        tokens = (tl.load(query_start_loc + first_seq) + index).to(tl.int64)
+        positions = hi - num_tokens + index
+    q, slopes, peak, total = load_rows(
+        query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride * Q_UNIT, q_head_stride * Q_UNIT, HEAD_DIM,
+        BLOCK_D, UPCAST, private & (skipped == 0),
+    )  # fmt: skip
+    start = (first_tile + skipped) * BN
+    lo = start
+    if WINDOW > 0 or CHUNK > 0:
+        lo = tl.maximum(start, lower_bound(hi - num_tokens, WINDOW, CHUNK))
+    hi = tl.minimum(hi, start + length * BN)
+    acc, peak, total = attend(
+        q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
+        key_cache + head * kc_head_stride, value_cache + head * vc_head_stride,
+        block_tables + first_seq.to(tl.int64) * table_stride, start, hi, lo, hi, positions, slopes,
+        qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+        HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
+        SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
+    )  # fmt: skip
+    # A private unit that starts after a shared prefix is partial as well.
+    if private & (length == num_tiles) & ((first_tile == 0) | (not SHARE)):
+        finish(
+            out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride,
+            NUM_KV_HEADS * GROUP, V_HEAD_DIM, BLOCK_DV,
+        )  # fmt: skip
+    else:
+        lines = slot.to(tl.int64) * LINES + tl.arange(0, BM)
+        dims = tl.arange(0, BLOCK_DV)
+        seen = total > 0.0
+        total = tl.where(seen, total, 1.0)
+        result = acc / total[:, None]
+        tl.store(
+            partial_out + lines[:, None] * V_HEAD_DIM + dims[None, :], result,
+            mask=valid[:, None] & (dims < V_HEAD_DIM)[None, :],
+        )  # fmt: skip
+        tl.store(partial_lse + lines, tl.where(seen, peak + tl.log2(total), float("-inf")), mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_units", "num_seqs", "table_stride", "q_token_stride", "q_head_stride"])
 def split_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     units, tile_starts, item_starts, schedule, partial_out, partial_lse, qk_scale, softcap,
@@ -21,14 +87,15 @@ def split_kernel(
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
     num_units, num_seqs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
     SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, MANY: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p processes its run of tiles, item by item. Its partial result of item i goes to slot p + i.
+    """Program p processes its run of tiles, item by item, with BM or MANY rows in a tile (see `plan.tile_rows`).
 
-    No two partial results have the same slot, because p and i never decrease along the tiles.
+    Its partial result of an item goes to slot p * MANY / BM + s, where s is the number of slots of all items before.
+    No two partial results overlap, because p and s never decrease along the tiles.
     partial_out fp32 [slots, BM, V_HEAD_DIM], partial_lse fp32 [slots, BM] to base 2.
     """
     program = tl.program_id(0)
@@ -47,77 +114,51 @@ def split_kernel(
         item = offset // num_tiles
         skipped = offset % num_tiles
         length = tl.minimum(num_tiles - skipped, stop - tile)
-        row_tiles = tl.cdiv(num_tokens * GROUP, BM)
-        head = item // row_tiles
-
-        rows = (item % row_tiles) * BM + tl.arange(0, BM)
-        valid = rows < num_tokens * GROUP
-        index = tl.where(valid, rows // GROUP, num_tokens - 1)
-        heads = head * GROUP + rows % GROUP
-        hi = tl.load(seq_lens + first_seq)
         private = unit >= num_units - num_seqs
-        if SHARE:  # a shared unit has one token from each of its sequences
-            seqs = first_seq + tl.where(private, 0, index)
-            index = tl.where(private, index, 0)
-            tokens = (tl.load(query_start_loc + seqs) + index).to(tl.int64)
-            positions = tl.load(seq_lens + seqs) - tl.where(private, num_tokens, 1) + index
-        else:
-            tokens = (tl.load(query_start_loc + first_seq) + index).to(tl.int64)
-            positions = hi - num_tokens + index
-        q, slopes, peak, total = load_rows(
-            query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride, q_head_stride, HEAD_DIM, BLOCK_D, UPCAST,
-            private & (skipped == 0),
-        )  # fmt: skip
-        start = (first_tile + skipped) * BN
-        lo = start
-        if WINDOW > 0 or CHUNK > 0:
-            lo = tl.maximum(start, lower_bound(hi - num_tokens, WINDOW, CHUNK))
-        hi = tl.minimum(hi, start + length * BN)
-        acc, peak, total = attend(
-            q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
-            key_cache + head * kc_head_stride, value_cache + head * vc_head_stride,
-            block_tables + first_seq.to(tl.int64) * table_stride, start, hi, lo, hi, positions, slopes,
-            qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
-            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
-            SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
-        )  # fmt: skip
-        # A private unit that starts after a shared prefix is partial as well.
-        if private & (length == num_tiles) & ((first_tile == 0) | (not SHARE)):
-            finish(
-                out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride,
-                NUM_KV_HEADS * GROUP, V_HEAD_DIM, BLOCK_DV,
+        slot = program * (MANY // BM) + tl.load(item_starts + unit)
+        if (MANY > BM) & (num_tokens * GROUP > BM):
+            _attend_item(
+                query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+                partial_out, partial_lse, qk_scale, softcap,
+                q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
+                kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+                first_seq, num_tokens, first_tile, num_tiles, private, item, skipped, length,
+                slot + item * (MANY // BM),
+                NUM_KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, Q_UNIT, WINDOW, CHUNK,
+                SOFTCAP, SCALE_FIRST, SAME_STRIDES, UPCAST, SHARE, BM, MANY, BN, STAGES,
             )  # fmt: skip
         else:
-            slot = (program + tl.load(item_starts + unit) + item).to(tl.int64) * BM
-            lines = slot + tl.arange(0, BM)
-            dims = tl.arange(0, BLOCK_DV)
-            seen = total > 0.0
-            total = tl.where(seen, total, 1.0)
-            result = acc / total[:, None]
-            tl.store(
-                partial_out + lines[:, None] * V_HEAD_DIM + dims[None, :], result,
-                mask=valid[:, None] & (dims < V_HEAD_DIM)[None, :],
+            _attend_item(
+                query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+                partial_out, partial_lse, qk_scale, softcap,
+                q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
+                kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+                first_seq, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot + item,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, Q_UNIT, WINDOW, CHUNK,
+                SOFTCAP, SCALE_FIRST, SAME_STRIDES, UPCAST, SHARE, BM, BM, BN, STAGES,
             )  # fmt: skip
-            tl.store(partial_lse + lines, tl.where(seen, peak + tl.log2(total), float("-inf")), mask=valid)
         tile += length
 
 
 @triton.jit
 def _add_partials(
     acc, peak, total, partial_out, partial_lse, tile_starts, item_starts, units, per_program, unit, row, head,
-    GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the partial results of one row of a unit in acc [BLOCK_DV], peak and total."""
-    item = head * tl.cdiv(tl.load(units + unit * 4 + 1) * GROUP, BM) + row // BM
+    num_rows = tl.load(units + unit * 4 + 1) * GROUP
+    rows = tile_rows(num_rows, BM, MANY)
+    item = head * tl.cdiv(num_rows, rows) + row // rows
     num_tiles = tl.load(units + unit * 4 + 3)
     start = tl.load(tile_starts + unit) + item * num_tiles
     first, last = start // per_program, (start + num_tiles - 1) // per_program
-    slot = tl.load(item_starts + unit) + item
+    line = (tl.load(item_starts + unit) + item * (rows // BM)).to(tl.int64) * BM + row % rows
     dims = tl.arange(0, BLOCK_DV)
     for base in tl.range(first, last + 1, SPLITS):
         programs = base + tl.arange(0, SPLITS)
         inside = programs <= last
-        lines = (programs + slot).to(tl.int64) * BM + row % BM
+        lines = programs.to(tl.int64) * MANY + line
         lses = tl.load(partial_lse + lines, mask=inside, other=float("-inf"))
         mask = inside[:, None] & (dims < V_HEAD_DIM)[None, :]
         parts = tl.load(partial_out + lines[:, None] * V_HEAD_DIM + dims[None, :], mask=mask, other=0.0)
@@ -133,23 +174,38 @@ def _add_partials(
 
 @triton.jit(do_not_specialize=["num_units", "num_seqs", "max_query"])
 def reduce_kernel(
-    query_start_loc, out, lse, units, tile_starts, item_starts, schedule, groups, partial_out, partial_lse,
-    out_token_stride, out_head_stride, num_units, num_seqs, max_query,
+    query_start_loc, out, lse, units, tile_starts, item_starts, schedule, groups, token_starts, partial_out,
+    partial_lse, out_token_stride, out_head_stride, num_units, num_seqs, max_query,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SHARE: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
+    SHARE: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (s * max_query + t, h): combine head h of new token t of sequence s, if its keys were split."""
-    seq = tl.program_id(0) // max_query
-    token = tl.program_id(0) % max_query
+    """Program (i, h): combine head h of new token i of the planned sequences, if its keys were split; of sequence i if
+    max_query is 1, so that none of them has more tokens than one."""
+    index = tl.program_id(0)
     head = tl.program_id(1)
+    seq = index
+    token = index * 0
+    if max_query > 1:
+        seq = index * 0
+        above = num_seqs
+        if tl.load(token_starts + num_seqs) <= index:
+            return
+        while above - seq > 1:
+            middle = (seq + above) // 2
+            if tl.load(token_starts + middle) <= index:
+                seq = middle
+            else:
+                above = middle
+        token = index - tl.load(token_starts + seq)
     unit = num_units - num_seqs + seq
     num_tiles = tl.load(units + unit * 4 + 3)
-    if (num_tiles == 0) | (token >= tl.load(units + unit * 4 + 1)):
+    num_rows = tl.load(units + unit * 4 + 1) * GROUP
+    if (num_tiles == 0) | (token * GROUP >= num_rows):
         return
     per_program = tl.load(schedule)
     row = token * GROUP + head % GROUP
-    row_tiles = tl.cdiv(tl.load(units + unit * 4 + 1) * GROUP, BM)
-    start = tl.load(tile_starts + unit) + (head // GROUP * row_tiles + row // BM) * num_tiles
+    rows = tile_rows(num_rows, BM, MANY)
+    start = tl.load(tile_starts + unit) + (head // GROUP * tl.cdiv(num_rows, rows) + row // rows) * num_tiles
     shared = SHARE and tl.load(units + unit * 4 + 2) > 0
     if (start // per_program == (start + num_tiles - 1) // per_program) & (not shared):
         return
@@ -161,11 +217,11 @@ def reduce_kernel(
         member = seq - tl.load(units + group * 4)
         acc, peak, total = _add_partials(
             acc, peak, total, partial_out, partial_lse, tile_starts, item_starts, units, per_program, group,
-            member * GROUP + head % GROUP, head // GROUP, GROUP, V_HEAD_DIM, BLOCK_DV, BM, SPLITS,
+            member * GROUP + head % GROUP, head // GROUP, GROUP, V_HEAD_DIM, BLOCK_DV, BM, MANY, SPLITS,
         )  # fmt: skip
     acc, peak, total = _add_partials(
         acc, peak, total, partial_out, partial_lse, tile_starts, item_starts, units, per_program, unit,
-        row, head // GROUP, GROUP, V_HEAD_DIM, BLOCK_DV, BM, SPLITS,
+        row, head // GROUP, GROUP, V_HEAD_DIM, BLOCK_DV, BM, MANY, SPLITS,
     )  # fmt: skip
     position = (tl.load(query_start_loc + seq) + token).to(tl.int64)
     dims = tl.arange(0, BLOCK_DV)

@@ -23,6 +23,13 @@ def lower_bound(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def tile_rows(num_rows, BM: tl.constexpr, MANY: tl.constexpr):
+    """The rows of a tile of a unit with `num_rows` rows: BM if they fit into one, else MANY, so that several sequences
+    with a common prefix, or several new tokens of one sequence, read each key once."""
+    return tl.where(num_rows > BM, MANY, BM)
+
+
+@triton.jit
 def load_block_ids(table, start, lo, hi, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
     """Block ids of keys [start, start + BN): one id if they are in one block, else one per key. 0 outside [lo, hi)."""
     if BLOCK_SIZE % BN == 0:

@@ -13,14 +13,14 @@ import triton.language as tl
 from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "min_query", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "min_query", "table_stride", "q_token_stride", "q_head_stride"])
 def whole_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     num_seqs, num_tiles, min_query, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
     SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, ONE_TILE: tl.constexpr,
     FULL_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -61,8 +61,9 @@ def whole_kernel(
     positions = seq_len - query_len + tokens
     tokens = (query_start + tokens).to(tl.int64)
     q, slopes, peak, total = load_rows(
-        query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride, q_head_stride, HEAD_DIM, BLOCK_D, UPCAST, True
-    )
+        query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride * Q_UNIT, q_head_stride * Q_UNIT, HEAD_DIM,
+        BLOCK_D, UPCAST, True,
+    )  # fmt: skip
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
 
     first_position = seq_len - query_len + row_tile * BM // GROUP

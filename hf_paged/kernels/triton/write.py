@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+from hf_paged.kernels.triton.launch import Launch, next_power_of_2, stride_unit
 
 
 @triton.jit
@@ -29,13 +29,13 @@ def _write_rows(
     tl.store(cache + start[:, None] + (head * head_stride + dim)[None, :], x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"])
 def write_kv_kernel(
     key, value, key_cache, value_cache, slot_mapping, num_tokens,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, ELEMENTS: tl.constexpr,
+    K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, TOKENS: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): elements [j * ELEMENTS, ...) of the flattened heads of tokens [i * TOKENS, ...)."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -44,11 +44,11 @@ def write_kv_kernel(
     slots = tl.where(valid, slots, 0)
     elements = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     _write_rows(
-        key, key_cache, slots, tokens, valid, elements, k_token_stride, k_head_stride,
+        key, key_cache, slots, tokens, valid, elements, k_token_stride * K_UNIT, k_head_stride * K_UNIT,
         kc_block_stride, kc_slot_stride, kc_head_stride, NUM_HEADS, HEAD_DIM, BLOCK_SIZE,
     )  # fmt: skip
     _write_rows(
-        value, value_cache, slots, tokens, valid, elements, v_token_stride, v_head_stride,
+        value, value_cache, slots, tokens, valid, elements, v_token_stride * V_UNIT, v_head_stride * V_UNIT,
         vc_block_stride, vc_slot_stride, vc_head_stride, NUM_HEADS, V_HEAD_DIM, BLOCK_SIZE,
     )  # fmt: skip
 
@@ -69,16 +69,17 @@ def write_kv_launch(
     elements = min(2048, next_power_of_2(row))
     # Many tokens: 2,048 elements per program, for throughput. Few tokens: one program per token, for latency.
     tokens = max(1, 2048 // elements) if num_tokens >= 512 else 1
+    k_unit, v_unit = (stride_unit(*rows.stride()[:2]) for rows in (key, value))
     args = {
         "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
         "num_tokens": num_tokens,
-        "k_token_stride": key.stride(0), "k_head_stride": key.stride(1),
-        "v_token_stride": value.stride(0), "v_head_stride": value.stride(1),
+        "k_token_stride": key.stride(0) // k_unit, "k_head_stride": key.stride(1) // k_unit,
+        "v_token_stride": value.stride(0) // v_unit, "v_head_stride": value.stride(1) // v_unit,
         "kc_block_stride": key_cache.stride(0), "kc_slot_stride": key_cache.stride(1),
         "kc_head_stride": key_cache.stride(2), "vc_block_stride": value_cache.stride(0),
         "vc_slot_stride": value_cache.stride(1), "vc_head_stride": value_cache.stride(2),
         "NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "V_HEAD_DIM": value.shape[2], "BLOCK_SIZE": key_cache.shape[1],
-        "TOKENS": tokens, "ELEMENTS": elements,
+        "K_UNIT": k_unit, "V_UNIT": v_unit, "TOKENS": tokens, "ELEMENTS": elements,
     }  # fmt: skip
     grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(row, elements))
     return Launch(write_kv_kernel, grid, args, {"num_warps": 4})

@@ -4,13 +4,13 @@
 #include "kernels.h"
 #if HAS_DPBF16
 
-INLINE void apply(const Packed *p, const uint16_t *x, int64_t rows, int64_t depth, uint16_t *out, char *workspace,
+INLINE void apply(const Weight *w, const uint16_t *x, int64_t rows, int64_t depth, uint16_t *out, char *workspace,
                   int64_t threads) {
-    hfp_linear(&(Linear){x, rows, p->columns, depth, p->weight, p->bias, out, workspace, threads});
+    hfp_linear(&(Linear){x, rows, w->columns, depth, w->weight, w->bias, w->packed, out, workspace, threads});
 }
 
-HFP_EXPORT int64_t hfp_layer_in_workspace(int64_t rows, int64_t depth) {
-    return round_up(rows * depth * 2, 64) + hfp_linear_workspace(rows, depth);
+HFP_EXPORT int64_t hfp_layer_in_workspace(int64_t rows, int64_t depth, int64_t threads) {
+    return round_up(rows * depth * 2, 64) + hfp_linear_workspace(rows, depth, threads);
 }
 
 /* The part before attention: norm, projections, norms of heads, rotation. */
@@ -42,10 +42,11 @@ INLINE void gate_vector(uint16_t *gate, const uint16_t *up) {
     store_bf16(gate, silu * load_bf16(up));
 }
 
-HFP_EXPORT int64_t hfp_layer_out_workspace(int64_t rows, int64_t x_depth, int64_t depth, int64_t inner) {
+HFP_EXPORT int64_t hfp_layer_out_workspace(int64_t rows, int64_t x_depth, int64_t depth, int64_t inner,
+                                            int64_t threads) {
     const int64_t max_depth = x_depth > depth ? x_depth : depth;
     return 2 * round_up(rows * depth * 2, 64) + 2 * round_up(rows * inner * 2, 64) +
-           hfp_linear_workspace(rows, max_depth > inner ? max_depth : inner);
+           hfp_linear_workspace(rows, max_depth > inner ? max_depth : inner, threads);
 }
 
 /* to[i] += x[i] */

@@ -13,6 +13,7 @@ typedef struct {
     const uint16_t *x; /* [rows, depth] */
     int64_t rows, columns, depth;
     const uint16_t *weight, *bias; /* bias: or NULL */
+    int64_t packed;                /* whether the weight is packed; else it is [columns, depth] */
     uint16_t *out;                 /* [rows, columns] */
     char *workspace;               /* hfp_linear_workspace() bytes, aligned to 64 */
     int64_t threads;
@@ -32,15 +33,15 @@ typedef struct {
 
 /* The weight of a linear layer. */
 typedef struct {
-    const uint16_t *weight, *bias; /* packed; bias: or NULL */
-    int64_t columns;
-} Packed;
+    const uint16_t *weight, *bias; /* bias: or NULL */
+    int64_t columns, packed;       /* packed: whether the weight is; else it is [columns, depth] */
+} Weight;
 
 typedef struct {
     const uint16_t *x; /* [rows, depth] */
     int64_t rows, depth, head_dim;
     const uint16_t *norm, *query_norm, *key_norm; /* weights; those of the heads, [head_dim]: or NULL */
-    Packed query, key, value;
+    Weight query, key, value;
     const uint16_t *cos, *sin;                /* [rows, head_dim] */
     uint16_t *new_query, *new_key, *new_value; /* [rows, columns of each] */
     char *workspace;                          /* hfp_layer_in_workspace() bytes, aligned to 64 */
@@ -52,14 +53,14 @@ typedef struct {
     const uint16_t *x, *residual; /* the output of attention [rows, x_depth]; the input of the layer [rows, depth] */
     int64_t rows, x_depth, depth;
     const uint16_t *norm;
-    Packed output, gate, up, down;
+    Weight output, gate, up, down;
     uint16_t *out;   /* [rows, depth] */
     char *workspace; /* hfp_layer_out_workspace() bytes, aligned to 64 */
     int64_t threads;
     double norm_eps;
 } LayerOut;
 
-int64_t hfp_linear_workspace(int64_t rows, int64_t depth);
+int64_t hfp_linear_workspace(int64_t rows, int64_t depth, int64_t threads);
 void hfp_linear(const Linear *call);
 void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n, double eps,
                   int64_t threads);

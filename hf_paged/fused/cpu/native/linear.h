@@ -6,8 +6,21 @@
 
 #define PANEL 32 /* columns of a weight that are stored together: two vectors, or two tiles, wide */
 
+void linear_pack_panel(const uint16_t *weight, int64_t columns, int64_t depth, int64_t panel, uint16_t *to);
 void linear_amx(const Linear *call); /* rows > 0 */
 void linear_dot(const Linear *call); /* rows > 0 */
+
+/* This thread's buffer for a panel. */
+INLINE uint16_t *linear_buffer(const Linear *l) {
+    return (uint16_t *)(void *)l->workspace + omp_get_thread_num() * round_up(l->depth, 32) * PANEL;
+}
+
+/* A packed panel, in the weight itself or in the buffer. */
+INLINE const uint16_t *linear_panel(const Linear *l, int64_t panel, uint16_t *buffer) {
+    if (l->packed) return l->weight + panel * round_up(l->depth, 32) * PANEL;
+    linear_pack_panel(l->weight, l->columns, l->depth, panel, buffer);
+    return buffer;
+}
 
 /* Round `rows` rows of sums to bf16 and store them at `to`; the panel has `columns` columns of each row. */
 INLINE void linear_store(uint16_t *to, int64_t to_row, const float *sums, int64_t rows, int64_t columns,

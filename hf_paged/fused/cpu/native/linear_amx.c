@@ -54,7 +54,7 @@ void linear_amx(const Linear *call) {
     const int64_t copied = in_place < l.rows ? tiles * 16 - in_place : 0;
     AmxConfig config = amx_config_16;
     if (tiles == 1 && !copied) config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)l.rows;
-    uint16_t *copy = (uint16_t *)(void *)l.workspace;
+    uint16_t *copy = (uint16_t *)(void *)l.workspace + l.threads * steps * 1024;
     for (int64_t r = 0; r < copied; r++) {
         const int64_t depth = in_place + r < l.rows ? l.depth : 0;
         memcpy(copy + r * steps * 32, l.x + (in_place + r) * l.depth, (size_t)depth * 2);
@@ -62,15 +62,17 @@ void linear_amx(const Linear *call) {
     }
     COMPILER_FENCE();
     /* With few rows, a panel is used once and prefetched just in time. With many rows, each use of a panel prefetches a
-     * part of the next one to L2. */
-    const int64_t lines = (31 + passes) / passes;
+     * part of the next one to L2. (If the weight is not packed, packing prefetches it.) */
+    const int64_t lines = l.packed ? (31 + passes) / passes : 0;
 #pragma omp parallel num_threads(l.threads) if (l.threads > 1)
     {
         float sums[32 * PANEL] __attribute__((aligned(64)));
+        uint16_t *buffer = linear_buffer(&l);
         _tile_loadconfig(&config);
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < panels; panel++) {
-            const uint16_t *weight = l.weight + panel * steps * 1024;
+            const uint16_t *weight = linear_panel(&l, panel, buffer);
+            COMPILER_FENCE();
             const char *next = (const char *)weight + (passes > 1 ? steps * 2048 : STREAM);
             for (int64_t row = 0; row < l.rows; row += 32) {
                 const int64_t left = l.rows - row;
@@ -79,9 +81,9 @@ void linear_amx(const Linear *call) {
                     tile[i] = row + 16 * i < in_place
                                   ? (RowTile){l.x + (row + 16 * i) * l.depth, l.depth * 2}
                                   : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
-                if (passes > 1 && left > 16)
+                if ((passes > 1 || !l.packed) && left > 16)
                     linear_sums(tile[0], tile[1], weight, steps, &next, lines, 0, 1);
-                else if (passes > 1)
+                else if (passes > 1 || !l.packed)
                     linear_sums(tile[0], tile[0], weight, steps, &next, lines, 0, 0);
                 else if (left > 16)
                     linear_sums(tile[0], tile[1], weight, steps, &next, lines, 1, 1);

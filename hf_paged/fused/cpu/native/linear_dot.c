@@ -87,18 +87,22 @@ void linear_dot(const Linear *call) {
     const Linear l = *call;
     const int64_t size = round_up(l.depth, 32) * PANEL, panels = round_up(l.columns, PANEL) / PANEL;
     const int64_t blocks = (l.rows + ROWS - 1) / ROWS;
-    /* With one block of rows, a panel is used once and prefetched just in time. With more, each use of a panel
-     * prefetches a part of the next one. */
-    const int64_t lines = (31 + blocks) / blocks, ahead = blocks > 1 ? size * 2 : STREAM;
-#pragma omp parallel for schedule(static) num_threads(l.threads) if (l.threads > 1)
-    for (int64_t p = 0; p < panels; p++) {
+    /* With one block of rows, a packed panel is used once and prefetched just in time. With more, each use of a panel
+     * prefetches a part of the next one. (If the weight is not packed, packing prefetches it.) */
+    const int64_t lines = l.packed ? (31 + blocks) / blocks : 0, ahead = blocks > 1 ? size * 2 : STREAM;
+#pragma omp parallel num_threads(l.threads) if (l.threads > 1)
+    {
         float sums[ROWS * PANEL] __attribute__((aligned(64)));
-        const uint16_t *panel = l.weight + p * size, *bias = l.bias ? l.bias + p * PANEL : NULL;
-        Prefetch prefetch = {(const char *)panel + ahead, lines, blocks <= 2};
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t row = l.rows * b / blocks, rows = l.rows * (b + 1) / blocks - row;
-            sums_of_rows(l.x + row * l.depth, rows, l.depth, panel, sums, &prefetch);
-            linear_store(l.out + row * l.columns + p * PANEL, l.columns, sums, rows, l.columns - p * PANEL, bias);
+        uint16_t *buffer = linear_buffer(&l);
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < panels; p++) {
+            const uint16_t *panel = linear_panel(&l, p, buffer), *bias = l.bias ? l.bias + p * PANEL : NULL;
+            Prefetch prefetch = {(const char *)panel + ahead, lines, blocks <= 2};
+            for (int64_t b = 0; b < blocks; b++) {
+                const int64_t row = l.rows * b / blocks, rows = l.rows * (b + 1) / blocks - row;
+                sums_of_rows(l.x + row * l.depth, rows, l.depth, panel, sums, &prefetch);
+                linear_store(l.out + row * l.columns + p * PANEL, l.columns, sums, rows, l.columns - p * PANEL, bias);
+            }
         }
     }
 }

@@ -1,0 +1,344 @@
+"""Replicas on Ray Serve: `build_app` makes an application of one ingress and any number of engines.
+
+The ingress checks keys and sizes, and hands each request to a replica (`relay`), which `routing` chooses. A replica is
+the HTTP application of one engine (`replica`). Ray starts, places, checks and replaces the processes, and moves bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.serving.middleware import Gate, send_problem
+from hf_paged.serving.problems import not_served
+from hf_paged.serving.relay import Asked, Part, Relay, ReplicaLost
+from hf_paged.serving.routing import Policy, Router, make_router
+from hf_paged.serving.scaling import Pressure, wanted_replicas
+from hf_paged.serving.settings import Limits, Settings
+
+log = logging.getLogger("hf_paged.serving")
+
+_STATS_SECONDS = 1.0  # between two reports of a replica
+_HEALTH_SECONDS = 5.0  # between two checks; a process that has ended is noticed at once
+_LAST_SECONDS = 1.0  # from an engine's death to that of its process, in which clients are told
+
+# Of one replica, and a client cannot say which.
+_OF_ONE = ("/", "/live", "/metrics")
+
+
+class AppArgs(BaseModel):
+    """The arguments of `build_app`, which a configuration file of Ray Serve gives as `args`.
+
+    checkpoint: a folder that every machine of the cluster has, or a name on the hub. replicas: that are started;
+    max_replicas: to which autoscaling may add (None: no autoscaling). routing: see `routing.make_router`, with
+    routing_options for PrefixRouter. cpus, gpus: of one replica. adapters: name -> folder; a replica loads one when
+    the first request names it. settings, cache, scheduler: fields of Settings, CacheConfig and SchedulerConfig; the
+    last two are those of one replica. drain_seconds: that requests of a replica which is to end may take.
+    wait_seconds: for a replica that takes a request, before the client gets status 503.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint: str
+    replicas: int = Field(1, ge=1)
+    max_replicas: int | None = None
+    routing: Policy = "prefix"
+    routing_options: dict[str, float] = Field(default_factory=dict)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = None
+    cpus: float = Field(1.0, gt=0)
+    gpus: float = Field(0.0, ge=0)
+    adapters: dict[str, str] = Field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    cache: dict[str, Any] = Field(default_factory=dict)
+    scheduler: dict[str, Any] = Field(default_factory=dict)
+    drain_seconds: float = Field(30.0, ge=0)
+    wait_seconds: float = Field(120.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> AppArgs:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}; raise it")
+        make_router(self.routing, **self.routing_options)
+        CacheConfig(**self.cache)
+        SchedulerConfig(**self.scheduler)
+        if self.make_settings().admin_key is not None:
+            raise ValueError("admin_key: its routes would change one replica of several; leave it out")
+        if taken := self.adapters.keys() & set(self.make_settings().names):
+            raise ValueError(f"adapters: the name {min(taken)!r} is the model's; choose another one")
+        return self
+
+    def make_settings(self) -> Settings:
+        given: dict[str, Any] = {"names": (self.checkpoint,), **self.settings}
+        lists = {name: tuple(given[name]) for name in ("names", "api_keys") if name in given}
+        return Settings(**{**given, **lists, "limits": Limits(**given.get("limits", {}))})
+
+
+def build_app(args: AppArgs | dict[str, Any]) -> serve.Application:
+    """The application for `serve.run`, or for `serve run hf_paged.serving.ray:build_app checkpoint=... replicas=2`.
+
+    args: AppArgs, or its fields. Raises ValueError for those that cannot be used.
+    """
+    args = AppArgs.model_validate(args)
+    settings = args.make_settings()
+    if Path(args.checkpoint).is_dir():  # of this machine: replicas may run in another folder
+        folder = str(Path(args.checkpoint).resolve())
+        named = {"names": settings.names, **args.settings}
+        args = args.model_copy(update={"checkpoint": folder, "settings": named})
+    scale: dict[str, Any] = {"num_replicas": args.replicas}
+    if args.max_replicas is not None:
+        policy = AutoscalingPolicy(policy_function="hf_paged.serving.ray:scaling_policy")
+        scale = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=args.replicas, max_replicas=args.max_replicas, policy=policy
+            )
+        }
+    engines = serve.deployment(
+        EngineReplica,
+        name="engine",
+        max_ongoing_requests=settings.limits.connections,  # further ones wait; the engine refuses before
+        ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
+        graceful_shutdown_timeout_s=args.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=_HEALTH_SECONDS,
+        health_check_timeout_s=6 * _HEALTH_SECONDS,
+        request_router_config=RequestRouterConfig(
+            request_router_class="hf_paged.serving.ray:ReplicaRouter",
+            request_router_kwargs={"policy": args.routing, **args.routing_options},
+            request_routing_stats_period_s=_STATS_SECONDS,
+        ),
+        **scale,
+    )
+    ingress = serve.deployment(
+        Ingress,
+        name="ingress",
+        max_ongoing_requests=settings.limits.connections * (args.max_replicas or args.replicas),
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=args.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.5,
+    )
+    return ingress.bind(engines.bind(args), settings, args.wait_seconds)
+
+
+class EngineReplica:
+    """The deployment of engines: loads the checkpoint and answers requests."""
+
+    async def __init__(self, args: AppArgs) -> None:
+        logging.getLogger("hf_paged").setLevel(logging.INFO)
+        from hf_paged.serving.replica import Replica  # torch: the ingress does not need it
+
+        name = serve.get_replica_context().replica_id.unique_id
+        service = await asyncio.to_thread(_load, args)
+        service.on_death = _end_soon
+        self._replica = Replica(service, name, args.adapters)
+        await self._replica.start()
+
+    async def answer(self, asked: Asked) -> AsyncGenerator[Part, None]:
+        async for part in self._replica.answer(asked):
+            yield part
+
+    async def check_health(self) -> None:
+        self._replica.check_alive()
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        return await self._replica.figures()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return await self._replica.figures()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_replica"):
+            await self._replica.stop()
+
+
+def _load(args: AppArgs) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import hf_paged
+    from hf_paged.serving.service import Service
+
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=args.dtype)
+    engine = hf_paged.Engine(
+        model.to(device).eval(), CacheConfig(**args.cache), SchedulerConfig(**args.scheduler), tokenizer=tokenizer
+    )
+    return Service(engine, tokenizer, args.make_settings())
+
+
+def _end_soon(error: BaseException) -> None:
+    """End this process, so that no further request is sent to an engine that has died. Ray starts another one."""
+    asyncio.get_running_loop().call_later(_LAST_SECONDS, os._exit, 1)
+
+
+# -- the way of a request ----------------------------------------------------------------------------------------------
+
+
+class Ingress:
+    """The deployment that clients reach, without a model. If its process ends, its requests lose their connections."""
+
+    def __init__(self, engines: DeploymentHandle, settings: Settings, wait_seconds: float) -> None:
+        handle = engines.options(method_name="answer", stream=True)
+
+        async def open_stream(asked: Asked) -> AsyncGenerator[Part, None]:
+            response: Any = handle.remote(asked)
+            try:
+                async for part in response:
+                    yield part
+            except RayTaskError:
+                raise
+            except (RayError, RayServeException) as error:
+                raise ReplicaLost(str(error).strip().splitlines()[0]) from error
+            finally:
+                with suppress(Exception):  # it may have ended, or never begun
+                    response.cancel()
+
+        self._gate = Gate(_Shared(Relay(open_stream, wait_seconds=wait_seconds)), settings=settings, on_answer=_ignore)
+
+    async def __call__(self, request: Request) -> Response:
+        return _Through(self._gate)
+
+
+class _Through(Response):
+    """What Ray takes for an answer: an ASGI application that gets the request as it is."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _Shared:
+    """Refuses the routes that are about one engine."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _OF_ONE:
+            text = f"{scope['path']} is about one engine, and there are several; see Ray's dashboard and metrics"
+            await send_problem(send, not_served(text))
+        else:
+            await self._app(scope, receive, send)
+
+
+def _ignore(path: str, status: int) -> None:
+    pass
+
+
+class ReplicaRouter(RequestRouter):
+    """Ray's interface to `routing`. Each ingress has one, which knows what it has sent itself.
+
+    The load of a replica is the number of requests that this router has in flight there, and those that wait there for
+    memory, which the replica reports every second.
+    """
+
+    def initialize_state(self, policy: Policy = "prefix", **options: float) -> None:
+        self._policy: Router[ReplicaID] = make_router(policy, **options)
+        self._chosen: dict[asyncio.Future[Any], ReplicaID] = {}  # by a request that is on its way
+        self._seen: set[asyncio.Future[Any]] = set()  # whose end is awaited
+        self._in_flight: Counter[tuple[str, ReplicaID]] = Counter()  # by a request that is there
+        self._loads: Counter[ReplicaID] = Counter()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        asked = pending_request.args[0] if pending_request.args else None
+        chain, lost = (asked.chain, asked.lost) if isinstance(asked, Asked) else ((), ())
+        known = {replica.replica_id: replica for replica in candidate_replicas}
+        fresh = {each: replica for each, replica in known.items() if each.unique_id not in lost} or known
+        self._put_back(pending_request.future)
+        loads = {each: self._loads[each] + _reported(replica) for each, replica in fresh.items()}
+        choice = self._policy.choose(chain, loads)
+        # Noted now, because other requests are routed before this one has arrived.
+        self._policy.sent(chain, choice.replica)
+        self._note(pending_request, choice.replica)
+        others = sorted((each for each in fresh if each != choice.replica), key=loads.__getitem__)
+        return [[known[choice.replica]], [known[each] for each in others]]
+
+    def _note(self, pending: PendingRequest, replica_id: ReplicaID) -> None:
+        future, name = pending.future, pending.metadata.internal_request_id
+        if future.done():
+            return
+        if future not in self._seen:
+            self._seen.add(future)
+            future.add_done_callback(lambda done: self._assigned(done, name))
+        self._chosen[future] = replica_id
+        self._count(replica_id, 1)
+
+    def _put_back(self, future: asyncio.Future[Any]) -> None:
+        if (before := self._chosen.pop(future, None)) is not None:
+            self._count(before, -1)
+
+    def _assigned(self, future: asyncio.Future[Any], name: str) -> None:
+        """A request has got its replica, or has been given up."""
+        self._put_back(future)
+        self._seen.discard(future)
+        if not future.cancelled():
+            replica_id = future.result().replica_id
+            self._in_flight[name, replica_id] += 1
+            self._count(replica_id, 1)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        place = internal_request_id, replica_id
+        if place in self._in_flight:  # calls to all replicas have not been counted
+            self._count(replica_id, -1)
+            self._in_flight[place] -= 1
+            if not self._in_flight[place]:
+                del self._in_flight[place]
+
+    def _count(self, replica_id: ReplicaID, change: int) -> None:
+        self._loads[replica_id] += change
+        if not self._loads[replica_id]:
+            del self._loads[replica_id]
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._policy.forget(replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        gone = set(self.curr_replicas) - {replica.replica_id for replica in replicas}
+        super().update_replicas(replicas)
+        for replica_id in gone:
+            self._policy.forget(replica_id)
+
+
+def _reported(replica: RunningReplica) -> float:
+    return float((replica.routing_stats or {}).get("waiting", 0.0))
+
+
+def scaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Ray's interface to `scaling`. The second value is a state, of which there is none."""
+    figures = context.aggregated_metrics or {}
+    waiting, kv_used = figures.get("waiting", {}), figures.get("kv_used", {})
+    pressures = [Pressure(waiting[each], kv_used[each]) for each in waiting.keys() & kv_used.keys()]
+    wanted = wanted_replicas(
+        pressures,
+        current=context.current_num_replicas,
+        least=context.capacity_adjusted_min_replicas,
+        most=context.capacity_adjusted_max_replicas,
+    )
+    return wanted, {}

@@ -1,0 +1,190 @@
+"""Hands HTTP requests to replicas and their answers to clients. Knows no model and not how a replica is reached.
+
+A replica may die at any moment. As long as the client has got nothing, its request is sent to another replica; after
+that the client gets an error at the end of what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from hf_paged.serving.clients import unless_gone
+from hf_paged.serving.middleware import send_problem
+from hf_paged.serving.problems import Problem
+from hf_paged.serving.prompt_chain import prompt_chain
+
+log = logging.getLogger("hf_paged.serving")
+
+MOST_ATTEMPTS = 3
+"""Replicas that one request is sent to at most: it may be the request itself that ends them."""
+
+_UNAVAILABLE = 503
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An HTTP request on its way to a replica.
+
+    model, chain: see `prompt_chain`. lost: names of the replicas that have not answered it.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+    model: str | None = None
+    chain: tuple[int, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of an answer: the name of the replica, and messages of ASGI. The first part has no messages: it arrives when
+    the replica has the request."""
+
+    replica: str
+    messages: tuple[Message, ...] = ()
+
+
+Stream = AsyncGenerator[Part, None]
+
+
+class ReplicaLost(Exception):
+    """The replica that had a request has died, or there was none to take it."""
+
+
+class Relay:
+    """An ASGI application that answers as a replica does.
+
+    open_stream: asks a replica; raises ReplicaLost, also later. wait_seconds: until a replica has taken a request, for
+    example while the only one is started again; then the client gets status 503.
+    """
+
+    def __init__(self, open_stream: Callable[[Asked], Stream], *, wait_seconds: float) -> None:
+        self._open_stream = open_stream
+        self._wait_seconds = wait_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = await _asked(scope, receive)
+        answer = _Answer(send, is_numbered=asked.path == "/v1/responses")
+        try:
+            await unless_gone(self._answer(asked, answer), receive)
+        except Problem as problem:
+            if not answer.has_begun:
+                await send_problem(send, problem)
+            elif not await answer.break_off(problem):
+                raise
+
+    async def _answer(self, asked: Asked, answer: _Answer) -> None:
+        """Raises Problem if the answer has not been sent whole."""
+        for attempt in range(1, MOST_ATTEMPTS + 1):
+            try:
+                await self._attempt(asked, answer, is_last=attempt == MOST_ATTEMPTS)
+                return
+            except ReplicaLost as error:
+                log.warning("path=%s attempt=%d begun=%s: %s", asked.path, attempt, answer.has_begun, error)
+                if answer.has_begun:
+                    problem = Problem(503, f"the replica that answered has ended: {error}", code="replica_lost")
+                    raise problem from error
+                if answer.replica is not None:
+                    asked = replace(asked, lost=(*asked.lost, answer.replica))
+        text = f"{MOST_ATTEMPTS} replicas have ended with this request, before its answer began; send it again later"
+        raise Problem(503, text, code="replica_lost", headers={"retry-after": "1"})
+
+    async def _attempt(self, asked: Asked, answer: _Answer, *, is_last: bool) -> None:
+        """Raises ReplicaLost also for an answer that says that the replica takes no requests, unless it is the last."""
+        answer.begin()
+        async with aclosing(self._open_stream(asked)) as stream:
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    first = await anext(stream, None)
+            except TimeoutError:
+                text = f"no replica has taken the request within {self._wait_seconds:g} seconds"
+                raise Problem(503, text, code="no_replica", headers={"retry-after": "5"}) from None
+            if first is None:
+                raise ReplicaLost("the answer ended before it began")
+            answer.replica = first.replica
+            async for part in stream:
+                for message in part.messages:
+                    if message.get("status") == _UNAVAILABLE and not is_last:
+                        raise ReplicaLost("it takes no requests")
+                    await answer.send(message)
+        if not answer.is_whole:
+            raise ReplicaLost("the answer has no end")
+
+
+class _Answer:
+    """What a client gets. Nothing until two parts of the body are there: of a stream the first one only opens it, and
+    of a whole answer the second one, which is empty, closes it.
+
+    is_numbered: the events of the stream have numbers. replica: that has the request, or had it last; the header
+    X-Replica names it.
+    """
+
+    def __init__(self, send: Send, *, is_numbered: bool) -> None:
+        self._send = send
+        self._is_numbered = is_numbered
+        self._is_stream = False
+        self._num_events = 0
+        self.has_begun = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what has come, none of which was sent."""
+        assert not self.has_begun
+        self._held: list[Message] = []
+        self.is_whole = False
+        self.replica: str | None = None
+
+    async def send(self, message: Message) -> None:
+        self.is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if self.has_begun:
+            await self._pass(message)
+            return
+        self._held.append(message)
+        if self.is_whole or len(self._held) > 2:
+            self.has_begun = True
+            for each in self._held:
+                await self._pass(each)
+
+    async def _pass(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+            self._is_stream = any(value.startswith(b"text/event-stream") for value in kinds)
+            message = {**message, "headers": [*message["headers"], (b"x-replica", (self.replica or "").encode())]}
+        self._num_events += message.get("body", b"").count(b"\n\n")
+        await self._send(message)
+
+    async def break_off(self, problem: Problem) -> bool:
+        """End a stream with an error. False for another answer, whose connection has to be closed instead."""
+        if not self._is_stream:
+            return False
+        if self._is_numbered:
+            event = {"type": "error", "sequence_number": self._num_events, **problem.body()["error"]}
+            body = b"event: error\n" + _event(event)
+        else:
+            body = _event(problem.body()) + b"data: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": body})
+        return True
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+async def _asked(scope: Scope, receive: Receive) -> Asked:
+    """The body has to be there, as the middleware leaves it."""
+    has_body = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+    body = (await receive()).get("body", b"") if has_body else b""
+    model, chain = prompt_chain(body) if body else (None, ())
+    headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
+    return Asked(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, model, chain)

@@ -1,0 +1,194 @@
+"""bf16 weights that the native kernels read themselves, where there are no packed copies."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged.fused import overrides as fused_overrides
+from hf_paged.fused.cpu import decoder as fused_decoder
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.fused.cpu import weights as fused_weights
+from hf_paged.kernels.native import build as native_build
+from tests import models
+from tests.conftest import state_of
+from tests.fused.test_native_layers import KNOWN, SIZES, build
+
+pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    native_build.build()
+    if not fused_ops.is_available():
+        pytest.skip("these kernels need AVX-512 with BF16")
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build(transformers.LlamaConfig(**SIZES))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each linear layer that was computed alone in a native kernel: whether its weight was packed."""
+    seen: list[bool] = []
+    linear = fused_ops.linear
+
+    def spy(layer: fused_ops.LinearWeight, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(layer.is_packed)
+        return linear(layer, rows)
+
+    monkeypatch.setattr(fused_ops, "linear", spy)
+    return seen
+
+
+@pytest.fixture
+def with_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """`switched_off` of this makes torch compute linear layers until the end of the test."""
+    with monkeypatch.context() as patch:
+        yield patch
+
+
+def switched_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fused_overrides, "layers_for_calls", lambda model: None)
+    patch.setattr(fused_overrides, "layers_for_engine", lambda model, prepack: None)
+
+
+def scores(model: Any, **options: Any) -> torch.Tensor:
+    """The scores of each new token, [new tokens, rows, vocab]."""
+    batch = models.batch(5, 30, 1)
+    settings = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, "do_sample": False, **options}
+    paged = {"cache_implementation": "paged", "return_dict_in_generate": True, "output_scores": True}
+    return torch.stack(model.generate(**batch, **settings, **paged).scores)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_the_bits_of_torch(kind: str, with_torch: pytest.MonkeyPatch, calls: list[bool]) -> None:
+    model = build(KNOWN[kind][0]())
+    before = state_of(model)
+    found = scores(model), scores(model, num_beams=3), scores(model)
+    assert calls and not any(calls)
+    assert state_of(model) == before
+    switched_off(with_torch)
+    expected = scores(model), scores(model, num_beams=3), scores(model)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.equal(theirs)
+
+
+def test_an_engine_without_copies(llama: Any, with_torch: pytest.MonkeyPatch, calls: list[bool]) -> None:
+    def logprobs() -> list[list[float] | None]:
+        config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        with hf_paged.Engine(llama, prepack=False) as engine:
+            return [output.outputs[0].logprobs for output in engine.generate(models.prompts(3, 40, 17), config)]
+
+    found = logprobs()
+    assert calls and not any(calls)
+    switched_off(with_torch)
+    assert logprobs() == found
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_copies_give_the_same_bits(kind: str, calls: list[bool]) -> None:
+    model = build(KNOWN[kind][0]())
+    expected = scores(model)
+    hf_paged.prepack(model)
+    calls.clear()
+    assert scores(model).equal(expected) and calls and all(calls)
+    hf_paged.release_memory(model)
+    calls.clear()
+    assert scores(model).equal(expected) and calls and not any(calls)
+
+
+def test_layers_are_tried_on_few_tokens_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    attempt = fused_decoder.Layer._try
+
+    def spy(self: fused_decoder.Layer, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        lengths.append(hidden_states.shape[1])
+        return attempt(self, hidden_states, kwargs)
+
+    monkeypatch.setattr(fused_decoder.Layer, "_try", spy)
+    state = torch.get_rng_state()
+    scores(llama)
+    scores(llama)
+    assert lengths == [fused_decoder.TRIAL_TOKENS] * 2
+    assert torch.get_rng_state().equal(state)
+
+
+def test_weights_that_change_are_followed(llama: Any, with_torch: pytest.MonkeyPatch) -> None:
+    seen, places = [scores(llama)], []
+    projection = llama.model.layers[0].mlp.gate_proj
+    with torch.no_grad():
+        for change in (
+            lambda: projection.weight.mul_(1.5),
+            lambda: projection.weight.data.add_(0.25),  # not detected, and need not be: the kernels read the weight
+            lambda: setattr(projection.weight, "data", torch.randn_like(projection.weight)),
+            lambda: setattr(projection, "weight", torch.nn.Parameter(torch.randn_like(projection.weight))),
+            lambda: setattr(llama.model.layers[0].mlp, "gate_proj", torch.nn.Linear(64, 96, bias=False).bfloat16()),
+        ):
+            change()
+            seen.append(scores(llama))
+            places.append({name: tensor.clone() for name, tensor in llama.state_dict().items()})
+    assert not any(before.equal(after) for before, after in itertools.pairwise(seen))
+    switched_off(with_torch)
+    for found, weights in zip(seen[1:], places, strict=True):
+        llama.load_state_dict(weights)
+        assert scores(llama).equal(found)
+
+
+def test_memory_that_a_weight_no_longer_has_is_freed(llama: Any) -> None:
+    weight = llama.model.layers[0].mlp.gate_proj.weight
+    array = np.zeros(tuple(weight.shape), dtype=np.uint16)
+    memory = weakref.ref(array)
+    weight.data = torch.from_numpy(array).view(torch.bfloat16)
+    del array
+    scores(llama)
+    assert memory() is not None
+    weight.data = torch.ones_like(weight)
+    assert memory() is None
+
+
+def test_weights_in_another_layout_or_dtype_are_left_to_torch(llama: Any, with_torch: pytest.MonkeyPatch) -> None:
+    scores(llama)
+    projection = llama.model.layers[0].mlp.gate_proj
+    projection.weight.data = projection.weight.data.t().contiguous().t()
+    found = scores(llama)
+    llama.lm_head.weight.data = llama.lm_head.weight.data.float()
+    head = llama.lm_head
+    head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    mixed = scores(llama)
+    switched_off(with_torch)
+    assert scores(llama).equal(mixed)
+    head._forward_pre_hooks.clear()
+    head.weight.data = head.weight.data.bfloat16()
+    assert scores(llama).equal(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast(llama: Any, dtype: torch.dtype, calls: list[bool], with_torch: pytest.MonkeyPatch) -> None:
+    model = llama.to(dtype)
+    scores(model)
+    calls.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = scores(model)
+        assert not calls
+        switched_off(with_torch)
+        assert scores(model).equal(found)
+
+
+def test_nothing_for_fp32_or_inference_weights(llama: Any) -> None:
+    assert fused_weights.layers_for_calls(llama) is not None
+    assert fused_weights.layers_for_calls(models.build("llama")) is None
+    with torch.inference_mode():
+        other = build(transformers.LlamaConfig(**SIZES))
+    assert fused_weights.layers_for_calls(other) is None

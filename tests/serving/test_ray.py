@@ -1,0 +1,147 @@
+"""`hf-paged serve --replicas`: what is refused, and with Ray (which is no dependency of the tests) two replicas."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_paged.cli import replicas
+from hf_paged.cli.main import main
+from scripts import check_clients
+from scripts.server_process import CHECKPOINT, serving
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the extra `ray`")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            ["--replicas", "2", "--tensor-parallel-size", "2"],
+            "--replicas 2 with --tensor-parallel-size 2: each replica",
+        ),
+        (["--replicas", "2", "--admin-key", "k"], "--replicas 2 with --admin-key"),
+        (["--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 is less than --replicas 3"),
+        (["--max-replicas", "2"], "--max-replicas 2 is for replicas; add --replicas"),
+        (["--routing", "round-robin"], "--routing round-robin is for replicas; add --replicas"),
+    ],
+)
+def test_refused(
+    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(replicas, "find_spec", lambda name: object())
+    assert main(["serve", str(CHECKPOINT), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(replicas, "find_spec", lambda name: None)
+    assert main(["serve", str(CHECKPOINT), "--replicas", "2"]) == 2
+    assert "--replicas 2 needs ray; in a checkout: pip install -e '.[ray]'" in capsys.readouterr().err
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"replica": 2}, "replica"),
+        ({"replicas": 0}, "greater than or equal to 1"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas=2 is less than replicas=3"),
+        ({"routing_options": {"most_blocks": 0}}, "most_blocks=0"),
+        ({"cache": {"block_size": 0}}, "block_size=0"),
+        ({"settings": {"admin_key": "k"}}, "admin_key"),
+        ({"settings": {"limits": {"in_flight": 0}}}, "in_flight=0"),
+        ({"adapters": {"m": "folder"}}, "the name 'm' is the model's"),
+    ],
+)
+def test_arguments_that_are_refused(fields: dict[str, object], words: str) -> None:
+    from hf_paged.serving.ray import AppArgs
+
+    with pytest.raises(ValueError, match=words):
+        AppArgs.model_validate({"checkpoint": "m", **fields})
+
+
+@needs_ray
+def test_the_application() -> None:
+    """From the fields, as a configuration file has them."""
+    from hf_paged.serving.ray import build_app
+
+    app = build_app({"checkpoint": str(CHECKPOINT), "replicas": "3", "settings": {"names": ["a"], "api_keys": ["k"]}})
+    assert app._bound_deployment.name == "ingress"
+    with pytest.raises(ValueError, match="checkpoint"):
+        build_app({"replicas": 2})
+
+
+@needs_ray
+def test_the_ingress_needs_no_torch() -> None:
+    """It starts in a second or two, and takes little memory."""
+    import subprocess
+
+    code = "import sys, hf_paged.serving.ray; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.slow
+@needs_ray
+def test_clients(tmp_path: Path) -> None:
+    """OpenAI's calls pass through two replicas, which end without an error."""
+    task = check_clients.make_task()
+    client = check_clients.chosen("openai-python")[0]
+    with serving(
+        *("--replicas", "2", "--kv-cache-memory", "16MiB", "--dtype", "float32"),
+        *("--api-key", check_clients.KEY, "--served-model-name", check_clients.NAME),
+    ) as server:
+        task["url"] = server.url
+        result = check_clients.check(client, sys.executable, task, tmp_path)
+    assert result.summary == "passed" and len(result.calls) > 10
+    assert server.status == 0, "".join(server.lines[-30:])
+
+
+@needs_ray
+def test_loads_of_the_router() -> None:
+    """A request counts from its choice to its end, also while it is on its way, and not after it was given up."""
+    import asyncio
+    from types import SimpleNamespace
+    from typing import Any
+
+    from hf_paged.serving.ray import ReplicaRouter
+    from hf_paged.serving.relay import Asked
+
+    class Name(str):
+        unique_id = property(str)
+
+    replicas = [SimpleNamespace(replica_id=Name(name), routing_stats={}) for name in "ab"]
+
+    def pending(name: str, chain: tuple[int, ...] = (), lost: tuple[str, ...] = ()) -> Any:
+        asked = Asked("POST", "/v1/completions", b"", (), b"", None, chain, lost)
+        metadata = SimpleNamespace(internal_request_id=name)
+        return SimpleNamespace(args=[asked], metadata=metadata, future=asyncio.get_running_loop().create_future())
+
+    async def run() -> None:
+        router = ReplicaRouter.__new__(ReplicaRouter)
+        router.initialize_state("prefix", most_blocks=100)
+
+        async def choose(request: Any) -> str:
+            first, _ = await router.choose_replicas(replicas, request)
+            return str(first[0].replica_id)
+
+        one, other, third = pending("1", (1, 2)), pending("2", (1, 2)), pending("3", (7, 8), lost=("a",))
+        assert [await choose(one), await choose(other), await choose(third)] == ["a", "b", "b"]
+        assert router._loads == {"a": 1, "b": 2}
+        assert await choose(other) == "a" and router._loads == {"a": 2, "b": 1}  # chosen again, counted once
+        for request, place in ((one, 0), (third, 1)):
+            request.future.set_result(replicas[place])
+        other.future.cancel()
+        await asyncio.sleep(0)
+        assert router._loads == {"a": 1, "b": 1} and not router._chosen
+        router.on_request_completed("a", "1")  # type: ignore[arg-type]
+        router.on_request_completed("a", "a call that was sent to all replicas")  # type: ignore[arg-type]
+        assert router._loads == {"b": 1}
+        router.on_request_completed("b", "3")  # type: ignore[arg-type]
+        assert not router._loads and not router._in_flight and not router._seen
+
+    asyncio.run(run())

@@ -1,0 +1,291 @@
+"""What stands between clients and replicas, without Ray: relay, replica, prompts' chains, numbers of replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+import hf_paged
+from hf_paged.serving.prompt_chain import BLOCK_BYTES, MOST_BLOCKS, prompt_chain
+from hf_paged.serving.relay import MOST_ATTEMPTS, Asked, Part, Relay, ReplicaLost
+from hf_paged.serving.replica import Replica
+from hf_paged.serving.scaling import Pressure, wanted_replicas
+from hf_paged.serving.service import Service
+from hf_paged.serving.settings import Settings
+from tests.serving.harness import NAME, plain, shared_model, text_of, tokenizer
+
+STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+WHOLE = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+BUSY = {"type": "http.response.start", "status": 503, "headers": []}
+
+
+def body(text: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": text, "more_body": more}
+
+
+# -- relay -------------------------------------------------------------------------------------------------------------
+
+
+class Replicas:
+    """Each attempt gets the next of some answers; an exception among the messages is raised there."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self._answers = list(answers)
+        self.asked: list[Asked] = []
+        self.num_closed = 0
+
+    async def open(self, asked: Asked) -> AsyncGenerator[Part, None]:
+        self.asked.append(asked)
+        name = f"replica-{len(self.asked)}"
+        try:
+            for message in [None, *self._answers.pop(0)]:
+                if isinstance(message, Exception):
+                    raise message
+                if message == "for ever":
+                    await asyncio.Event().wait()
+                yield Part(name, () if message is None else (message,))
+        finally:
+            self.num_closed += 1
+
+
+def relayed(
+    replicas: Any, path: str = "/v1/completions", given: bytes = b'{"model": "m"}', *, leaves: bool = False
+) -> list[dict[str, Any]]:
+    """What the client gets. leaves: it closes the connection at once."""
+    got: list[dict[str, Any]] = []
+    names: list[bytes] = []
+    events = [{"type": "http.request", "body": given, "more_body": False}]
+
+    async def receive() -> Any:
+        if events:
+            return events.pop()
+        await asyncio.sleep(0 if leaves else 1000)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if names_of := [value for name, value in message.get("headers", ()) if name == b"x-replica"]:
+            names.extend(names_of)
+            message = {**message, "headers": [each for each in message["headers"] if each[0] != b"x-replica"]}
+        got.append(message)
+
+    async def run() -> None:
+        relay = Relay(replicas.open, wait_seconds=0.05)
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"a", b"b")]}
+        await asyncio.wait_for(relay(scope, receive, send), 20)
+
+    asyncio.run(run())
+    assert names == [f"replica-{len(replicas.asked)}".encode()] * len(names), "it is named which replica answers"
+    return got
+
+
+def text(got: list[dict[str, Any]]) -> bytes:
+    return b"".join(message.get("body", b"") for message in got)
+
+
+@pytest.mark.parametrize("head", [STREAM, WHOLE])
+def test_an_answer_passes_as_it_is(head: dict[str, Any]) -> None:
+    messages = [head, body(b"a"), body(b"b"), body(b"", more=False)]
+    replicas = Replicas(messages)
+    assert relayed(replicas) == messages and replicas.num_closed == 1
+    (asked,) = replicas.asked
+    assert (asked.method, asked.path, asked.headers, asked.model) == ("POST", "/v1/completions", ((b"a", b"b"),), "m")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [ReplicaLost("dead")],
+        [STREAM, ReplicaLost("dead")],
+        [STREAM, body(b"opening"), ReplicaLost("dead")],
+        [WHOLE, body(b"{}")],  # its end is missing
+        [],
+        [BUSY, body(b"draining", more=False)],
+    ],
+)
+def test_what_has_not_begun_is_sent_again(broken: list[Any]) -> None:
+    """The client sees nothing of it, and the next replica is told which one to avoid."""
+    good = [STREAM, body(b"x"), body(b"", more=False)]
+    replicas = Replicas(broken, good)
+    assert relayed(replicas) == good
+    assert [asked.lost for asked in replicas.asked] == [(), ("replica-1",)] and replicas.num_closed == 2
+
+
+def test_a_stream_that_has_begun_ends_with_an_error() -> None:
+    got = relayed(Replicas([STREAM, body(b""), body(b"data: 1\n\n"), ReplicaLost("dead")]))
+    assert got[:3] == [STREAM, body(b""), body(b"data: 1\n\n")]
+    event, done = got[-1]["body"].decode().removeprefix("data: ").split("\n\ndata: ")
+    error = json.loads(event)["error"]
+    assert error["code"] == "replica_lost" and "dead" in error["message"]
+    assert done == "[DONE]\n\n" and "more_body" not in got[-1]
+
+
+def test_events_of_responses_are_numbered() -> None:
+    begun = body(b"event: a\ndata: 1\n\nevent: b\ndata: 2\n\n")
+    got = relayed(Replicas([STREAM, begun, begun, ReplicaLost("dead")]), "/v1/responses")
+    name, event = got[-1]["body"].decode().split("\n", 1)
+    assert name == "event: error" and json.loads(event.removeprefix("data: "))["sequence_number"] == 4
+
+
+def test_the_third_replica_is_the_last() -> None:
+    """A request that ends its replicas ends three of them; of replicas that refuse, the last one's answer is passed."""
+    replicas = Replicas(*[[STREAM, ReplicaLost("dead")]] * 9)
+    got = relayed(replicas)
+    assert got[0]["status"] == 503 and json.loads(text(got))["error"]["code"] == "replica_lost"
+    assert len(replicas.asked) == MOST_ATTEMPTS == 3
+    refused = [BUSY, body(b"draining", more=False)]
+    assert relayed(Replicas(refused, refused, refused)) == refused
+
+
+def test_no_replica_takes_it() -> None:
+    class Nobody:
+        asked = ()
+
+        async def open(self, asked: Asked) -> AsyncGenerator[Part, None]:
+            await asyncio.Event().wait()
+            yield Part("never")
+
+    got = relayed(Nobody())
+    assert got[0]["status"] == 503 and json.loads(text(got))["error"]["code"] == "no_replica"
+
+
+def test_a_client_that_leaves_ends_its_request() -> None:
+    replicas = Replicas([STREAM, "for ever"])
+    assert relayed(replicas, leaves=True) == [] and replicas.num_closed == 1
+
+
+# -- replica -----------------------------------------------------------------------------------------------------------
+
+
+def on_replica(what: Any, adapters: dict[str, str] | None = None) -> Any:
+    """The result of `what(replica, service)`, a coroutine function."""
+
+    async def run() -> Any:
+        engine = hf_paged.Engine(shared_model(), hf_paged.CacheConfig(num_blocks=256))
+        service = Service(engine, tokenizer(), Settings(names=(NAME,)))
+        replica = Replica(service, "one", adapters)
+        await replica.start()
+        try:
+            return await what(replica, service)
+        finally:
+            await replica.stop()
+
+    return asyncio.run(run())
+
+
+def completion(**fields: Any) -> Asked:
+    given = json.dumps({"model": NAME, "prompt": "A function definition", "max_tokens": 8, **fields}).encode()
+    return Asked("POST", "/v1/completions", b"", ((b"content-type", b"application/json"),), given, *prompt_chain(given))
+
+
+async def collected(replica: Replica, asked: Asked) -> list[Any]:
+    parts = [part async for part in replica.answer(asked)]
+    assert parts[0] == Part("one") and {part.replica for part in parts} == {"one"}
+    return [message for part in parts for message in part.messages]
+
+
+def test_a_replica_answers_as_the_server_does() -> None:
+    async def calls(replica: Replica, service: Service) -> Coroutine[Any, Any, Any]:
+        replica.check_alive()
+        whole = await collected(replica, completion())
+        stream = await collected(replica, completion(stream=True))
+        wrong = await collected(replica, completion(no_such_field=1))
+        return whole, stream, wrong, await replica.figures()  # type: ignore[return-value]
+
+    whole, stream, wrong, figures = on_replica(calls)
+    ids = tokenizer()("A function definition")["input_ids"]
+    expected = text_of(plain(ids, max_new_tokens=8)[0])
+    assert json.loads(text(whole))["choices"][0]["text"] == expected
+    events = [line.removeprefix("data: ") for line in text(stream).decode().split("\n\n") if line]
+    assert "".join(json.loads(each)["choices"][0]["text"] for each in events[:-1]) == expected
+    assert wrong[0]["status"] == 422 and figures["kv_used"] == figures["waiting"] == figures["in_flight"] == 0
+
+
+def test_a_caller_that_closes_the_stream_aborts() -> None:
+    async def calls(replica: Replica, service: Service) -> None:
+        async with aclosing(replica.answer(completion(stream=True, max_tokens=900))) as parts:
+            async for part in parts:
+                if len(part.messages) and part.messages[0]["type"] == "http.response.body":
+                    break
+        assert service.worker.num_in_flight == 0
+        assert await service.worker.call(lambda engine: engine.stats().num_running) == 0
+
+    on_replica(calls)
+
+
+def test_an_adapter_that_cannot_be_loaded() -> None:
+    """It is listed from the start, and a request that names it gets the reason."""
+
+    async def calls(replica: Replica, service: Service) -> Any:
+        models = await collected(replica, Asked("GET", "/v1/models", b"", (), b""))
+        return models, await collected(replica, completion(model="lora"))
+
+    models, refused = on_replica(calls, {"lora": "/no/such/folder"})
+    assert [card["id"] for card in json.loads(text(models))["data"]] == [NAME, "lora"]
+    assert refused[0]["status"] == 500 and "/no/such/folder" in text(refused).decode()
+
+
+# -- chains of prompts -------------------------------------------------------------------------------------------------
+
+LONG = "".join(map(chr, range(33, 33 + 90))) * 3
+
+
+def chain(**fields: Any) -> tuple[int, ...]:
+    return prompt_chain(json.dumps(fields).encode())[1]
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return next((place for place, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+def test_a_conversation_begins_alike() -> None:
+    """The chain of a later turn begins with that of an earlier one, up to the last block."""
+    first = [{"role": "system", "content": LONG}, {"role": "user", "content": "a"}]
+    later = [*first, {"role": "assistant", "content": LONG}, {"role": "user", "content": "b"}]
+    one, other = chain(model="m", messages=first), chain(model="m", messages=later, temperature=1)
+    assert len(one) > 3 and other[: len(one)] == one and len(other) > len(one)
+    assert common(one, chain(model="n", messages=first)) == common(one, chain(model="m", messages=later[1:])) == 0
+    assert common(one, chain(model="m", messages=first, cache_salt="s")) == 0
+    assert common(one, chain(model="m", messages=first, tools=[{"type": "function"}])) == 0
+
+
+def test_prompts_of_all_kinds() -> None:
+    assert chain(prompt=LONG) == chain(prompt=[LONG, "other"]) != chain(prompt=LONG[1:])
+    tokens = list(range(1000, 1100))
+    assert chain(prompt=tokens) == chain(prompt=[tokens, [1]]) and len(chain(prompt=tokens)) == 400 // BLOCK_BYTES
+    assert common(chain(prompt=tokens), chain(prompt=[*tokens[:50], 7, *tokens[51:]])) == 200 // BLOCK_BYTES
+    assert common(chain(instructions=LONG, input="a" * 99), chain(instructions=LONG, input="b" * 99)) >= 3
+    assert len(chain(prompt="x" * BLOCK_BYTES * (MOST_BLOCKS + 9))) == MOST_BLOCKS
+
+
+@pytest.mark.parametrize(
+    "given",
+    [b"", b"no JSON", b"[1]", b"{}", b'{"prompt": ""}', b'{"prompt": [[]], "model": 3}', b'{"prompt": [-1, 1.5]}'],
+)
+def test_a_body_without_a_prompt(given: bytes) -> None:
+    assert prompt_chain(given) == (None, ())
+
+
+# -- how many replicas -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pressures, current, wanted",
+    [
+        ([], 0, 1),
+        ([], 2, 2),  # they start
+        ([(0, 0.1), (0, 0.1), (0, 0.1)], 3, 1),
+        ([(0, 0.8), (0, 0.7)], 2, 2),
+        ([(0, 0.95), (0, 0.95)], 2, 3),
+        ([(8, 0.95), (0, 0.2)], 2, 3),
+        ([(4, 0.1)], 1, 2),  # requests wait for a place in the step
+        ([(0, 0.8)], 2, 2),  # the second one starts
+        ([(100, 1.0)] * 2, 2, 5),
+    ],
+)
+def test_wanted_replicas(pressures: list[tuple[float, float]], current: int, wanted: int) -> None:
+    assert wanted_replicas([Pressure(*each) for each in pressures], current=current, least=1, most=5) == wanted
