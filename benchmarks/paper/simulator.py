@@ -6,6 +6,7 @@ several uncomputed tokens for each sequence. `Simulator(jumps=False)` takes each
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -95,9 +96,9 @@ class Simulator:
     now: float = field(init=False, default=0.0)
     num_steps: int = field(init=False, default=0)
 
-    def run(self) -> Result:
-        """All requests, in order of arrival, to their end."""
+    def __post_init__(self) -> None:
         self._next = 0
+        self._until = math.inf
         self._records: dict[str, Completed] = {}
         self._completed: list[Completed] = []
         self._ending: list[SequenceGroup] = []
@@ -109,15 +110,28 @@ class Simulator:
         self._unmeasured, self._calls = 0.0, 0
         self._busy, self._window = Integral(), Integral()
         self._last_arrival = self.requests[-1].arrival if self.requests else 0.0
+
+    def run(self) -> Result:
+        """All requests, in order of arrival, to their end."""
+        self.advance(math.inf)
+        num = self.policy.num_preemptions
+        return Result(self._completed, self.now, self.num_steps, num, self._busy, self._window, self._paces)
+
+    @property
+    def has_work(self) -> bool:
         policy = self.policy
-        while self._next < len(self.requests) or policy.num_waiting or policy.num_running or policy.num_swapped:
+        return bool(policy.num_waiting or policy.num_running or policy.num_swapped)
+
+    def advance(self, until: float) -> None:
+        """Every step that begins before `until`. Later calls continue; requests may be added between calls, with
+        arrivals not before `until`."""
+        self._until = until
+        while self.now < until and (self._next < len(self.requests) or self.has_work):
             self._arrive()
-            if policy.num_waiting or policy.num_running or policy.num_swapped:
+            if self.has_work:
                 self._step()
             else:
                 self.now = max(self.now, self.requests[self._next].arrival)
-        num = policy.num_preemptions
-        return Result(self._completed, self.now, self.num_steps, num, self._busy, self._window, self._paces)
 
     # -- arrivals -----------------------------------------------------------------------------------------------
 
@@ -197,17 +211,18 @@ class Simulator:
         return self.policy.decode_steps(limit)
 
     def _decode_seconds(self, count: int) -> tuple[float, int]:
-        """The time of at most `count` steps, and how many begin before the next arrival that could be admitted."""
+        """The time of at most `count` steps, and how many begin before the next arrival that could be admitted and
+        before the time to which the simulation advances."""
         policy, cost = self.policy, self.cost
         load = policy.decode_load()
         first = cost.seconds(load, self.block_size)
         growth = cost.kv_token * load.rows
-        arrival = None
+        end = self._until - self.now
         if self._next < len(self.requests) and not policy.num_waiting and not policy.num_swapped:
-            arrival = self.requests[self._next].arrival - self.now
+            end = min(end, self.requests[self._next].arrival - self.now)
         seconds = 0.0
         for step in range(count):
-            if arrival is not None and seconds >= arrival:
+            if seconds >= end:
                 return seconds, step
             seconds += first + step * growth
         return seconds, count

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -84,7 +83,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
         scheduler=scheduler,
         drain_seconds=given["drain_seconds"],
     )
-    host, port = given["host"], given["port"] or _free_port(given["host"])
+    host, port = given["host"], _free_port(given["host"], given["port"])
     if _ADDRESS in os.environ:
         ray.init(log_to_driver=False)
     else:
@@ -110,7 +109,12 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
     return 0
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as one:
-        one.bind((host, 0))
-        return int(one.getsockname()[1])
+def _free_port(host: str, port: int) -> int:
+    """The port, or any free one for 0. Raises OSError with the address if it cannot be used."""
+    from hf_paged.serving.server import listen
+
+    sockets = listen(host, port)
+    found = int(sockets[0].getsockname()[1])
+    for each in sockets:
+        each.close()
+    return found

@@ -6,6 +6,7 @@ Knows tensors and lengths, never sequences or requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,6 +75,26 @@ class AttentionMetadata:
         """An upper bound of the new tokens of all these sequences."""
         bound = min(self.num_tokens, self.num_seqs * self.short_query_len)
         return bound if self.num_short_tokens is None else min(bound, self.num_short_tokens)
+
+
+_announced: ContextVar[Sequence[AttentionMetadata]] = ContextVar("hf_paged_announced", default=())
+
+
+def announce(step: Sequence[AttentionMetadata]) -> None:
+    """Name the records of the step that this thread computes, for `announced`; none when it ends."""
+    _announced.set(step)
+
+
+def announced(*tensors: torch.Tensor) -> AttentionMetadata | None:
+    """The record of the step in progress with these block tables, lengths, starts and slots; None: there is none.
+
+    An operation in a graph of torch.compile gets tensors only. With the record it finds what other layers have derived.
+    """
+    for record in _announced.get():
+        own = (record.block_tables, record.seq_lens, record.query_start_loc, record.slot_mapping)
+        if all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in zip(own, tensors, strict=True)):
+            return record
+    return None
 
 
 def metadata_on(step: Sequence[AttentionMetadata], device: torch.device) -> list[AttentionMetadata]:

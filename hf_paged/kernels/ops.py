@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from hf_paged.kernels import validation
-from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
+from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata, announced
 from hf_paged.kernels.native import build as native_build
 
 _MODULES = {
@@ -275,10 +275,10 @@ def _paged_attention_op(
     return_lse: bool,
     in_bounds: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    metadata = AttentionMetadata(
-        block_tables, seq_lens, query_start_loc, slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len,
-        in_bounds=in_bounds,
-    )  # fmt: skip
+    tensors = block_tables, seq_lens, query_start_loc, slot_mapping
+    metadata = announced(*tensors) or AttentionMetadata(
+        *tensors, max_query_len=max_query_len, max_seq_len=max_seq_len, in_bounds=in_bounds
+    )
     result = paged_attention(
         query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window, chunk_size=chunk_size,
         softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,

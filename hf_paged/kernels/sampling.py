@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.native import ops as native_ops
 
 ToFp32 = Callable[[torch.Tensor], torch.Tensor]
@@ -23,6 +25,8 @@ def greedy(
     """
     if _reads_natively(logits):
         return native_ops.greedy(logits)
+    if _reads_by_triton(logits):
+        return triton_greedy(logits)
     wide = to_fp32(logits)
     scores, tokens = row_max(wide)
     # score - logsumexp(logits), without a temporary as large as the logits.
@@ -105,14 +109,29 @@ def draw(probs: torch.Tensor, generators: Generators, count: int = 1) -> torch.T
         each = generators if isinstance(generators, Sequence) else [generators] * len(probs)
         tokens = native_ops.draw(probs, [torch.default_generator if g is None else g for g in each])
         return tokens[:, None]
-    exponentials = torch.empty_like(probs)
     if isinstance(generators, Sequence):
-        for row, generator in zip(exponentials.split(1), generators, strict=True):
-            row.exponential_(1, generator=generator)
+        numbers = exponentials(probs, generators, at_once=probs.device.type != "cpu")
     else:
-        exponentials.exponential_(1, generator=generators)
-    quotients = probs.div_(exponentials)
+        numbers = torch.empty_like(probs).exponential_(1, generator=generators)
+    quotients = probs.div_(numbers)
     return row_max(quotients)[1][:, None] if count == 1 else torch.topk(quotients, count)[1]
+
+
+def exponentials(like: torch.Tensor, generators: Sequence[torch.Generator | None], *, at_once: bool) -> torch.Tensor:
+    """Exponential random numbers [num_rows, vocab], like `like`; each row with a generator gets those that it would get
+    alone. at_once: the other rows are drawn in one launch, instead of one launch each, as on a CPU, where the numbers
+    are those of one `torch.multinomial` after the other."""
+    numbers = torch.empty_like(like)
+    unseeded = [row for row, generator in enumerate(generators) if generator is None] if at_once else []
+    if len(unseeded) == len(generators):
+        return numbers.exponential_(1)
+    if unseeded:
+        drawn = torch.empty_like(like[: len(unseeded)]).exponential_(1)
+        numbers.index_copy_(0, to_device(np.array(unseeded, dtype=np.int64), like.device), drawn)
+    for row, generator in zip(numbers.split(1), generators, strict=True):
+        if generator is not None or not at_once:
+            row.exponential_(1, generator=generator)
+    return numbers
 
 
 def draws_natively(device: torch.device) -> bool:
@@ -180,7 +199,22 @@ def raw_logprobs(logits: torch.Tensor, tokens: torch.Tensor, to_fp32: ToFp32) ->
         logprobs += both[:, 0] - both[:, 1]
         if not logprobs.isnan().any():  # of infinite logits, `greedy` does not tell which
             return logprobs
+    elif _reads_by_triton(logits):
+        best, logprobs = triton_greedy(logits)
+        both = logits.gather(1, torch.stack([tokens, best], dim=1)).float()
+        return logprobs + (both[:, 0] - both[:, 1])
     return logprobs_of(to_fp32(logits), tokens)
+
+
+def _reads_by_triton(logits: torch.Tensor) -> bool:
+    return ops.default_impl(logits.device) == "triton" and logits.stride(1) == 1
+
+
+def triton_greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`greedy` on a GPU, without an fp32 copy."""
+    from hf_paged.kernels.triton.sampling import greedy as one_pass  # without a GPU there may be no triton
+
+    return one_pass(logits)
 
 
 def _reads_natively(logits: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Whole decode steps of a packed model as CUDA graphs, one per padded batch size, captured when first needed.
+"""Whole steps of a packed model as CUDA graphs, one per padded shape, captured by a warm-up or when first needed.
 
 A replay runs no Python. It is used only while an eager step would launch the same operations as the capture did (see
 `guards`); the caller computes all other steps. Knows models and a step's arrays; never sequences, requests or sampling.
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.kernels.metadata import AttentionMetadata, StepArrays, step_arrays
+from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.devices import device_of
+from hf_paged.model.graph_inputs import Inputs, Shape, decode_shape, mixed_shape, mixed_tokens, padding_step
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
@@ -123,77 +123,19 @@ class NoHostValues(TorchDispatchMode):
 # -- what graphs read and write ------------------------------------------------------------------------------------
 
 
-class _Inputs:
-    """A step's inputs on the device at fixed addresses, for up to `max_seqs` sequences with one new token each.
-
-    Padding rows are sequences with one token, which reads one owned slot and writes none. Every row therefore has a
-    defined result, also for operations that read all rows (such as the scales of quantised models).
-    """
-
-    def __init__(self, memory: PagedMemory, max_seqs: int, max_len: int, device: torch.device) -> None:
-        self._block_size = memory.block_size
-        # Rows are aligned to 64 bytes, because kernels are compiled for aligned addresses and strides.
-        columns, width = -(-max_seqs // 16) * 16, -(-max_len // memory.block_size // 16) * 16
-        self.max_len = width * memory.block_size
-        # Row 0: tokens, 1: positions, 2: lengths (int32, in its first half), from 3 on: slots, one row per group.
-        self._numbers = torch.zeros(3 + len(memory.groups), columns, dtype=torch.int64, device=device)
-        self._tables = [torch.zeros(max_seqs, width, dtype=torch.int32, device=device) for _ in memory.groups]
-        self._starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
-
-    def fill(self, tokens: np.ndarray, step: StepArrays, size: int) -> None:
-        """Send a step padded to `size` sequences, without waiting for the device."""
-        count, pin = len(tokens), self._numbers.is_cuda
-        # New memory every time: torch reuses pinned memory when the copies from it are done.
-        host = torch.empty(self._numbers.shape, dtype=torch.int64, device="cpu", pin_memory=pin)
-        numbers = host.numpy()
-        lengths = numbers[2].view(np.int32)
-        numbers[0, :count], numbers[1, :count], lengths[:count], numbers[3:, :count] = (
-            tokens, step.positions, step.seq_lens, step.slots,
-        )  # fmt: skip
-        numbers[:2, count:size], lengths[count:size], numbers[3:, count:size] = 0, 1, -1
-        self._numbers.copy_(host, non_blocking=True)
-        for target, table, slots in zip(self._tables, step.block_tables, step.slots):
-            padded = torch.empty(size, table.shape[1], dtype=torch.int32, device="cpu", pin_memory=pin)
-            padded.numpy()[:count] = table
-            # The first slot of the block to which the first sequence writes: it is written in this step or earlier.
-            padded.numpy()[count:] = slots[0] // self._block_size if count else 0
-            target[:size, : table.shape[1]].copy_(padded, non_blocking=True)
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """int64 [at least `max_seqs`]."""
-        return self._numbers[0]
-
-    def of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[AttentionMetadata]]:
-        """Tokens and positions int64 [size], and metadata with empty `scratch`, one record per group."""
-        tokens, positions, lengths, *slots = self._numbers
-        return tokens[:size], positions[:size], [
-            AttentionMetadata(
-                block_tables=table[:size],
-                seq_lens=lengths.view(torch.int32)[:size],
-                query_start_loc=self._starts[: size + 1],
-                slot_mapping=row[:size],
-                max_query_len=1,
-                max_seq_len=self.max_len,  # a bound for all later steps, because launches are sized by it
-                in_bounds=True,
-            )
-            for table, row in zip(self._tables, slots)
-        ]  # fmt: skip
-
-
 @dataclass(slots=True)
 class _Captured:
-    """Graphs by batch size, and all that they read and write besides the model's weights and the K/V at `key`.
+    """Graphs by shape, and all that they read and write besides the model's weights and the K/V at `key`.
 
     logits [max_seqs, vocab]: one buffer for all, or each graph would keep its own.
     """
 
     key: tuple[object, ...]
     device: CudaGraphs
-    inputs: _Inputs
+    inputs: Inputs
     watch: ModelWatch
     logits: torch.Tensor | None = None
-    replays: dict[int, Callable[[], None]] = field(default_factory=dict)
+    replays: dict[Shape, Callable[[], None]] = field(default_factory=dict)
 
 
 # Of models whose engine was closed. A graph knows addresses only, so it serves any engine whose K/V lies where that of
@@ -208,20 +150,12 @@ MAX_VARIANTS = 8
 """Limit of variants (sets of adapters) with graphs, which cost memory and time to capture. Others run eagerly."""
 
 
-def padded_size(count: int, max_seqs: int) -> int:
-    """The batch size of the graph for `count` sequences: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., at most `max_seqs`."""
-    power = 1 << max(count - 1, 0).bit_length()
-    if count <= 8:
-        return min(power, max_seqs)
-    step = max(8, power // 16)
-    return min(-(-count // step) * step, max_seqs)
-
-
 class GraphedSteps:
-    """Decode steps of one packed model, at most `max_seqs` sequences of at most `max_len` tokens (rounded up) in each.
+    """Steps of one packed model, at most `max_seqs` sequences of at most `max_len` tokens (rounded up) in each: decode
+    steps, and steps with prompts of at most `mixed_tokens` tokens in all (see `graph_inputs.StepCosts`).
 
-    required: raise UnsupportedModelError for a step that cannot be a graph. Otherwise such a step is declined, with one
-    warning for each reason. replays: number of steps that graphs have computed.
+    required: raise UnsupportedModelError for a decode step that cannot be a graph. Otherwise such a step is declined,
+    with one warning for each reason. replays: number of steps that graphs have computed.
     """
 
     def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
@@ -229,10 +163,20 @@ class GraphedSteps:
         self._max_seqs = max_seqs
         self._max_len = max_len
         self._required = required
+        self.mixed_tokens = min(mixed_tokens(packed.model), max_seqs * max_len)
         self._captured: dict[object, _Captured] = {}  # by variant
         self._is_off = False
         self._warned: set[str] = set()
         self.replays = 0
+
+    def shape_of(self, num_tokens: int, wanted: np.ndarray | None) -> Shape | None:
+        """The shape of the graph for a step; None: it is computed eagerly."""
+        if wanted is None:
+            return decode_shape(num_tokens, self._max_seqs)
+        if num_tokens > self.mixed_tokens:
+            return None
+        shape = mixed_shape(num_tokens, self._max_seqs)
+        return shape if len(wanted) <= (shape.num_rows or 0) else None  # more: a request wants its prompt's logits
 
     def forward(
         self,
@@ -240,16 +184,19 @@ class GraphedSteps:
         step: StepArrays,
         variant: object = None,
         late: Callable[[torch.Tensor], None] | None = None,
+        wanted: np.ndarray | None = None,
     ) -> torch.Tensor | None:
-        """tokens int64 [num_seqs], one new token of each sequence -> logits [num_seqs, vocab].
+        """tokens int64 [num_tokens] -> logits [num_rows, vocab] of the tokens `wanted`, int64 [num_rows]; None: a
+        decode step, one new token of each sequence, all of whose logits are wanted.
 
         The logits are valid until the next call with the same variant. None: the caller must compute the step eagerly.
 
-        late: writes the tokens that the host does not know yet into the device's tokens, int64 [at least num_seqs].
+        late: writes the tokens that the host does not know yet into the device's tokens, int64 [at least num_tokens].
         variant: identifies what the model computes, for example its set of adapters. Each variant has its own graphs;
         at most MAX_VARIANTS have any.
         """
-        return self._replay(tokens, step, variant, late, padded_size(len(tokens), self._max_seqs))
+        shape = self.shape_of(len(tokens), wanted)
+        return None if shape is None else self._replay(tokens, step, variant, late, wanted, shape)
 
     def _replay(
         self,
@@ -257,9 +204,10 @@ class GraphedSteps:
         step: StepArrays,
         variant: object,
         late: Callable[[torch.Tensor], None] | None,
-        size: int,
+        wanted: np.ndarray | None,
+        shape: Shape,
     ) -> torch.Tensor | None:
-        """`forward` with the graph for `size` sequences."""
+        """`forward` with the graph of this shape."""
         if self._is_off:
             return None
         captured = self._captured.get(variant)
@@ -279,38 +227,41 @@ class GraphedSteps:
         if obstacle is not None:
             self._decline(obstacle)
             return None
-        captured.inputs.fill(tokens, step, size)
+        captured.inputs.fill(tokens, step, wanted, shape)
         if late is not None:
             late(captured.inputs.tokens)
-        if size not in captured.replays and not self._capture(captured, size):
+        if shape not in captured.replays and not self._capture(captured, shape):
             return None
-        captured.replays[size]()
+        captured.replays[shape]()
         self.replays += 1
         assert captured.logits is not None
-        return captured.logits[: len(tokens)]
+        return captured.logits[: len(tokens) if wanted is None else len(wanted)]
 
     @property
-    def sizes(self) -> list[int]:
-        """The batch sizes that have a graph of their own, in ascending order."""
-        return sorted({padded_size(count, self._max_seqs) for count in range(1, self._max_seqs + 1)})
+    def shapes(self) -> list[Shape]:
+        """Those that have a graph, the largest first, because the smaller ones can use its memory."""
+        mixed = {mixed_shape(count, self._max_seqs) for count in range(1, self.mixed_tokens + 1)}
+        decode = {decode_shape(count, self._max_seqs) for count in range(1, self._max_seqs + 1)}
+        return sorted(mixed, reverse=True) + sorted(decode, reverse=True)
 
-    def capture_all(self) -> Iterator[int]:
-        """Capture the graphs of all sizes; yields each size. The largest one comes first, because the smaller ones can
-        use its memory."""
-        for size in reversed(self.sizes):
-            self._capture_padding(size)
-            yield size
+    def capture_all(self) -> Iterator[Shape]:
+        """Capture the graphs of all shapes; yields each."""
+        for shape in self.shapes:
+            if self.mixed_tokens or shape.num_rows is None:  # 0: such a capture has failed
+                self._capture_padding(shape)
+            yield shape
 
     def try_one(self) -> None:
         """Capture a step of one sequence, to find out whether capturing works."""
-        self._capture_padding(1)
+        self._capture_padding(decode_shape(1, self._max_seqs))
 
     @torch.inference_mode()
-    def _capture_padding(self, size: int) -> None:
-        """Capture, if there is none, the graph for `size` sequences with padding sequences, which write nothing."""
+    def _capture_padding(self, shape: Shape) -> None:
+        """Capture, if there is none, the graph of this shape with padding sequences, which write nothing."""
         memory = self._packed.memory
-        no_tokens = step_arrays([[] for _ in memory.groups], [], [], memory.block_size)
-        self._replay(np.zeros(0, dtype=np.int64), no_tokens, None, None, size)
+        step = padding_step(shape, len(memory.groups), memory.block_size)
+        wanted = None if shape.num_rows is None else np.zeros(0, dtype=np.int64)
+        self._replay(np.zeros_like(step.positions), step, None, None, wanted, shape)
         self.replays = 0
 
     def close(self) -> None:
@@ -321,7 +272,8 @@ class GraphedSteps:
             _parked.put(self._packed.model, captured)
 
     def _key(self) -> tuple[object, ...]:
-        return self._max_seqs, self._max_len, self._packed.memory.block_size, self._packed.memory.layout
+        memory = self._packed.memory
+        return self._max_seqs, self._max_len, self.mixed_tokens, memory.block_size, memory.layout
 
     def _take(self) -> _Captured:
         captured = _parked.take(self._packed.model)
@@ -329,17 +281,19 @@ class GraphedSteps:
 
     def _new(self) -> _Captured:
         model = self._packed.model
-        inputs = _Inputs(self._packed.memory, self._max_seqs, self._max_len, model.device)
+        shapes = self.shapes
+        largest = Shape(max(shape.num_seqs for shape in shapes), max(shape.num_tokens for shape in shapes))
+        inputs = Inputs(self._packed.memory, largest, self._max_len, model.device)
         return _Captured(self._key(), CudaGraphs(model.device), inputs, ModelWatch(model))
 
-    def _capture(self, captured: _Captured, size: int) -> bool:
-        """Capture a step of `size` sequences with the current inputs. The warm-up writes the step's K/V."""
+    def _capture(self, captured: _Captured, shape: Shape) -> bool:
+        """Capture a step of this shape with the current inputs. The warm-up writes the step's K/V."""
 
         def compute() -> None:
-            logits = self._packed.forward(*captured.inputs.of(size))
+            logits = self._packed.forward(*captured.inputs.of(shape))
             if captured.logits is None:
                 captured.logits = logits.new_empty(self._max_seqs, logits.shape[1])
-            captured.logits[:size].copy_(logits)
+            captured.logits[: len(logits)].copy_(logits)
 
         def without_the_host() -> None:
             with NoHostValues():
@@ -353,19 +307,27 @@ class GraphedSteps:
             reason = f"{name} cannot be captured ({first_line(error)})"
         else:
             if not captured.watch.changed():
-                captured.replays[size] = replay
+                captured.replays[shape] = replay
                 return True
             reason = f"{name} replaces tensors at every step"
-        self._captured, self._is_off = {}, True
-        self._decline(reason)
+        self._captured = {}
+        if shape.num_rows is None:
+            self._is_off = True
+            self._decline(reason)
+        else:
+            self.mixed_tokens = 0  # decode steps may be captured nevertheless
+            self._warn(f"steps with prompts run without CUDA graphs: {reason}")
         return False
 
     def _decline(self, reason: str) -> None:
         if self._required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
-        if reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(f"decode steps run without CUDA graphs: {reason}", RuntimeWarning, stacklevel=2)
+        self._warn(f"decode steps run without CUDA graphs: {reason}")
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _obstacle_of_modes(device_type: str) -> str | None:

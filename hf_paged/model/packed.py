@@ -27,7 +27,7 @@ from hf_paged.integration.attention import (
     release_names,
     remember_own,
 )
-from hf_paged.kernels.metadata import AttentionMetadata, metadata_on
+from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import is_spread
 from hf_paged.model.overrides import ABSENT, Override, Overrides, Patch
@@ -247,6 +247,7 @@ class PackedModel:
         if self._overrides:
             self._weights.look()  # once per step, before anything is overridden
         step = PackedStep(self.cache, self._configs, self._overrides)
+        announce(metadata)
         try:
             step.enter()
             output = uncompiled(self.model)(
@@ -258,6 +259,7 @@ class PackedModel:
                 **kwargs,
             )
         finally:
+            announce(())
             try:
                 step.leave()
             except BaseException:  # Ctrl-C within it, or as it began

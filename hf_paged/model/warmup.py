@@ -57,7 +57,7 @@ class WarmUp:
         self._packed = packed
         self._graphs = graphs
         self._steps = rehearsals(max_seqs, max_tokens)
-        self.num_parts = len(self._steps) + (0 if graphs is None else len(graphs.sizes))
+        self.num_parts = len(self._steps) + (0 if graphs is None else len(graphs.shapes))
 
     def run(self) -> Iterator[None]:
         """No block of the memory may be in use: it copies one free block to another."""
@@ -68,8 +68,8 @@ class WarmUp:
         for group in self._packed.memory.groups:
             if group.pool.num_blocks > 1:
                 group.pool.copy_blocks([(0, 1)])
-        if self._graphs is not None:
-            yield from self._graphs.capture_all()
+        for _ in () if self._graphs is None else self._graphs.capture_all():
+            yield
 
     def _rehearse(self, rehearsal: Rehearsal) -> None:
         """A forward of tokens that are written to no slot. They read block 0, whatever it holds. All have position 0,

@@ -92,8 +92,12 @@ class AppArgs(BaseModel):
         return Settings(**{**given, **lists, "limits": Limits(**given.get("limits", {}))})
 
 
-def build_app(args: AppArgs) -> serve.Application:
-    """The application for `serve.run`, or for `serve run hf_paged.serving.ray:build_app checkpoint=... replicas=2`."""
+def build_app(args: AppArgs | dict[str, Any]) -> serve.Application:
+    """The application for `serve.run`, or for `serve run hf_paged.serving.ray:build_app checkpoint=... replicas=2`.
+
+    args: AppArgs, or its fields. Raises ValueError for those that cannot be used.
+    """
+    args = AppArgs.model_validate(args)
     settings = args.make_settings()
     if Path(args.checkpoint).is_dir():  # of this machine: replicas may run in another folder
         folder = str(Path(args.checkpoint).resolve())
@@ -190,7 +194,7 @@ def _end_soon(error: BaseException) -> None:
 
 
 class Ingress:
-    """The deployment that clients reach. It has no model, and starts again without loss if its process ends."""
+    """The deployment that clients reach, without a model. If its process ends, its requests lose their connections."""
 
     def __init__(self, engines: DeploymentHandle, settings: Settings, wait_seconds: float) -> None:
         handle = engines.options(method_name="answer", stream=True)

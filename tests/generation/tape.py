@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_paged.fused import overrides
 from hf_paged.kernels import ops
-from hf_paged.model import graphs, state
+from hf_paged.model import graph_inputs, graphs, state
+from hf_paged.model.graph_inputs import StepCosts
 
 _attention = ops.paged_attention
 _tapes: list[Tape] = []  # captures in progress
@@ -83,12 +84,14 @@ def _taped_attention(*args: Any, **kwargs: Any) -> Any:
         return _tapes[-1].add(work) if _tapes else _attention(*args, **kwargs)
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    """From here on engines capture decode steps on a CPU."""
+def install(patch: pytest.MonkeyPatch, costs: StepCosts | None = None) -> None:
+    """From here on engines capture decode steps on a CPU, and with `costs` also steps with prompts."""
+    patch.setattr(graph_inputs, "COSTS", costs or StepCosts(launch_seconds=0))
     patch.setattr(graphs, "CudaGraphs", TapedGraphs)
     patch.setattr(ops, "paged_attention", _taped_attention)
     patch.setattr(TapedGraphs, "captures", 0)
-    patch.setattr(overrides, "native_layers", lambda *_: None)  # of a CPU: no operations of torch
+    for native in ("native_layers", "layers_for_engine"):  # of a CPU: no operations of torch
+        patch.setattr(overrides, native, lambda *_: None)
     # transformers asks, and leaves out what no graph can do.
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(_tapes))
     state.release()

@@ -26,6 +26,7 @@ from triton.runtime.jit import create_function_from_signature
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton.launch import Launch, Target
 from hf_paged.kernels.triton.ops import attention_launches
+from hf_paged.kernels.triton.sampling import greedy_launches
 from hf_paged.kernels.triton.write import copy_blocks_launch, write_kv_launch
 
 # The chip's name: target, shared memory a program may use (bytes).
@@ -171,6 +172,10 @@ def variants(chip: str) -> dict[str, Launch]:
     cache = cache.unflatten(0, (1, 16))
     found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
     found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64), [cache, cache])
+    logits, *results = (torch.empty(256, 128_256, dtype=torch.bfloat16, device="meta"), *(
+        torch.empty(256 * 16, dtype=dtype, device="meta") for dtype in (torch.int64, *[torch.float32] * 3, torch.int32)
+    ))  # fmt: skip
+    found["greedy pieces"], found["greedy best"] = greedy_launches(logits, results[0], results[1], results[2:])
     if chip == "sm90":
         found["decode d80"] = _attention(chip, 1, 80)[-2]
         found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[-2]

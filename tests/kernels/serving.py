@@ -24,8 +24,10 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.kernels import gather, ops
 from hf_paged.kernels.triton import ops as triton_ops
+from hf_paged.kernels.triton import sampling as triton_sampling
 from hf_paged.kernels.triton.launch import Launch
 from hf_paged.model import warmup
+from hf_paged.model.graph_inputs import StepCosts
 from tests.generation import tape
 
 _SIZES: dict[str, Any] = {
@@ -54,13 +56,14 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
         warm_up(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        tape.install(patch)
+        tape.install(patch, StepCosts())
         patch.setattr(warmup, "DEVICE_TYPE", "cpu")
         patch.setattr(Runner, "warm_up", warmed_up)
         patch.setitem(ops._default_impl, "cpu", "triton")
         patch.setattr(Launch, "run", lambda self, device: found.add(binder.variant(self)))
         for operation in ("paged_attention", "write_kv", "copy_blocks"):
             patch.setattr(triton_ops, operation, recorded(getattr(triton_ops, operation), getattr(gather, operation)))
+        patch.setattr(triton_sampling, "greedy", recorded(triton_sampling.greedy, greedy_by_torch))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
         options = {"prepack": False, "cuda_graphs": cuda_graphs}
@@ -92,6 +95,11 @@ def recorded(launches: Callable[..., Any], computes: Callable[..., Any]) -> Call
         return computes(*args, **kwargs)
 
     return operation
+
+
+def greedy_by_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    best, tokens = logits.float().max(-1)
+    return tokens, best - logits.float().logsumexp(-1)
 
 
 def serve(engine: Engine) -> None:

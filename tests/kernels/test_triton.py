@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_paged.kernels import ops, reference
+from hf_paged.kernels.metadata import announce
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import plan as triton_plan
@@ -177,6 +178,35 @@ def test_plan_is_made_once_a_step_and_cuts_the_work_evenly() -> None:
     assert units_of(plan) == [(0, 1, 0, 16), (1, 1, 0, 2), (3, 1, 0, 4)]
     assert int(plan.tile_starts[-1]) == 2 * 22
     assert int(plan.schedule[0]) == max(1, -(-44 // plan.num_programs))
+
+
+@pytest.mark.usefixtures("split")
+def test_layers_of_a_compiled_model_share_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile's graphs call operators that get the step's tensors one by one."""
+    monkeypatch.setitem(ops._default_impl, DEVICE, "triton")
+    batch = make_batch(Case(((1, 200), (1, 70)), heads=(2, 2), head_dim=16), DEVICE)
+    kernels: list[object] = []
+    run = triton_launch.Launch.run
+    monkeypatch.setattr(
+        triton_launch.Launch, "run", lambda self, device: (kernels.append(self.kernel), run(self, device))
+    )
+    m = batch.metadata
+
+    def layer() -> torch.Tensor:
+        result: torch.Tensor = torch.ops.hf_paged.paged_attention(
+            batch.query, batch.key_cache, batch.value_cache, m.block_tables, m.seq_lens, m.query_start_loc,
+            m.slot_mapping, m.max_query_len, m.max_seq_len, batch.options["scale"], None, None, None, None, None, False,
+        )[0]  # fmt: skip
+        return result
+
+    announce([m])
+    results = [layer(), layer()]
+    announce(())
+    assert kernels.count(triton_plan.plan_kernel) == 1 and kernels.count(triton_ops.split_kernel) == 2
+    results.append(layer())
+    assert kernels.count(triton_plan.plan_kernel) == 2
+    for result in results:
+        torch.testing.assert_close(result, batch.run("reference"), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.usefixtures("split")

@@ -21,7 +21,8 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels.metadata import step_arrays
 from hf_paged.model import graphs, warmup
-from hf_paged.model.graphs import NoHostValues, padded_size
+from hf_paged.model.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, padded_size
+from hf_paged.model.graphs import NoHostValues
 from tests import models
 from tests.generation import tape
 from tests.generation.tape import TapedGraphs
@@ -125,7 +126,7 @@ def test_arrivals_and_aborts_over_all_sizes() -> None:
                 assert engine.abort("13") and engine.abort("17")
             outputs.update({o.request_id: o for o in engine.step()})
             engine.check_integrity()
-        sizes = sorted(captured_of(engine).replays)
+        sizes = sorted(shape.num_seqs for shape in captured_of(engine).replays)
         assert_idle(engine)
     assert sizes == [1, 2, 4, 8, 16, 20]
     for index, expected in enumerate(plain(model, prompts, max_new_tokens=40)):
@@ -184,7 +185,7 @@ def test_a_warm_up_captures_all_sizes_and_writes_nothing(family: str, monkeypatc
     prompts = models.prompts(5, 9, 30)
     with opened(model, scheduler=SchedulerConfig(max_num_seqs=20), warmup=False) as engine:
         engine._runner.warm_up(engine.scheduler_config, True)
-        assert sorted(captured_of(engine).replays) == [1, 2, 4, 8, 16, 20]
+        assert sorted(captured_of(engine).replays) == [Shape(n, n) for n in (1, 2, 4, 8, 16, 20)]
         assert all(tensor.isnan().all() for tensor in tensors_of(engine))
         assert (TapedGraphs.captures, engine.stats().graph_replays, engine.stats().blocks_used) == (6, 0, 0)
         assert generated(engine, prompts) == plain(model, prompts) and TapedGraphs.captures == 6
@@ -197,11 +198,125 @@ def test_a_warm_up_is_what_the_limits_allow(monkeypatch: pytest.MonkeyPatch) -> 
     assert {each.query_lens for each in warmup.rehearsals(1, 16)} == {(1,), (2,)}
     limits = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16)
     with opened(models.shared("llama"), scheduler=limits) as engine:
-        assert list(captured_of(engine).replays) == [1]
+        assert list(captured_of(engine).replays) == [Shape(1, 1)]
     with opened(models.shared("llama"), warmup=False) as engine:
         assert not engine._runner.graphs._captured
     with opened(models.shared("llama"), cuda_graphs=False) as engine:
         assert engine._runner.graphs is None
+
+
+# -- steps with prompts in them --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tape.install(monkeypatch, StepCosts())
+
+
+@pytest.mark.usefixtures("mixed")
+def test_steps_with_prompts_are_replayed(family: str) -> None:
+    model = models.shared(family)
+    wanted = requests(24)
+    with opened(model, 400) as engine:
+        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
+        assert_idle(engine)
+        stats = engine.stats()
+    assert stats.graph_replays == stats.steps  # the first one too, which has nothing but prompts
+    assert_as_solo(model, outputs, wanted)
+
+
+@pytest.mark.usefixtures("mixed")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_prompts_arrive_between_tokens(is_async: bool) -> None:
+    """Chunks of prompts beside decodes whose last tokens the host may not know yet; tokens are no more than 24."""
+    model = models.shared("llama")
+    prompts = models.prompts(*range(3, 90, 6))
+    limits = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=5, async_scheduling=is_async)
+    with opened(model, 400, limits) as engine:
+        assert generated(engine, prompts, max_new_tokens=12) == plain(model, prompts, max_new_tokens=12)
+        stats, replays = engine.stats(), captured_of(engine).replays
+    assert stats.graph_replays == stats.steps and Shape(5 + 64, 64, 5) in replays
+
+
+@pytest.mark.usefixtures("mixed")
+def test_a_prompt_whose_logits_are_wanted_is_computed_eagerly() -> None:
+    model = models.shared("llama")
+    (prompt,) = models.prompts(30)
+    scores, replays = [], []
+    for cuda_graphs in (None, False):
+        with opened(model, 400, SchedulerConfig(max_num_seqs=4), cuda_graphs=cuda_graphs) as engine:
+            (output,) = engine.generate([prompt], config("greedy", eos_token_id=NEVER), prompt_logprobs=2)
+            scores.append(output.prompt_logprobs[1:])
+            replays.append(engine.stats().graph_replays)
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4) and replays == [9, 0]
+
+
+class AskingOfMany(nn.Module):
+    """Reads a value on the host if there are many tokens."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.shape[1] < 64 or x.isfinite().all() else x
+
+
+@pytest.mark.usefixtures("mixed")
+def test_prompts_that_cannot_be_captured_leave_decode_steps_their_graphs() -> None:
+    model = models.build("llama")
+    model.model.layers[0].mlp = AskingOfMany(model.model.layers[0].mlp).eval()
+    prompts = models.prompts(5, 9)
+    with opened(model, cuda_graphs=True) as engine:
+        with pytest.warns(RuntimeWarning, match="steps with prompts run without CUDA graphs: LlamaForCausalLM"):
+            assert generated(engine, prompts) == plain(model, prompts)
+        assert engine.stats().graph_replays == 9
+
+
+@pytest.mark.usefixtures("mixed")
+@pytest.mark.parametrize("max_seqs", [1, 20])
+def test_a_warm_up_captures_steps_with_prompts(max_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "DEVICE_TYPE", "cpu")
+    model, limits = models.shared("gpt2"), SchedulerConfig(max_num_seqs=max_seqs)
+    prompts = models.prompts(5, 90, 30)
+    with opened(model, scheduler=limits, warmup=False) as engine:
+        engine._runner.warm_up(engine.scheduler_config, True)
+        assert all(tensor.isnan().all() for tensor in tensors_of(engine))
+        captures = TapedGraphs.captures
+        # One sequence has no more than 160 tokens.
+        assert captures == (1 + 3 if max_seqs == 1 else 6 + 8) == len(captured_of(engine).replays)
+        assert generated(engine, prompts) == plain(model, prompts) and TapedGraphs.captures == captures
+        assert engine.stats().graph_replays == engine.stats().steps
+
+
+def test_padding_of_a_step_with_prompts() -> None:
+    with opened(models.shared("mistral")) as engine:
+        memory = engine._memory
+        memory.append([("a", 7), ("b", 60)])
+        step = step_arrays([[m.block_table(s) for s in ("a", "b")] for m in memory.managers], [7, 60], [1, 55], 4)
+        shape = Shape(3 + 64, 64, 3)
+        inputs = Inputs(memory, shape, 100, torch.device("cpu"))
+        inputs.fill(np.arange(56), step, np.array([0, 55]), shape)
+        tokens, positions, (metadata,), wanted = inputs.of(shape)
+        assert tokens.tolist() == [*range(56), *[0] * 8] and positions.tolist() == [6, *range(5, 60), *[0] * 8]
+        assert metadata.seq_lens.tolist() == [7, 60, *[1] * 8, *[0] * 57]
+        assert metadata.query_start_loc.tolist() == [0, 1, 56, *range(57, 65), *[64] * 57]
+        assert metadata.slot_mapping.tolist() == [*step.slots[0], *[-1] * 8] and wanted.tolist() == [0, 55, 0]
+        assert metadata.block_tables[2:10, 0].tolist() == [memory.managers[0].block_table("a")[-1]] * 8
+        for seq in ("a", "b"):
+            memory.free(seq)
+
+
+def test_which_steps_with_prompts_are_replayed() -> None:
+    """Those in which the host would be slower than the device."""
+    costs = StepCosts()
+    assert [costs.mixed_tokens(*sizes) for sizes in ((16, 10**9), (32, 8 * 10**9), (80, 7 * 10**10))] == [512, 256, 64]
+    assert StepCosts(launch_seconds=1e-7).mixed_tokens(32, 8 * 10**9) == 0
+    assert mixed_shape(1, 256) == Shape(128, 64, 64) and mixed_shape(300, 256) == Shape(320, 320, 256)
+    for count in range(1, 513):
+        shape = mixed_shape(count, 100)
+        padding = shape.num_tokens - count
+        assert min(count, 100) + padding <= shape.num_seqs and shape.num_rows >= min(count, 100) and padding < 64
 
 
 # -- Python where it is due ------------------------------------------------------------------------------------------
@@ -552,7 +667,9 @@ def test_graphs_that_wait_do_not_keep_their_model() -> None:
     model = models.build("llama")
     with opened(model) as engine:
         generated(engine, models.prompts(5))
-        captured_of(engine).replays = {1: lambda: None}  # a tape has its model's tensors, a CUDA graph has not
+        captured_of(engine).replays = {
+            Shape(1, 1): lambda: None
+        }  # a tape has its model's tensors, a CUDA graph has not
     gone = weakref.ref(model)
     assert graphs._parked.get(model) is not None
     del model, engine
@@ -609,11 +726,12 @@ def test_padding_reads_a_slot_that_the_step_owns() -> None:
         memory.append([("a", 7), ("b", 30)])
         memory.step_done(["a", "b"])
         memory.append([("a", 1), ("b", 1)])
-        inputs = graphs._Inputs(memory, 20, 100, torch.device("cpu"))
+        inputs = Inputs(memory, Shape(20, 20), 100, torch.device("cpu"))
         tables = [[manager.block_table(seq) for seq in ("a", "b")] for manager in memory.managers]
         step = step_arrays(tables, [8, 31], [1, 1], memory.block_size)
-        inputs.fill(np.array([7, 8]), step, 4)
-        tokens, positions, (metadata,) = inputs.of(4)
+        inputs.fill(np.array([7, 8]), step, None, Shape(4, 4))
+        tokens, positions, (metadata,), wanted = inputs.of(Shape(4, 4))
+        assert wanted is None
         assert (tokens.tolist(), positions.tolist()) == ([7, 8, 0, 0], [7, 30, 0, 0])
         assert metadata.seq_lens.tolist() == [8, 31, 1, 1] and metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]
         assert metadata.slot_mapping.tolist() == [*step.slots[0], -1, -1]

@@ -12,7 +12,7 @@ from torch import nn
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.kernels.metadata import StepArrays
-from hf_paged.model.graphs import GraphedSteps, padded_size
+from hf_paged.model.graphs import GraphedSteps
 from tests import models
 from tests.generation.test_engine import OPTIONS, config
 
@@ -66,15 +66,15 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
     forward, checked = GraphedSteps.forward, []
 
     def strict(
-        self: GraphedSteps, tokens: np.ndarray, step: StepArrays, variant: object, late: Any
+        self: GraphedSteps, tokens: np.ndarray, step: StepArrays, variant: object, late: Any, wanted: Any
     ) -> torch.Tensor | None:
         captured = self._captured.get(variant)
-        if captured is None or padded_size(len(tokens), self._max_seqs) not in captured.replays:
-            return forward(self, tokens, step, variant, late)
+        if captured is None or self.shape_of(len(tokens), wanted) not in captured.replays:
+            return forward(self, tokens, step, variant, late, wanted)
         before = compiled()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            logits = forward(self, tokens, step, variant, late)
+            logits = forward(self, tokens, step, variant, late, wanted)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert compiled() == before
@@ -85,7 +85,7 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
     with opened(models.build("gemma3").cuda()) as engine:
         texts(engine, (5, 30, 90), max_new_tokens=60)
         texts(engine, (20, 70, 3, 9), max_new_tokens=60)
-        assert engine.stats().graph_replays == len(checked) + 1
+        assert engine.stats().graph_replays == len(checked) > 0
 
 
 @pytest.mark.parametrize("scheduling", [True, False])
@@ -150,7 +150,8 @@ def test_what_cannot_be_captured_leaves_everything_as_it_was(way: str) -> None:
         expected = texts(engine)
     model.model.layers[0].mlp = Waiting(model.model.layers[0].mlp, way).eval()
     stream = torch.cuda.current_stream()
-    with opened(model) as engine, pytest.warns(RuntimeWarning, match="LlamaForCausalLM cannot be captured"):
+    # The warm-up captures all graphs.
+    with pytest.warns(RuntimeWarning, match="LlamaForCausalLM cannot be captured"), opened(model) as engine:
         assert texts(engine) == expected
         assert engine.stats().graph_replays == 0
         assert torch.cuda.current_stream() == stream

@@ -66,6 +66,17 @@ def test_arguments_that_are_refused(fields: dict[str, object], words: str) -> No
 
 
 @needs_ray
+def test_the_application() -> None:
+    """From the fields, as a configuration file has them."""
+    from hf_paged.serving.ray import build_app
+
+    app = build_app({"checkpoint": str(CHECKPOINT), "replicas": "3", "settings": {"names": ["a"], "api_keys": ["k"]}})
+    assert app._bound_deployment.name == "ingress"
+    with pytest.raises(ValueError, match="checkpoint"):
+        build_app({"replicas": 2})
+
+
+@needs_ray
 def test_the_ingress_needs_no_torch() -> None:
     """It starts in a second or two, and takes little memory."""
     import subprocess
@@ -88,3 +99,49 @@ def test_clients(tmp_path: Path) -> None:
         result = check_clients.check(client, sys.executable, task, tmp_path)
     assert result.summary == "passed" and len(result.calls) > 10
     assert server.status == 0, "".join(server.lines[-30:])
+
+
+@needs_ray
+def test_loads_of_the_router() -> None:
+    """A request counts from its choice to its end, also while it is on its way, and not after it was given up."""
+    import asyncio
+    from types import SimpleNamespace
+    from typing import Any
+
+    from hf_paged.serving.ray import ReplicaRouter
+    from hf_paged.serving.relay import Asked
+
+    class Name(str):
+        unique_id = property(str)
+
+    replicas = [SimpleNamespace(replica_id=Name(name), routing_stats={}) for name in "ab"]
+
+    def pending(name: str, chain: tuple[int, ...] = (), lost: tuple[str, ...] = ()) -> Any:
+        asked = Asked("POST", "/v1/completions", b"", (), b"", None, chain, lost)
+        metadata = SimpleNamespace(internal_request_id=name)
+        return SimpleNamespace(args=[asked], metadata=metadata, future=asyncio.get_running_loop().create_future())
+
+    async def run() -> None:
+        router = ReplicaRouter.__new__(ReplicaRouter)
+        router.initialize_state("prefix", most_blocks=100)
+
+        async def choose(request: Any) -> str:
+            first, _ = await router.choose_replicas(replicas, request)
+            return str(first[0].replica_id)
+
+        one, other, third = pending("1", (1, 2)), pending("2", (1, 2)), pending("3", (7, 8), lost=("a",))
+        assert [await choose(one), await choose(other), await choose(third)] == ["a", "b", "b"]
+        assert router._loads == {"a": 1, "b": 2}
+        assert await choose(other) == "a" and router._loads == {"a": 2, "b": 1}  # chosen again, counted once
+        for request, place in ((one, 0), (third, 1)):
+            request.future.set_result(replicas[place])
+        other.future.cancel()
+        await asyncio.sleep(0)
+        assert router._loads == {"a": 1, "b": 1} and not router._chosen
+        router.on_request_completed("a", "1")  # type: ignore[arg-type]
+        router.on_request_completed("a", "a call that was sent to all replicas")  # type: ignore[arg-type]
+        assert router._loads == {"b": 1}
+        router.on_request_completed("b", "3")  # type: ignore[arg-type]
+        assert not router._loads and not router._in_flight and not router._seen
+
+    asyncio.run(run())

@@ -91,7 +91,7 @@ class Runner:
     """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward; a RowModel computes one
-    sequence after the other. `graphs` replay the decode steps that they can.
+    sequence after the other. `graphs` replay the steps that they can.
     """
 
     def __init__(
@@ -280,8 +280,8 @@ class Runner:
     def _compute(self, forward: Forward, late: _LateTokens | None = None) -> torch.Tensor:
         """The logits [num_rows, vocab] of the tokens that are wanted."""
         assert isinstance(self._model, PackedModel)
-        if forward.wanted is None and self.graphs is not None:
-            replayed = self.graphs.forward(forward.tokens, forward.step, forward.adapters, late)
+        if self.graphs is not None:
+            replayed = self.graphs.forward(forward.tokens, forward.step, forward.adapters, late, forward.wanted)
             if replayed is not None:
                 return replayed
         ids, positions = (to_device(x, self._device) for x in (forward.tokens, forward.step.positions))
