@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import hf_paged
 from hf_paged.model.state import state_of
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
-from tests.serving.harness import NAME, Running, new_model, plain, serving
+from hf_paged.serving.relay import Asked
+from hf_paged.serving.replica import Replica
+from hf_paged.serving.service import Service
+from hf_paged.serving.settings import Settings
+from tests.serving.harness import NAME, Running, new_model, plain, serving, tokenizer
 from tests.waiting import Gate
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning")
@@ -225,3 +231,31 @@ def test_requests_are_not_prepared_while_adapters_change(folders: dict[str, str]
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_adapter(model, "sql", str(tmp_path))
     assert held == [True] * 4
+
+
+def test_a_replica_loads_an_adapter_that_is_asked_for(folders: dict[str, str]) -> None:
+    """Once, by the first of two requests that name it; requests for the model itself load nothing."""
+
+    async def run() -> list[list[int]]:
+        model = new_model()
+        engine = hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=256))
+        replica = Replica(Service(engine, tokenizer(), Settings(names=(NAME,))), "one", {"late": folders["late"]})
+
+        async def tokens(name: str) -> list[int]:
+            fields = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "model": name}
+            given, headers = json.dumps(fields).encode(), ((b"content-type", b"application/json"),)
+            asked = Asked("POST", "/v1/completions", b"", headers, given, name)
+            messages = [message async for part in replica.answer(asked) for message in part.messages]
+            whole = json.loads(b"".join(message.get("body", b"") for message in messages))
+            return list(whole["choices"][0]["token_ids"])
+
+        await replica.start()
+        try:
+            base = await tokens(NAME)
+            assert "late" not in (vars(model).get("peft_config") or {})
+            return [base, *await asyncio.gather(tokens("late"), tokens("late")), await tokens(NAME)]
+        finally:
+            await replica.stop()
+
+    before, one, other, after = asyncio.run(run())
+    assert one == other == alone(folders["late"]) != before == after
