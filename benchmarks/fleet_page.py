@@ -75,7 +75,10 @@ def _lines(axis: Any, rows: list[Data], name: str, factor: float = 1) -> None:
         own = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["replicas"])
         values = [factor * row[name] for row in own]
         axis.plot([row["replicas"] for row in own], values, color=colour, marker=marker, markersize=4, label=policy)
+    counts = sorted({row["replicas"] for row in rows})
     axis.set_xscale("log")
+    axis.set_xticks(counts, map(str, counts))
+    axis.set_xticks([], minor=True)
     axis.set_xlabel("replicas")
     axis.legend(fontsize=7)
 
