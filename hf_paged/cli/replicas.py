@@ -39,6 +39,10 @@ def check_replicas(given: dict[str, Any]) -> None:
         raise UsageError(
             f"{flag} with --admin-key: its routes would change one replica of several; drop one of the two"
         )
+    if (given["device"] or "").startswith("cuda:"):
+        raise UsageError(
+            f"{flag} with --device {given['device']}: Ray chooses the GPU of each replica; use --device cuda"
+        )
     if given["max_replicas"] is not None and given["max_replicas"] < given["replicas"]:
         raise UsageError(f"--max-replicas {given['max_replicas']} is less than {flag}; raise it")
 
@@ -67,7 +71,8 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
 
     from hf_paged.serving.ray import AppArgs, build_app
 
-    num_gpus = 1 if given["device"] is None and torch.cuda.is_available() else 0
+    device = given["device"]
+    num_gpus = int(torch.cuda.is_available() if device is None else device == "cuda")
     cache, scheduler = engine_options(given)
     args = AppArgs(
         checkpoint=given["checkpoint"],
@@ -75,7 +80,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
         max_replicas=given["max_replicas"],
         routing=given["routing"].value,
         dtype=given["dtype"].value,
-        device=given["device"],
+        device=device,
         gpus=num_gpus,
         adapters={name: str(Path(folder).resolve()) for name, folder in adapters.items()},
         settings=asdict(settings),

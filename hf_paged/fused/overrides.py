@@ -28,8 +28,10 @@ def overrides_for_calls(model: Any) -> list[Override]:
     linears = layers_for_calls(model)
     decoder = native_decoder(model, linears)
     overrides = _overrides(model, linears)
-    if decoder is not None and decoder.needs_trial and model.device.type == "cpu":
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout, in training mode, draws random numbers
+    may_try = model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    if decoder is not None and decoder.needs_trial and may_try:
+        # Dropout, in training mode, draws random numbers.
+        with torch.no_grad(), torch.random.fork_rng(devices=[], enabled=model.training):
             _try_on_few_tokens(model, overrides)
         decoder.needs_trial = False
     return overrides

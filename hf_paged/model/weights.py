@@ -52,7 +52,7 @@ class Weights:
         self._picture: _Picture | None = None
         self._sample: ContentSample | None = None
         self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
-        self._all_moved = 0  # epoch in which all of them last changed
+        self.all_moved = 0  # epoch in which all of them last changed
         self.epoch = self.layout = self.structure = 0
 
     def look(self, *, contents: bool = False) -> int:
@@ -95,7 +95,7 @@ class Weights:
 
     def moved_at(self, tensor: torch.Tensor) -> int:
         """The epoch in which this tensor of the model last changed, as of the last look."""
-        return max(self._all_moved, self._moved.get(id(tensor), 0))
+        return max(self.all_moved, self._moved.get(id(tensor), 0))
 
     def release_views(self) -> None:
         """Release tensors that the model no longer has, until the next look with `contents`."""
@@ -113,7 +113,7 @@ class Weights:
 
     def _move_all(self) -> None:
         self.epoch += 1
-        self._all_moved = self.epoch
+        self.all_moved = self.epoch
 
     def _look_inside(self, picture: _Picture) -> None:
         if self._sample is None or self._sample.tensors is not picture.tensors:

@@ -21,13 +21,13 @@ def prompt_chain(body: bytes) -> tuple[str | None, tuple[int, ...]]:
     """
     try:
         fields = json.loads(body)
+        whole = b"".join(_parts(fields))[: BLOCK_BYTES * MOST_BLOCKS] if isinstance(fields, dict) else b""
     except (ValueError, RecursionError):
         return None, ()
     if not isinstance(fields, dict):
         return None, ()
     model = fields.get("model")
     root = repr((model, fields.get("cache_salt"))).encode(errors="replace")
-    whole = b"".join(_parts(fields))[: BLOCK_BYTES * MOST_BLOCKS]
     starts = range(0, len(whole) - BLOCK_BYTES + 1, BLOCK_BYTES)
     chain = chain_of(root, (whole[start : start + BLOCK_BYTES] for start in starts))
     return model if isinstance(model, str) else None, chain

@@ -61,7 +61,7 @@ class AppArgs(BaseModel):
     replicas: int = Field(1, ge=1)
     max_replicas: int | None = None
     routing: Policy = "prefix"
-    routing_options: dict[str, float] = Field(default_factory=dict)
+    routing_options: dict[str, int | float] = Field(default_factory=dict)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
     cpus: float = Field(1.0, gt=0)
@@ -207,7 +207,7 @@ class Ingress:
             except RayTaskError:
                 raise
             except (RayError, RayServeException) as error:
-                raise ReplicaLost(str(error).strip().splitlines()[0]) from error
+                raise ReplicaLost((str(error).strip() or type(error).__name__).splitlines()[0]) from error
             finally:
                 with suppress(Exception):  # it may have ended, or never begun
                     response.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -174,16 +175,76 @@ def test_weights_in_another_layout_or_dtype_are_left_to_torch(llama: Any, with_t
     assert scores(llama).equal(found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_autocast(llama: Any, dtype: torch.dtype, calls: list[bool], with_torch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_copies", [False, True])
+@pytest.mark.parametrize("is_tried", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)],
+)
+def test_autocast(
+    llama: Any,
+    dtype: torch.dtype,
+    autocast: torch.dtype,
+    is_tried: bool,
+    has_copies: bool,
+    calls: list[bool],
+    with_torch: pytest.MonkeyPatch,
+) -> None:
     model = llama.to(dtype)
-    scores(model)
+    if has_copies:
+        hf_paged.prepack(model)
+    if is_tried:
+        scores(model)
     calls.clear()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=autocast):
         found = scores(model)
         assert not calls
+    if dtype == torch.bfloat16:
+        scores(model)
+        assert calls
+    with torch.autocast("cpu", dtype=autocast):
         switched_off(with_torch)
         assert scores(model).equal(found)
+
+
+def test_replaced_layers_are_freed(llama: Any) -> None:
+    scores(llama)
+    old = []
+    for name, module in list(llama.named_modules()):
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            old.append(weakref.ref(module.weight))
+            parent = llama.get_submodule(name.rpartition(".")[0])
+            new = torch.nn.Linear(module.in_features, module.out_features, bias=False)
+            setattr(parent, name.rpartition(".")[2], new.bfloat16() if len(old) % 2 else new.bfloat16().double())
+    llama.double()
+    del module, parent
+    scores(llama)
+    gc.collect()
+    assert not any(weight() is not None for weight in old)
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_a_bias_in_another_layout_or_dtype(has_copies: bool, with_torch: pytest.MonkeyPatch) -> None:
+    model = build(KNOWN["llama-biased"][0]())
+    if has_copies:
+        hf_paged.prepack(model)
+    scores(model)
+    for projection in (model.model.layers[0].self_attn.v_proj, model.model.layers[1].mlp.up_proj):
+        other = torch.randn(len(projection.bias))
+        projection.bias = torch.nn.Parameter(torch.stack([projection.bias.data, other.bfloat16()], dim=1)[:, 0])
+    found = scores(model)
+    switched_off(with_torch)
+    assert scores(model).equal(found)
+
+
+def test_reported_changes_of_attributes(llama: Any, with_torch: pytest.MonkeyPatch) -> None:
+    before = scores(llama)
+    llama.model.layers[0].self_attn.scaling = 3.0
+    hf_paged.weights_changed(llama)
+    after = scores(llama)
+    assert not after.equal(before)
+    switched_off(with_torch)
+    assert scores(llama).equal(after)
 
 
 def test_nothing_for_fp32_or_inference_weights(llama: Any) -> None:

@@ -91,7 +91,7 @@ def test_both_entry_points() -> None:
 
 
 @forked
-def test_everything_of_a_layer_is_on_its_device() -> None:
+def test_all_of_a_layer_is_on_its_device() -> None:
     """K/V, block tables and slots; and these are sent to the second device once a step, not for each layer."""
     steps, seen, sent = [], [], []
     with spread_model("gemma2") as (model, plain):  # its layers take turns between a window and none: two groups

@@ -25,6 +25,7 @@ needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the extra `ray`")
             "--replicas 2 with --tensor-parallel-size 2: each replica",
         ),
         (["--replicas", "2", "--admin-key", "k"], "--replicas 2 with --admin-key"),
+        (["--replicas", "2", "--device", "cuda:1"], "--replicas 2 with --device cuda:1: Ray chooses"),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 is less than --replicas 3"),
         (["--max-replicas", "2"], "--max-replicas 2 is for replicas; add --replicas"),
         (["--routing", "round-robin"], "--routing round-robin is for replicas; add --replicas"),
@@ -61,6 +62,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_arguments_that_are_refused(fields: dict[str, object], words: str) -> None:
     from hf_paged.serving.ray import AppArgs
 
+    AppArgs.model_validate({"checkpoint": "m", "routing_options": {"most_blocks": 4096, "blocks_per_request": 2.5}})
     with pytest.raises(ValueError, match=words):
         AppArgs.model_validate({"checkpoint": "m", **fields})
 

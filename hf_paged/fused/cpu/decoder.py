@@ -28,7 +28,7 @@ from hf_paged.fused.cpu.weights import LinearLayer, LinearLayers
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
 from hf_paged.model.packed import PackedCache
-from hf_paged.model.state import Slot
+from hf_paged.model.state import Slot, state_of
 
 TRIAL_TOKENS = 8
 """A shorter step does not suffice for the comparison: a token at position 0 is not rotated at all."""
@@ -42,18 +42,22 @@ _NATIVE = attrgetter("native")
 
 _Seen = tuple[list[Any], list[int], list[Any]]  # modules and functions; addresses; weights (compared by identity)
 
-_known: Slot[tuple[weakref.ref[LinearLayers], NativeDecoder]] = Slot("native decoder layers")
+_known: Slot[tuple[weakref.ref[LinearLayers], int, NativeDecoder]] = Slot("native decoder layers")
 
 
 def native_decoder(model: nn.Module, linears: LinearLayers | None) -> NativeDecoder | None:
-    """Overrides for the model's layers, shared by all users of these linear layers. None without linear layers."""
+    """Overrides for the model's layers, shared by all users of these linear layers. None without linear layers.
+
+    After `weights_changed` they are tried again, because attributes of the modules may have changed too.
+    """
     if linears is None or not fused_ops.is_available():
+        _known.take(model)
         return None
-    known = _known.get(model)
-    if known is None or known[0]() is not linears:
-        known = weakref.ref(linears), NativeDecoder(model, linears)
+    known, reported = _known.get(model), state_of(model).weights.all_moved
+    if known is None or known[0]() is not linears or known[1] != reported:
+        known = weakref.ref(linears), reported, NativeDecoder(model, linears)
         _known.put(model, known)
-    return known[1]
+    return known[2]
 
 
 class NativeDecoder:
@@ -259,6 +263,8 @@ class Layer:
         cache = kwargs.get("past_key_values")
         if args or self._verdict is False or not isinstance(cache, PackedCache) or not in_packed_step():
             return self._plain(hidden_states, *args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            return self._plain(hidden_states, **kwargs)
         walk = Walk.of(cache)
         ahead = walk.take(self.link, hidden_states, kwargs)
         if ahead is not None:

@@ -57,6 +57,7 @@ def layers_for_calls(model: Any) -> LinearLayers | None:
     layers = _linears(model)
     if not _for_calls.get(model):
         return _without_copies(model, layers)
+    _in_place.take(model)
     if (obstacle := _obstacle(layers)) is not None:
         raise ValueError(f"prepack was called for this model, but {obstacle}; call release_memory(model)")
     return _copies(model, layers)
@@ -90,6 +91,7 @@ def _without_copies(model: Any, layers: list[nn.Linear]) -> LinearLayers | None:
     """The layers that the native kernels compute from the weights themselves, None if there are none."""
     usable = [layer for layer in layers if layer.weight.dtype == torch.bfloat16 and _obstacle([layer]) is None]
     if not usable or not fused_ops.is_available():
+        _in_place.take(model)  # it would keep the weights of layers that have been replaced
         return None
     state_of(model).weights.look()
     return _known(_in_place, model, usable, False)
@@ -156,8 +158,8 @@ class LinearLayers:
         self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in self._layers)
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
-        """Whether each of these layers is among them; False after layers of the model have been replaced."""
-        return all(layer in self._of for layer in layers)
+        """Whether they are these layers; False after layers of the model have been replaced."""
+        return len(layers) == len(self._layers) and all(layer in self._of for layer in layers)
 
     def of(self, layer: nn.Module) -> LinearLayer | None:
         return self._of.get(layer)
@@ -198,7 +200,7 @@ class LinearLayer:
         self._copies = copies
         self._part = part
         self._shape = layer.weight.shape
-        self._stamp: tuple[int, ...] | None = None
+        self._stamp: tuple[Any, ...] | None = None
         # The function refers to this list only: a reference to this object would keep the copy until the garbage
         # collector runs.
         self._compute = compute = [_TORCH]
@@ -219,7 +221,8 @@ class LinearLayer:
             self._compute[0] = self._stamp = self.native = None
             return
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        stamp = (weights.moved_at(weight), id(weight), id(bias), 0 if bias is None else bias.data_ptr())
+        of_bias = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride())
+        stamp = (weights.moved_at(weight), id(weight), id(bias), of_bias)
         if stamp == self._stamp:
             return
         self.native = self._native_weight(weight, bias)
@@ -227,7 +230,7 @@ class LinearLayer:
         self._stamp = stamp
 
     def _native_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> fused_ops.LinearWeight | None:
-        if weight.dtype != torch.bfloat16 or weight.shape != self._shape:
+        if weight.dtype != torch.bfloat16 or weight.shape != self._shape or not _is_like(bias, weight):
             return None
         if self._part is not None:
             fused_ops.pack(weight, self._part)
@@ -243,8 +246,18 @@ class LinearLayer:
             return lambda rows: (
                 fused_ops.linear(native, rows) if rows.dtype == torch.bfloat16 else plain(rows, weight, bias)
             )
-        if not self._copies:
+        if not self._copies or not _is_like(bias, weight):
             return _TORCH
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         pointwise = torch.ops.mkldnn._linear_pointwise
         return lambda rows: pointwise(rows, packed, bias, "none", [], "")
+
+
+def _is_like(bias: torch.Tensor | None, weight: torch.Tensor) -> bool:
+    """Whether the bias is as the kernels expect it."""
+    return bias is None or (
+        bias.dtype == weight.dtype
+        and bias.device == weight.device
+        and bias.shape == weight.shape[:1]
+        and bias.is_contiguous()
+    )
