@@ -162,10 +162,12 @@ class PackedStep:
                     route = _routes[id(config)] = Overrides([Patch(fields, IMPLEMENTATION, NAME, own)])
                 route.apply(self)
         packed_cache.set(self._cache)
+        announce(self._cache.step)
         for override in self._overrides:
             override.apply(self)
 
     def leave(self) -> None:
+        announce(())
         packed_cache.set(self._outer)
         with _lock:
             for config in self._configs:
@@ -247,7 +249,6 @@ class PackedModel:
         if self._overrides:
             self._weights.look()  # once per step, before anything is overridden
         step = PackedStep(self.cache, self._configs, self._overrides)
-        announce(metadata)
         try:
             step.enter()
             output = uncompiled(self.model)(
@@ -259,7 +260,6 @@ class PackedModel:
                 **kwargs,
             )
         finally:
-            announce(())
             try:
                 step.leave()
             except BaseException:  # Ctrl-C within it, or as it began
