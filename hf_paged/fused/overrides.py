@@ -8,7 +8,7 @@ import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
-from hf_paged.fused.cpu.decoder import native_decoder
+from hf_paged.fused.cpu.decoder import NativeDecoder, native_decoder
 from hf_paged.fused.cpu.norms import native_layers
 from hf_paged.fused.cpu.weights import LinearLayers, layers_for_calls, layers_for_engine
 from hf_paged.model.overrides import Override
@@ -20,14 +20,15 @@ def overrides_for_engine(model: Any, prepack: bool | None) -> list[Override]:
 
     Raises ValueError for prepack=True if the weights cannot be packed.
     """
-    return _overrides(model, layers_for_engine(model, prepack))
+    linears = layers_for_engine(model, prepack)
+    return _overrides(model, linears, native_decoder(model, linears))
 
 
 def overrides_for_calls(model: Any) -> list[Override]:
     """Overrides for calls of `generate`, with packed weights if `hf_paged.prepack` was called for the model."""
     linears = layers_for_calls(model)
     decoder = native_decoder(model, linears)
-    overrides = _overrides(model, linears)
+    overrides = _overrides(model, linears, decoder)
     may_try = model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if decoder is not None and decoder.needs_trial and may_try:
         # Dropout, in training mode, draws random numbers.
@@ -37,8 +38,8 @@ def overrides_for_calls(model: Any) -> list[Override]:
     return overrides
 
 
-def _overrides(model: Any, linears: LinearLayers | None) -> list[Override]:
-    found = native_layers(model), linears, native_decoder(model, linears)
+def _overrides(model: Any, linears: LinearLayers | None, decoder: NativeDecoder | None) -> list[Override]:
+    found = native_layers(model), linears, decoder
     return [override for override in found if override is not None]
 
 

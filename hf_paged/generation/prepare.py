@@ -133,9 +133,9 @@ class Preparer:
 
     The results for the last `MAX_KEPT` configs are kept and found again by value: of the request's config, of the
     model's, and of what else the preparation reads. Configs that differ in `max_new_tokens` only have one result, if no
-    minimum depends on it. A config that is changed in place is a new one. A request with
-    processors or criteria of the caller is prepared by itself, as is one with an option that reads the prompt or keeps
-    a state, and one about whose prompt transformers warns.
+    minimum depends on it. A config that is changed in place is a new one. A request with processors or criteria of the
+    caller is prepared by itself, as is one with an option that reads the prompt or keeps a state, and one about whose
+    prompt transformers warns.
     """
 
     MAX_KEPT = 64

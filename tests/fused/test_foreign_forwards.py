@@ -16,12 +16,10 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused import overrides as fused_overrides
-from hf_paged.fused.cpu import ops as fused_ops
-from hf_paged.kernels.native import build as native_build
 from hf_paged.model.overrides import foreign_forward
 from tests import models
 
-pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
 NEW_TOKENS = 4
 ROTARY = "apply_rotary_pos_emb"
@@ -35,13 +33,6 @@ PLACES: dict[str, Callable[[Any], nn.Module]] = {
     "layer": lambda model: model.model.layers[1],
     "first layer": lambda model: model.model.layers[0],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    native_build.build()
-    if not fused_ops.is_available():
-        pytest.skip("these kernels need AVX-512 with BF16")
 
 
 @pytest.fixture

@@ -11,17 +11,10 @@ from torch import nn
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels.native import build as native_build
 
-pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
 ROWS = (1, 2, 3, 4, 5, 6, 9, 12, 13, 15, 16, 17, 31, 32, 33, 47, 64, 70, 131)
 SHAPES = ((64, 64), (32, 32), (96, 192), (200, 576), (7, 33), (100, 40), (1, 1), (40, 1101))  # columns, depth
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    native_build.build()
-    if not fused_ops.is_available():
-        pytest.skip("these kernels need AVX-512 with BF16")
 
 
 @pytest.fixture(params=[1, 2])

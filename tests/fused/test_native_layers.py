@@ -16,15 +16,13 @@ from hf_paged import CacheConfig, Engine
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
-from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.fused.cpu import walk as fused_walk
 from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.integration.attention import MaskPattern
-from hf_paged.kernels.native import build as native_build
 from tests import models
 
-pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -50,13 +48,6 @@ KNOWN = {
     "llama-gelu": (lambda: transformers.LlamaConfig(**SIZES, hidden_act="gelu"), 0),
     "gemma3": (lambda: transformers.Gemma3TextConfig(**SIZES, sliding_window=8), 0),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    native_build.build()
-    if not fused_ops.is_available():
-        pytest.skip("these kernels need AVX-512 with BF16")
 
 
 @pytest.fixture(params=KNOWN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,11 @@ from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
-from hf_paged.kernels.native import build as native_build
 from tests import models
 from tests.conftest import state_of
 from tests.fused.test_native_layers import KNOWN, SIZES, build
 
-pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    native_build.build()
-    if not fused_ops.is_available():
-        pytest.skip("these kernels need AVX-512 with BF16")
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
 
 @pytest.fixture
@@ -53,14 +44,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-@pytest.fixture
-def with_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """`switched_off` of this makes torch compute linear layers until the end of the test."""
-    with monkeypatch.context() as patch:
-        yield patch
-
-
 def switched_off(patch: pytest.MonkeyPatch) -> None:
+    """torch computes linear layers until the end of the test."""
     patch.setattr(fused_overrides, "layers_for_calls", lambda model: None)
     patch.setattr(fused_overrides, "layers_for_engine", lambda model, prepack: None)
 
@@ -74,19 +59,19 @@ def scores(model: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_the_bits_of_torch(kind: str, with_torch: pytest.MonkeyPatch, calls: list[bool]) -> None:
+def test_the_bits_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
     model = build(KNOWN[kind][0]())
     before = state_of(model)
     found = scores(model), scores(model, num_beams=3), scores(model)
     assert calls and not any(calls)
     assert state_of(model) == before
-    switched_off(with_torch)
+    switched_off(monkeypatch)
     expected = scores(model), scores(model, num_beams=3), scores(model)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.equal(theirs)
 
 
-def test_an_engine_without_copies(llama: Any, with_torch: pytest.MonkeyPatch, calls: list[bool]) -> None:
+def test_an_engine_without_copies(llama: Any, monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
     def logprobs() -> list[list[float] | None]:
         config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
         with hf_paged.Engine(llama, prepack=False) as engine:
@@ -94,7 +79,7 @@ def test_an_engine_without_copies(llama: Any, with_torch: pytest.MonkeyPatch, ca
 
     found = logprobs()
     assert calls and not any(calls)
-    switched_off(with_torch)
+    switched_off(monkeypatch)
     assert logprobs() == found
 
 
@@ -126,7 +111,7 @@ def test_layers_are_tried_on_few_tokens_once(llama: Any, monkeypatch: pytest.Mon
     assert torch.get_rng_state().equal(state)
 
 
-def test_weights_that_change_are_followed(llama: Any, with_torch: pytest.MonkeyPatch) -> None:
+def test_weights_that_change_are_followed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, places = [scores(llama)], []
     projection = llama.model.layers[0].mlp.gate_proj
     with torch.no_grad():
@@ -141,7 +126,7 @@ def test_weights_that_change_are_followed(llama: Any, with_torch: pytest.MonkeyP
             seen.append(scores(llama))
             places.append({name: tensor.clone() for name, tensor in llama.state_dict().items()})
     assert not any(before.equal(after) for before, after in itertools.pairwise(seen))
-    switched_off(with_torch)
+    switched_off(monkeypatch)
     for found, weights in zip(seen[1:], places, strict=True):
         llama.load_state_dict(weights)
         assert scores(llama).equal(found)
@@ -159,7 +144,7 @@ def test_memory_that_a_weight_no_longer_has_is_freed(llama: Any) -> None:
     assert memory() is None
 
 
-def test_weights_in_another_layout_or_dtype_are_left_to_torch(llama: Any, with_torch: pytest.MonkeyPatch) -> None:
+def test_weights_in_another_layout_or_dtype_are_left_to_torch(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scores(llama)
     projection = llama.model.layers[0].mlp.gate_proj
     projection.weight.data = projection.weight.data.t().contiguous().t()
@@ -168,7 +153,7 @@ def test_weights_in_another_layout_or_dtype_are_left_to_torch(llama: Any, with_t
     head = llama.lm_head
     head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     mixed = scores(llama)
-    switched_off(with_torch)
+    switched_off(monkeypatch)
     assert scores(llama).equal(mixed)
     head._forward_pre_hooks.clear()
     head.weight.data = head.weight.data.bfloat16()
@@ -188,7 +173,7 @@ def test_autocast(
     is_tried: bool,
     has_copies: bool,
     calls: list[bool],
-    with_torch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = llama.to(dtype)
     if has_copies:
@@ -203,7 +188,7 @@ def test_autocast(
         scores(model)
         assert calls
     with torch.autocast("cpu", dtype=autocast):
-        switched_off(with_torch)
+        switched_off(monkeypatch)
         assert scores(model).equal(found)
 
 
@@ -224,7 +209,7 @@ def test_replaced_layers_are_freed(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("has_copies", [False, True])
-def test_a_bias_in_another_layout_or_dtype(has_copies: bool, with_torch: pytest.MonkeyPatch) -> None:
+def test_a_bias_in_another_layout_or_dtype(has_copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(KNOWN["llama-biased"][0]())
     if has_copies:
         hf_paged.prepack(model)
@@ -233,17 +218,17 @@ def test_a_bias_in_another_layout_or_dtype(has_copies: bool, with_torch: pytest.
         other = torch.randn(len(projection.bias))
         projection.bias = torch.nn.Parameter(torch.stack([projection.bias.data, other.bfloat16()], dim=1)[:, 0])
     found = scores(model)
-    switched_off(with_torch)
+    switched_off(monkeypatch)
     assert scores(model).equal(found)
 
 
-def test_reported_changes_of_attributes(llama: Any, with_torch: pytest.MonkeyPatch) -> None:
+def test_reported_changes_of_attributes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = scores(llama)
     llama.model.layers[0].self_attn.scaling = 3.0
     hf_paged.weights_changed(llama)
     after = scores(llama)
     assert not after.equal(before)
-    switched_off(with_torch)
+    switched_off(monkeypatch)
     assert scores(llama).equal(after)
 
 

@@ -2,10 +2,10 @@
 and BF16, otherwise by oneDNN with packed copies of the weights.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights. The native kernels read the
-weights themselves 1.5 times as fast as torch does. Packed copies, in the memory layout that is fastest to compute with,
-are read 1.3 to 2.5 times as fast. In bf16 the results are those of torch 2.13, bit for bit, with two exceptions, where
-torch sums in another order: with AMX, more than 32 rows; without it, a single row of more than 1,024 elements. In fp32,
-which only oneDNN computes, the order of the sums differs.
+weights themselves 1.4 to 1.7 times as fast as torch does. Packed copies, in the memory layout that is fastest to
+compute with, are read 1.3 to 2.5 times as fast as torch reads the weights. In bf16 the results are those of torch
+2.13, bit for bit, with two exceptions, where torch sums in another order: with AMX, more than 32 rows; without it, a
+single row of more than 1,024 elements. In fp32, which only oneDNN computes, the order of the sums differs.
 """
 
 from __future__ import annotations
@@ -188,12 +188,10 @@ class LinearLayer:
     while other code has set a forward on the layer, which may call this one.)
     """
 
-    __slots__ = ("_compute", "_copies", "_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "layer",
-                 "native")  # fmt: skip
+    __slots__ = ("_compute", "_copies", "_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "native")
 
     def __init__(self, layer: nn.Linear, part: torch.Tensor | None, *, copies: bool) -> None:
-        # A weak reference: a strong one would keep the model alive, which is the key of its linear layers.
-        self.layer = weakref.ref(layer)
+        # Its contents, not the layer: the model, which is the key of its linear layers, must not be kept alive.
         self.attributes = layer.__dict__
         self._parameters = parameters = layer._parameters
         self.native: fused_ops.LinearWeight | None = None

@@ -1,0 +1,18 @@
+"""Shared by the tests of faster layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.kernels.native import build as native_build
+
+
+@pytest.fixture(scope="session")
+def bf16_kernels() -> None:
+    """The native kernels are built; skips tests on a machine that has none for bf16 layers."""
+    if not native_build.has_compiler():
+        pytest.skip("no C compiler on this machine")
+    native_build.build()
+    if not fused_ops.is_available():
+        pytest.skip("these kernels need AVX-512 with BF16")
