@@ -92,7 +92,7 @@ def split_kernel(
     SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr,
     BM: tl.constexpr, MANY: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p processes its run of tiles, item by item, with BM or MANY rows in a tile (see `plan.tile_rows`).
+    """Program p processes its run of tiles, item by item, with BM or MANY rows in a tile (see `tile.tile_rows`).
 
     Its partial result of an item goes to slot p * MANY / BM + s, where s is the number of slots of all items before.
     No two partial results overlap, because p and s never decrease along the tiles.
