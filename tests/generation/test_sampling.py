@@ -292,7 +292,7 @@ def test_the_nucleus_of_the_largest_scores_is_what_transformers_keeps(vocab: int
         scores[39] = -torch.inf
         counts = [min(count + row % 3, vocab // 8) for row in range(40)]
         expected = torch.cat([
-            TopPLogitsWarper(top_p)(None, TopKLogitsWarper(count)(None, row[None])) for row, count in zip(scores, counts)
+            TopPLogitsWarper(top_p)(None, TopKLogitsWarper(k)(None, row[None])) for row, k in zip(scores, counts)
         ])  # fmt: skip
         kept = keep_nucleus(scores, counts, top_p)
         assert kept is scores and kept.allclose(expected, rtol=0, atol=0, equal_nan=True)
