@@ -44,7 +44,7 @@ from hf_paged.kernels.triton import sampling as triton_sampling
 from hf_paged.model import graphs
 
 WARM_CALLS = 20
-MAX_TOKENS = 400
+MAX_TOKENS = 1000
 BLOCKS = 10
 
 
@@ -176,11 +176,11 @@ def engine_step(rows: int, sampled: bool) -> Callable[[], None]:
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     limits = {"max_num_seqs": 256, "async_scheduling": True, "max_num_batched_tokens": 8192}
-    engine = hf_paged.Engine(model, {"num_blocks": rows * 40}, limits, cuda_graphs=True, prepack=False)
+    engine = hf_paged.Engine(model, {"num_blocks": rows * 70}, limits, cuda_graphs=True, prepack=False)
     options = {"do_sample": True, "temperature": 0.8, "top_k": 0} if sampled else {"do_sample": False}
     for row in range(rows):
         prompt = [3 + (row * 7 + i * 13) % 120 for i in range(16 + row % 16)]
-        engine.add_request(prompt, GenerationConfig(max_new_tokens=MAX_TOKENS, eos_token_id=127, **options))
+        engine.add_request(prompt, GenerationConfig(max_new_tokens=MAX_TOKENS, eos_token_id=128, **options))
     while engine.stats().graph_replays < 3:
         engine.step()
     return engine.step
