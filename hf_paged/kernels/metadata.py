@@ -19,6 +19,9 @@ REPEATABLE = "repeatable"
 SHORT_QUERY = 16
 """Sequences with up to this many new tokens are decode (one token, or speculative tokens to verify), others prefill."""
 
+MIN_SHARED_KEYS = 256
+"""Reading a shorter common prefix once saves less than writing and reading its partial results costs (a guess)."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
@@ -37,6 +40,8 @@ class AttentionMetadata:
     max_query_len, max_seq_len: host integers, upper bounds of the lengths above; they size launch grids.
     max_short_query_len: the same for the query lengths up to SHORT_QUERY; 0 if the step has no such sequence.
     num_short_tokens: an upper bound of the new tokens of all sequences with such query lengths (None: unknown).
+    shares           False if no two sequences with one new token are known to have a common prefix that is worth
+                     reading once. It decides which kernel is used, never its results.
     in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, split plans), computed by the first layer
@@ -53,6 +58,7 @@ class AttentionMetadata:
     max_short_query_len: int = SHORT_QUERY
     num_short_tokens: int | None = None
     contiguous: bool = False
+    shares: bool = True
     in_bounds: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
     checked: set[Any] = field(default_factory=set, init=False, repr=False)
@@ -136,6 +142,7 @@ class StepArrays:
     max_short_query_len: int
     num_short_tokens: int
     max_seq_len: int
+    shares: bool
 
     def metadata(self, device: torch.device) -> list[AttentionMetadata]:
         """One record per group."""
@@ -150,6 +157,7 @@ class StepArrays:
                 max_short_query_len=self.max_short_query_len,
                 num_short_tokens=self.num_short_tokens,
                 max_seq_len=self.max_seq_len,
+                shares=self.shares,
                 in_bounds=True,
             )
             for table, slots in zip(self.block_tables, self.slots)
@@ -232,7 +240,18 @@ def step_arrays(
         max_short_query_len=longest_short,
         num_short_tokens=num_short,
         max_seq_len=max(seq_lens, default=0),
+        shares=any(_share(table, ends, block_size) for table in tables),
     )
+
+
+def _share(table: np.ndarray, ends: np.ndarray, block_size: int) -> bool:
+    """Whether two sequences of a block table have the block with key MIN_SHARED_KEYS in common, and keys after it."""
+    column = -(-MIN_SHARED_KEYS // block_size) - 1
+    if len(table) < 2 or table.shape[1] <= column + 1:
+        return False
+    ids = table[ends > (column + 1) * block_size, column]
+    ids = ids[ids >= 0]  # without those that have left a window
+    return len(set(ids.tolist())) < len(ids)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -10,32 +10,44 @@ import numpy as np
 import torch
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata, StepArrays, step_arrays
+from hf_paged.kernels.metadata import MIN_SHARED_KEYS, SHORT_QUERY, AttentionMetadata, StepArrays, step_arrays
 
 
 class Shape(NamedTuple):
     """The size of a graph's step, padding included: sequences, new tokens, and rows of logits.
 
     num_rows: None in a decode step, which has one new token for each sequence and takes the logits of all.
+    shares: of a decode step, whether sequences have a common prefix that is read once: with another attention kernel.
     """
 
     num_seqs: int
     num_tokens: int
     num_rows: int | None = None
+    shares: bool = False
 
 
-def padded_size(count: int, max_seqs: int) -> int:
-    """The batch size of the graph for `count` sequences: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., at most `max_seqs`."""
+def padded_size(count: int, max_seqs: int, *, coarse: bool = False) -> int:
+    """The batch size of the graph for `count` sequences: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., at most `max_seqs`.
+
+    coarse: above 8 only every second one, 16, 32, 48, ..., 128, 160, ...
+    """
     power = 1 << max(count - 1, 0).bit_length()
     if count <= 8:
         return min(power, max_seqs)
-    step = max(8, power // 16)
+    step = max(8, power // 16) * (2 if coarse else 1)
     return min(-(-count // step) * step, max_seqs)
 
 
-def decode_shape(count: int, max_seqs: int) -> Shape:
-    size = padded_size(count, max_seqs)
-    return Shape(size, size)
+def decode_shape(count: int, max_seqs: int, *, shares: bool = False) -> Shape:
+    """Steps that share a prefix have fewer sizes, because each graph costs memory and start-up time."""
+    size = padded_size(count, max_seqs, coarse=shares)
+    return Shape(size, size, shares=shares)
+
+
+def can_share(memory: PagedMemory, max_seqs: int, max_len: int) -> bool:
+    """Whether a decode step can have a common prefix that is read once."""
+    is_whole = any(manager.sliding_window is None for manager in memory.managers)
+    return max_seqs > 1 and max_len > MIN_SHARED_KEYS and is_whole
 
 
 # -- steps with prompts in them --------------------------------------------------------------------------------------
@@ -147,7 +159,7 @@ class Inputs:
     def of(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, list[AttentionMetadata], torch.Tensor | None]:
         """Tokens and positions int64 [num_tokens]; metadata with empty `scratch`, one record per group; and int64
         [num_rows] the tokens whose logits are wanted, None for all."""
-        num_seqs, num_tokens, num_rows = shape
+        num_seqs, num_tokens, num_rows, shares = shape
         tokens, positions, lengths, starts, wanted, *slots = self._numbers
         metadata = [
             AttentionMetadata(
@@ -158,6 +170,7 @@ class Inputs:
                 max_query_len=1 if num_rows is None else num_tokens,
                 max_short_query_len=SHORT_QUERY,
                 max_seq_len=self.max_len,  # a bound for all later steps, because launches are sized by it
+                shares=shares or num_rows is not None,
                 in_bounds=True,
             )
             for table, row in zip(self._tables, slots)

@@ -18,7 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.devices import device_of
-from hf_paged.model.graph_inputs import Inputs, Shape, decode_shape, mixed_shape, mixed_tokens, padding_step
+from hf_paged.model.graph_inputs import (
+    Inputs,
+    Shape,
+    can_share,
+    decode_shape,
+    mixed_shape,
+    mixed_tokens,
+    padding_step,
+)
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
@@ -164,15 +172,16 @@ class GraphedSteps:
         self._max_len = max_len
         self._required = required
         self.mixed_tokens = min(mixed_tokens(packed.model), max_seqs * max_len)
+        self._can_share = can_share(packed.memory, max_seqs, max_len)
         self._captured: dict[object, _Captured] = {}  # by variant
         self._is_off = False
         self._warned: set[str] = set()
         self.replays = 0
 
-    def shape_of(self, num_tokens: int, wanted: np.ndarray | None) -> Shape | None:
+    def shape_of(self, num_tokens: int, wanted: np.ndarray | None, *, shares: bool) -> Shape | None:
         """The shape of the graph for a step; None: it is computed eagerly."""
         if wanted is None:
-            return decode_shape(num_tokens, self._max_seqs)
+            return decode_shape(num_tokens, self._max_seqs, shares=shares and self._can_share)
         if num_tokens > self.mixed_tokens:
             return None
         shape = mixed_shape(num_tokens, self._max_seqs)
@@ -195,7 +204,7 @@ class GraphedSteps:
         variant: identifies what the model computes, for example its set of adapters. Each variant has its own graphs;
         at most MAX_VARIANTS have any.
         """
-        shape = self.shape_of(len(tokens), wanted)
+        shape = self.shape_of(len(tokens), wanted, shares=step.shares)
         return None if shape is None else self._replay(tokens, step, variant, late, wanted, shape)
 
     def _replay(
@@ -241,8 +250,13 @@ class GraphedSteps:
     def shapes(self) -> list[Shape]:
         """Those that have a graph, the largest first, because the smaller ones can use its memory."""
         mixed = {mixed_shape(count, self._max_seqs) for count in range(1, self.mixed_tokens + 1)}
-        decode = {decode_shape(count, self._max_seqs) for count in range(1, self._max_seqs + 1)}
-        return sorted(mixed, reverse=True) + sorted(decode, reverse=True)
+        kinds = [(1, False), (2, True)] if self._can_share else [(1, False)]
+        decode = {
+            decode_shape(count, self._max_seqs, shares=shares)
+            for least, shares in kinds
+            for count in range(least, self._max_seqs + 1)
+        }
+        return sorted(mixed, reverse=True) + sorted(decode, key=lambda s: (s.num_tokens, s.shares), reverse=True)
 
     def capture_all(self) -> Iterator[Shape]:
         """Capture the graphs of all shapes; yields each."""

@@ -28,17 +28,19 @@ DEVICE_TYPE = "cuda"  # of devices whose kernels are compiled when they are firs
 
 class Rehearsal(NamedTuple):
     """query_lens: new tokens of each sequence. is_long: sequences may be as long as the model allows, not only
-    SHORT_QUERY tokens."""
+    SHORT_QUERY tokens. shares: some have a common prefix."""
 
     query_lens: tuple[int, ...]
     is_long: bool = False
+    shares: bool = False
 
 
 REHEARSALS = (
     Rehearsal((1,)),
     Rehearsal((2,)),  # several new tokens: other tiles than those of one
     Rehearsal((1,), is_long=True),
-    Rehearsal((1, 1), is_long=True),  # sequences that may share a prefix
+    Rehearsal((2,), is_long=True),
+    Rehearsal((1, 1), is_long=True, shares=True),
     Rehearsal((SHORT_QUERY + 1,), is_long=True),
     Rehearsal((SHORT_QUERY + 1, 1), is_long=True),
     Rehearsal((512,), is_long=True),  # so many tokens that K/V is written in larger pieces
@@ -80,8 +82,8 @@ class WarmUp:
         step = step_arrays([tables for _ in memory.groups], query_lens, query_lens, memory.block_size)
         for slots in step.slots:
             slots.fill(-1)
-        if rehearsal.is_long:
-            step = replace(step, max_seq_len=2**30)  # an upper bound; launches are chosen by it
+        if rehearsal.is_long:  # launches are chosen by an upper bound of the lengths
+            step = replace(step, max_seq_len=2**30, shares=rehearsal.shares)
         ids = torch.zeros(sum(query_lens), dtype=torch.int64, device=device)
         wanted = None if rehearsal.query_lens[0] == 1 else ids[-1:]  # decode steps take the logits of all tokens
         greedy(self._packed.forward(ids, ids, step.metadata(device), wanted))

@@ -84,6 +84,7 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
     text = compiled.asm["ptx"]
     patterns = {
         "cp_async": r"cp\.async\.c[ga]", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma",
+        "arrivals": r"atom\.global\.gpu\.acq_rel\.add",
         "wide_loads": r"ld\.global\S*\.v[24]\.", "wide_stores": r"st\.global\S*\.v[24]\.",
     }  # fmt: skip
     found |= {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
@@ -130,7 +131,8 @@ def _ptxas(ptx: str, chip: str) -> dict[str, int]:
 
 
 def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list[Launch]:
-    """32 query heads on 8 KV heads; options as in `attention_launches`, and v_head_dim, block_size, dtype, num_seqs."""
+    """32 query heads on 8 KV heads; options as in `attention_launches`, and v_head_dim, block_size, dtype, num_seqs,
+    max_seq_len, shares."""
     dtype, block_size = options.pop("dtype", torch.bfloat16), options.pop("block_size", 16)
     v_head_dim, num_seqs, max_seq_len = options.pop("v_head_dim", head_dim), options.pop("num_seqs", 64), 4096
     num_tokens = query_len * num_seqs
@@ -145,6 +147,7 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
         slot_mapping=empty(num_tokens, dtype=torch.int64),
         max_query_len=query_len,
         max_seq_len=options.pop("max_seq_len", max_seq_len),
+        shares=options.pop("shares", False),
     )
     heads = empty(32, dtype=torch.float32)
     defaults = {"scale": 0.1, "sliding_window": None, "chunk_size": None, "softcap": None}
@@ -159,13 +162,18 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
 def variants(chip: str) -> dict[str, Launch]:
     """Every kernel at the shapes for which it is tuned; more of them on sm90, whose code paths other chips share."""
     every_feature = {"sliding_window": 1024, "softcap": 30.0}
-    prefix, plan, decode, reduce = _attention(chip, 1, 128)
-    found = {"prefix": prefix, "plan": plan, "decode d128": decode, "reduce": reduce}
+    depth, prefix, shared_plan, shared, reduce = _attention(chip, 1, 128, shares=True)
+    plan, decode = _attention(chip, 1, 128)[:2]
+    found = {
+        "prefix depth": depth, "prefix": prefix, "shared plan": shared_plan, "shared decode d128": shared,
+        "reduce": reduce, "plan": plan, "decode d128": decode,
+    }  # fmt: skip
     found["prefill d128"] = _attention(chip, 4096, 128)[-1]
     for head_dim in (64,) if chip == "gfx1100" else (64, 256, 512):
-        found[f"decode d{head_dim}"] = _attention(chip, 1, head_dim)[-2]
+        found[f"decode d{head_dim}"] = _attention(chip, 1, head_dim)[1]
+        found[f"shared decode d{head_dim}"] = _attention(chip, 1, head_dim, shares=True)[-2]
         found[f"prefill d{head_dim}"] = _attention(chip, 4096, head_dim)[-1]
-    found["decode d128 features"] = _attention(chip, 1, 128, **every_feature)[-2]
+    found["decode d128 features"] = _attention(chip, 1, 128, **every_feature)[1]
     found["prefill d128 features"] = _attention(chip, 4096, 128, **every_feature)[-1]
     found["verify d128"] = _attention(chip, 16, 128)[-2]
     rows, cache = (torch.empty(n, 8, 128, dtype=torch.bfloat16) for n in (1024, 16))
@@ -177,11 +185,11 @@ def variants(chip: str) -> dict[str, Launch]:
     ))  # fmt: skip
     found["greedy pieces"], found["greedy best"] = greedy_launches(logits, results[0], results[1], results[2:])
     if chip == "sm90":
-        found["decode d80"] = _attention(chip, 1, 80)[-2]
-        found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[-2]
-        found["decode d128 blocks of 48"] = _attention(chip, 1, 128, block_size=48)[-2]
-        found["decode d128 blocks of 128"] = _attention(chip, 1, 128, block_size=128)[-2]
-        found["decode d64 fp32"] = _attention(chip, 1, 64, dtype=torch.float32)[-2]
+        found["decode d80"] = _attention(chip, 1, 80)[1]
+        found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[1]
+        found["decode d128 blocks of 48"] = _attention(chip, 1, 128, block_size=48)[1]
+        found["decode d128 blocks of 128"] = _attention(chip, 1, 128, block_size=128)[1]
+        found["decode d64 fp32"] = _attention(chip, 1, 64, dtype=torch.float32)[1]
         found["short decode d128"] = _attention(chip, 1, 128, max_seq_len=200)[-1]
         found["prefill d80"] = _attention(chip, 4096, 80)[-1]
         found["prefill d128 fp16"] = _attention(chip, 4096, 128, dtype=torch.float16)[-1]
@@ -216,18 +224,18 @@ def sweep(chip: str) -> dict[str, dict[str, int]]:
         return {binder.variant(launch) for step in steps for launch in step.launches(target)}
 
     few = variants_of(
-        Step((query,) * num_seqs, seq_len, width=seq_len // 16 + 1)
-        for num_seqs, query, seq_len in itertools.product((1, 2), (1, 300), (200, 4000))
+        Step((query,) * num_seqs, seq_len, seq_len // 16 + 1, shares)
+        for num_seqs, query, seq_len, shares in itertools.product((1, 2), (1, 300), (200, 4000), (False, True))
     ) | variants_of([Step((1, 300), 4000, 251)])
     counts, lens, widths = (1, 2, 3, 5, 8, 13, 64, 99, 256), (17, 200, 1000, 4000, 30_000), (0, 1, 5, 16)
     decodes = (
-        Step((1,) * num_seqs, seq_len, seq_len // 16 + 1 + more)
-        for num_seqs, seq_len, more in itertools.product(counts, lens, widths)
+        Step((1,) * num_seqs, seq_len, seq_len // 16 + 1 + more, shares)
+        for num_seqs, seq_len, more, shares in itertools.product(counts, lens, widths, (False, True))
     )
     prompts = (
-        Step((*(1,) * num_decodes, *prompt), seq_len, seq_len // 16 + 1)
-        for num_decodes, prompt, seq_len in itertools.product(
-            (0, 1, 2, 7, 100), ((17,), (300,), (512, 40), (2048,)), (2048, 4001, 30_000)
+        Step((*(1,) * num_decodes, *prompt), seq_len, seq_len // 16 + 1, shares)
+        for num_decodes, prompt, seq_len, shares in itertools.product(
+            (0, 1, 2, 7, 100), ((17,), (3, 1), (300,), (512, 40), (2048,)), (2048, 4001, 30_000), (False, True)
         )
     )
     everything = few | variants_of(decodes) | variants_of(prompts)
@@ -241,11 +249,12 @@ def _count(found: set[tuple[str, str]], name: str) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """New tokens of each sequence, the longest sequence, and the width of the block tables."""
+    """New tokens of each sequence, the longest sequence, the width of the block tables, and whether some share."""
 
     query_lens: tuple[int, ...]
     seq_len: int
     width: int
+    shares: bool = False
 
     def launches(self, target: Target) -> list[Launch]:
         num_seqs, num_tokens = len(self.query_lens), sum(self.query_lens)
@@ -261,6 +270,7 @@ class Step:
             max_query_len=max(self.query_lens),
             max_short_query_len=max((n for n in self.query_lens if n <= SHORT_QUERY), default=0),
             max_seq_len=self.seq_len,
+            shares=self.shares,
         )
         attention = attention_launches(
             empty(num_tokens, 32, 128), empty(9, 16, 8, 128), empty(9, 16, 8, 128), metadata, 0.1, None, None, None,

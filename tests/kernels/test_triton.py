@@ -218,12 +218,13 @@ def test_plan_leaves_out_what_the_window_hides() -> None:
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "softcap": 3.0, "alibi": True}, {"block_size": 48}], ids=name)
 @pytest.mark.usefixtures("split")
 def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
-    """Three sequences with 192 common keys, one without, and two that cannot share because they have two new tokens."""
+    """Four sequences with 192 common keys, and between them one that cannot share because it has two new tokens."""
     shared = 192 // int(options.get("block_size", 16))
     lens = ((1, 250), (1, 200), (1, 321), (2, 300), (1, 193))
     plan = planned(make_batch(Case(lens, head_dim=16, shared=shared, **options), DEVICE))
     assert plan.share
-    assert units_of(plan) == [(0, 3, 0, 3), (0, 1, 3, 1), (1, 1, 3, 1), (2, 1, 3, 3), (3, 2, 0, 5), (4, 1, 0, 4)]
+    assert units_of(plan) == [(0, 4, 0, 3), (0, 1, 3, 1), (1, 1, 3, 1), (2, 1, 3, 3), (3, 2, 0, 5), (4, 1, 3, 1)]
+    assert plan.order.tolist() == [0, 1, 2, 4, 3] and plan.ranks.tolist() == [0, 1, 2, 0, 3]
 
 
 @pytest.mark.parametrize("count, group", [(5, 4), (11, 4), (23, 1), (6, 7), (2, 16)])
@@ -236,11 +237,24 @@ def test_more_sequences_share_than_fit_a_small_tile(count: int, group: int) -> N
     assert int(plan.tile_starts[1]) == -(-count * group // 32)  # row tiles, of one tile of keys each
 
 
-def bytes_read(lens: tuple[int, ...], shared: int, group: int = 4) -> int:
-    """The bytes of bf16 K/V that a decode step of 128-dimensional heads reads by its plan, for one KV head."""
+@pytest.mark.usefixtures("split")
+def test_members_of_two_groups_take_turns() -> None:
+    """Sequences of two prompts with a common start: one group each."""
+    batch = make_batch(Case(((1, 180),) * 6 + ((1, 20),), heads=(2, 1), head_dim=16, shared=2), DEVICE)
+    tables = batch.metadata.block_tables
+    tables[2, :10], tables[4, :10], tables[3, :10], tables[5, :10] = *[tables[0, :10]] * 2, *[tables[1, :10]] * 2
+    plan = planned(batch)
+    assert units_of(plan)[:2] == [(0, 3, 0, 2), (3, 3, 0, 2)] and plan.order.tolist() == [0, 2, 4, 1, 3, 5, 6]
+
+
+def bytes_read(lens: tuple[int, ...], groups: list[tuple[range, int]], group: int = 4) -> int:
+    """The bytes of bf16 K/V that a decode step of 128-dimensional heads reads by its plan, for one KV head.
+
+    groups: sequences, and how many leading tokens they have in common."""
     block_size, num_seqs = 16, len(lens)
     tables = torch.arange(num_seqs * (max(lens) // block_size + 1), dtype=torch.int32).view(num_seqs, -1)
-    tables[:, : shared // block_size] = tables[0, : shared // block_size]
+    for seqs, shared in groups:
+        tables[list(seqs), : shared // block_size] = tables[seqs[0], : shared // block_size].clone()
     metadata = triton_ops.AttentionMetadata(
         block_tables=tables.to(DEVICE),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
@@ -252,20 +266,76 @@ def bytes_read(lens: tuple[int, ...], shared: int, group: int = 4) -> int:
     tile = triton_tuning.small_tile(triton_launch.Target("cuda", 90, 132), 2, 128, group)
     plan, launches = triton_plan.make_plan(
         metadata, num_programs=264, num_kv_heads=1, group=group, block_size=block_size, sliding_window=0, chunk_size=0,
-        share=True, bm=tile.bm, many=tile.many, bn=tile.bn,
+        share=True, combine=False, bm=tile.bm, many=tile.many, bn=tile.bn,
     )  # fmt: skip
     for launch in launches:
         launch.run(torch.device(DEVICE))
     assert int(plan.item_starts[-1]) + plan.num_programs * (tile.many // tile.bm) <= plan.num_slots
+    assert sorted(plan.order.tolist()) == list(range(num_seqs))
     return int(plan.tile_starts[-1]) * tile.bn * 2 * 128 * 2
 
 
 def test_sixteen_samples_read_their_prompt_once() -> None:
     """16 samples of a prompt of 32k tokens, GQA 4: the prompt once, and each sample's own tokens."""
     prompt, own, key = 32768, 64, 2 * 128 * 2
-    assert bytes_read((prompt + own,) * 16, prompt) == (prompt + 16 * own) * key
-    assert bytes_read((prompt + own,) * 64, prompt) == (4 * prompt + 64 * own) * key
-    assert bytes_read((prompt + own,) * 16, 0) == 16 * (prompt + own) * key
+    lens = (prompt + own,) * 16
+    assert bytes_read(lens, [(range(16), prompt)]) == (prompt + 16 * own) * key
+    assert bytes_read(lens * 4, [(range(64), prompt)]) == (4 * prompt + 64 * own) * key
+    assert bytes_read(lens, []) == 16 * (prompt + own) * key
+
+
+def test_samples_need_not_be_neighbours() -> None:
+    """16 samples of 8k tokens between 16 other sequences, without and with a system prompt that all of them share."""
+    prompt, system, own, key = 8192, 512, 64, 2 * 128 * 2
+    lens = (prompt + own, system + own) * 16
+    samples, others = range(0, 32, 2), range(1, 32, 2)
+    assert bytes_read(lens, [(samples, prompt)]) == (prompt + 16 * own + 16 * (system + own)) * key
+    nested = [(range(32), system), (samples, prompt)]
+    assert bytes_read(lens, nested) == (prompt + 16 * own + system + 16 * own) * key
+    two_prompts = [(samples, prompt), (others, prompt)]
+    assert bytes_read((prompt + own,) * 32, two_prompts) == (2 * prompt + 32 * own) * key
+
+
+# -- one new token of each sequence and no common prefix -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "heads": (7, 1)}, {"sliding_window": 100, "v_head_dim": 24}])
+@pytest.mark.usefixtures("split")
+def test_decode_without_a_common_prefix_is_one_launch_a_layer(options: dict[str, object]) -> None:
+    """The last program with a part of a sequence combines all parts; whole ones need no reduction."""
+    lens = ((1, 1000), (1, 70), (0, 0), (1, 200))
+    batch = make_batch(Case(lens, **{"heads": (4, 2), "head_dim": 16} | options), DEVICE)
+    batch.metadata = replace(batch.metadata, shares=False)
+    plan = planned(batch)
+    assert not plan.share and not plan.arrivals.any() and len(plan.arrivals) == 4 * batch.key_cache.shape[2]
+    launches, out = launches_of(batch)
+    assert [launch.kernel for launch in launches] == [triton_plan.plan_kernel, triton_ops.split_kernel]
+    assert launches[1].args["PARTS"] > 0 and torch.equal(out, launches_of(batch)[1])
+    metadata = batch.metadata
+    kept = len(metadata.scratch)
+    layers = [triton_ops.attention_launches(
+        batch.query, batch.key_cache, batch.value_cache, metadata, 0.1, None, None, None, None, None, out, None,
+        triton_launch.target_of(out.device),
+    ) for _ in range(2)]  # fmt: skip
+    assert [len(layer) for layer in layers] == ([2, 1] if "sliding_window" in options else [1, 1]) and kept == 1
+
+
+@pytest.mark.usefixtures("split")
+def test_many_parts_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "PROGRAMS_PER_CORE", 12)
+    monkeypatch.setattr(triton_ops, "COMBINED", 128)  # elements, so that a few parts are combined at once
+    batch = make_batch(Case(((1, 1800), (1, 30)), heads=(4, 1), head_dim=16), DEVICE)
+    batch.metadata = replace(batch.metadata, shares=False)
+    planned(batch)
+
+
+def test_amd_reduces_in_a_launch_of_its_own() -> None:
+    batch = make_batch(Case(((1, 1000),), heads=(4, 1), head_dim=16, dtype=torch.bfloat16), DEVICE)
+    launches = triton_ops.attention_launches(
+        batch.query, batch.key_cache, batch.value_cache, batch.metadata, 0.1, None, None, None, None, None, batch.query,
+        None, triton_launch.Target("hip", "gfx942", 304),
+    )  # fmt: skip
+    assert [launch.kernel for launch in launches][1:] == [triton_ops.split_kernel, triton_ops.reduce_kernel]
 
 
 # -- short queries beside prompts ------------------------------------------------------------------------------------
@@ -324,6 +394,7 @@ STEPS = [
     "longest, options",
     [
         (64, {}),
+        (512, {"shares": False}),
         (512, {"heads": (4, 2)}),
         (512, {"sliding_window": 20}),
         (512, {"sliding_window": 300}),
@@ -337,6 +408,7 @@ def test_launches_of_one_step_compute_any_other(
     """Launches decided on the host for eight padding sequences are valid for others: grids, kernels, plans, tables."""
     monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
     options = {"head_dim": 16, "heads": (2, 1), **options}
+    shares = options.pop("shares", True)
     size, example = 8, make_batch(Case(((1, 1),), **options), DEVICE)
     block_size = example.key_cache.shape[1]
     query, new_key, new_value = (
@@ -352,6 +424,7 @@ def test_launches_of_one_step_compute_any_other(
         slot_mapping=torch.full((size,), -1, device=DEVICE),
         max_query_len=1,
         max_seq_len=longest,
+        shares=shares,
     )
     launches: list[triton_launch.Launch] = []
     run = triton_launch.Launch.run

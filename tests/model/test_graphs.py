@@ -19,8 +19,9 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.kv_pool import KVPool
+from hf_paged.kernels import metadata as metadata_module
 from hf_paged.kernels.metadata import step_arrays
-from hf_paged.model import graphs, warmup
+from hf_paged.model import graph_inputs, graphs, warmup
 from hf_paged.model.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, padded_size
 from hf_paged.model.graphs import NoHostValues
 from tests import models
@@ -174,8 +175,11 @@ def test_padded_sizes(max_seqs: int) -> None:
     for count, size in enumerate(sizes, 1):
         assert size < 2 * count if count <= 8 else size - count < max(8, count / 8)
     assert len(set(sizes)) < 50
+    coarse = [padded_size(count, max_seqs, coarse=True) for count in range(1, max_seqs + 1)]
+    assert all(count <= size <= max_seqs and size - count < max(16, count / 4) for count, size in enumerate(coarse, 1))
     if max_seqs == 256:
         assert sorted(set(sizes))[:6] == [1, 2, 4, 8, 16, 24]
+        assert (len(set(sizes)), len(set(coarse))) == (27, 16)
 
 
 def test_a_warm_up_captures_all_sizes_and_writes_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +194,33 @@ def test_a_warm_up_captures_all_sizes_and_writes_nothing(family: str, monkeypatc
         assert (TapedGraphs.captures, engine.stats().graph_replays, engine.stats().blocks_used) == (6, 0, 0)
         assert generated(engine, prompts) == plain(model, prompts) and TapedGraphs.captures == 6
         assert engine.stats().graph_replays > 0
+
+
+@pytest.mark.parametrize("family, replayed", [("llama", True), ("mistral", False)])
+def test_sequences_with_a_common_prefix_have_other_graphs(
+    family: str, replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen by the host from the block tables; not with a sliding window in all layers."""
+    for module in (metadata_module, graph_inputs):
+        monkeypatch.setattr(module, "MIN_SHARED_KEYS", 16)
+    model, prompts = models.shared(family), models.prompts(24, 30)
+    prompts = [torch.cat([prompts[0], torch.tensor([5])]), prompts[1], torch.cat([prompts[0], torch.tensor([7])])]
+    with opened(model, 400) as engine:
+        assert generated(engine, prompts) == plain(model, prompts)
+        assert not any(shape.shares for shape in captured_of(engine).replays)  # the prompts arrived at once
+        assert generated(engine, prompts) == plain(model, prompts)
+        shapes = set(captured_of(engine).replays)
+    assert {shape for shape in shapes if shape.shares} == ({Shape(4, 4, None, True)} if replayed else set())
+
+
+def test_which_tables_share() -> None:
+    tables = [[*range(16), *range(20, 30)], [*range(40, 70)], [*range(16), *range(30, 40)]]
+    assert step_arrays([tables], [300, 400, 300], [1, 1, 1], 16).shares
+    assert not step_arrays([tables], [300, 400, 256], [1, 1, 1], 16).shares  # the last key is never shared
+    assert not step_arrays([tables[:2]], [300, 400], [1, 1], 16).shares
+    gone = [[-1] * 16 + table[16:] for table in tables]
+    assert not step_arrays([gone], [300, 400, 300], [1, 1, 1], 16).shares
+    assert step_arrays([gone, tables], [300, 400, 300], [1, 1, 1], 16).shares
 
 
 def test_a_warm_up_is_what_the_limits_allow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
         self: GraphedSteps, tokens: np.ndarray, step: StepArrays, variant: object, late: Any, wanted: Any
     ) -> torch.Tensor | None:
         captured = self._captured.get(variant)
-        if captured is None or self.shape_of(len(tokens), wanted) not in captured.replays:
+        if captured is None or self.shape_of(len(tokens), wanted, shares=step.shares) not in captured.replays:
             return forward(self, tokens, step, variant, late, wanted)
         before = compiled()
         torch.cuda.set_sync_debug_mode("error")

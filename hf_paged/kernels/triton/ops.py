@@ -6,6 +6,7 @@ the upper bounds in the metadata.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ WRITES_NEW_KV = False  # whether paged_attention also takes the step's new K/V a
 MAX_WHOLE_TILES = 4
 # Programs of the split kernel per core: one wave, with enough loads in flight to use the memory bandwidth.
 PROGRAMS_PER_CORE = 2
+# Elements of partial results that are loaded at once to be combined: 64 registers of a thread of four warps.
+COMBINED = 8192
 _LOG2E = 1.4426950408889634
 
 
@@ -161,15 +164,21 @@ def _whole(
 
 
 def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, target: Target) -> list[Launch]:
+    """Two variants: the lean one, for one new token of each sequence and no common prefix, and that for all else."""
     group, heads, window, chunk = common["GROUP"], common["NUM_KV_HEADS"], common["WINDOW"], common["CHUNK"]
+    num_seqs, max_query = metadata.num_seqs, metadata.short_query_len
     # Rows of two sequences fit into one tile, so that keys of a common prefix can be read once for both.
-    share = metadata.num_seqs > 1 and 2 * group <= tile.many and not (window or chunk)
+    share = 2 * group <= tile.many and not (window or chunk)
+    if max_query == 1 and group <= tile.bm and not (share and metadata.shares and num_seqs > 1):
+        share, tile = False, replace(tile, many=tile.bm)
+    # AMD's barrier does not order other threads' writes before the count of a part.
+    combine = tile.many == tile.bm and max_query == 1 and not share and target.backend == "cuda"
     key = ("triton_plan", heads, group, common["BLOCK_SIZE"], window, chunk, common["V_HEAD_DIM"], tile)
     launches: list[Launch] = []
     if key not in metadata.scratch:
         plan, launches = make_plan(
             metadata, num_programs=target.num_cores * PROGRAMS_PER_CORE, num_kv_heads=heads, group=group,
-            block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, share=share,
+            block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, share=share, combine=combine,
             bm=tile.bm, many=tile.many, bn=tile.bn,
         )  # fmt: skip
         device = metadata.seq_lens.device
@@ -177,19 +186,24 @@ def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, targ
         partial_lse = torch.empty(plan.num_slots * tile.bm, dtype=torch.float32, device=device)
         metadata.scratch[key] = plan, partial_out, partial_lse
     plan, partial_out, partial_lse = metadata.scratch[key]
-    num_seqs, max_query = metadata.num_seqs, metadata.short_query_len
     planned = {
         "units": plan.units, "tile_starts": plan.tile_starts, "item_starts": plan.item_starts,
         "schedule": plan.schedule, "partial_out": partial_out, "partial_lse": partial_lse,
         "num_units": num_seqs * 2 if share else num_seqs, "SHARE": share, "BM": tile.bm, "MANY": tile.many,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    args = common | planned | {"BN": tile.bn, "STAGES": tile.num_stages}
+    rows = next_power_of_2(group)
+    args = common | planned | {
+        "order": plan.order, "arrivals": plan.arrivals, "BN": tile.bn, "STAGES": tile.num_stages,
+        "ROWS": rows, "PARTS": max(1, COMBINED // (rows * common["BLOCK_DV"])) if combine else 0,
+    }  # fmt: skip
     launches.append(Launch(split_kernel, (plan.num_programs,), args, options))
+    if combine:
+        return launches
     names = ("query_start_loc", "out", "lse", "out_token_stride", "out_head_stride", "NUM_KV_HEADS", "GROUP",
              "V_HEAD_DIM", "BLOCK_DV", "num_seqs")  # fmt: skip
     args = {name: common[name] for name in names} | planned
-    args |= {"groups": plan.groups, "token_starts": plan.token_starts, "max_query": max_query,
+    args |= {"groups": plan.groups, "ranks": plan.ranks, "token_starts": plan.token_starts, "max_query": max_query,
              "SPLITS": max(4, 4096 // common["BLOCK_DV"])}  # fmt: skip
     grid = (num_seqs if max_query == 1 else metadata.short_tokens, heads * group)
     launches.append(Launch(reduce_kernel, grid, args, {"num_warps": 4}))

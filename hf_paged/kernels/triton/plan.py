@@ -17,12 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.metadata import MIN_SHARED_KEYS, SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton.launch import Launch
 from hf_paged.kernels.triton.tile import lower_bound, tile_rows
 
-# Sharing a shorter prefix saves less than writing and reading its partial results costs.
-MIN_SHARED_KEYS = 256
 # A program that processed fewer tiles than this would cost more than it saves.
 MIN_TILES = 2
 
@@ -31,12 +29,16 @@ MIN_TILES = 2
 class Plan:
     """All tensors int32. num_units is num_seqs; with sharing it is twice that, shared units before private ones.
 
-    units         [num_units, 4]: first sequence, number of tokens, first tile of keys, number of tiles
+    units         [num_units, 4]: first sequence (of a shared unit, its place in `order`), number of tokens, first tile
+                  of keys, number of tiles
     tile_starts   [num_units + 1]: number of tiles before each unit
     item_starts   [num_units + 1]: number of slots of the items before each unit; a slot holds BM rows
     token_starts  [num_seqs + 1]: number of new tokens of the planned sequences before each sequence
     schedule      [1 + num_programs]: tiles per program; then the unit in which each program starts
     groups        [num_seqs]: the shared unit of each sequence (only with sharing)
+    order         [num_seqs]: the sequences, those of a shared unit one after the other (only with sharing)
+    ranks         [num_seqs]: the place of each sequence in its shared unit (only with sharing)
+    arrivals      [num_arrivals]: zeros, one for each KV head of each sequence if the split kernel combines the parts
     """
 
     units: torch.Tensor
@@ -45,33 +47,88 @@ class Plan:
     token_starts: torch.Tensor
     schedule: torch.Tensor
     groups: torch.Tensor
+    order: torch.Tensor
+    ranks: torch.Tensor
+    arrivals: torch.Tensor
     num_programs: int
     num_slots: int
     share: bool
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def common_prefix_kernel(
-    block_tables, seq_lens, query_start_loc, shared, members, group_tiles, table_stride,
-    BLOCK_SIZE: tl.constexpr, BN: tl.constexpr, MIN_SHARED: tl.constexpr, IDS: tl.constexpr,
-):  # fmt: skip
-    """Program i: shared[i] = tiles of keys that sequence i has in common with sequence i - 1, or 0 if too few to share.
+@triton.jit
+def _blocks_to_share(seq_lens, query_start_loc, seqs, valid, BLOCK_SIZE: tl.constexpr):
+    """How many blocks of the sequences can be common ones: none unless the sequence has one new token, and never that
+    of the last key, so that every sequence keeps a private part."""
+    start = tl.load(query_start_loc + seqs, mask=valid, other=0)
+    count = tl.load(query_start_loc + seqs + 1, mask=valid, other=0) - start
+    blocks = tl.maximum(tl.load(seq_lens + seqs, mask=valid, other=0) - 1, 0) // BLOCK_SIZE
+    return tl.where(valid & (count == 1), blocks, 0)
 
-    Only sequences with one new token share. Also clears the counters of the plan kernel.
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def prefix_depth_kernel(
+    block_tables, seq_lens, query_start_loc, depths, num_seqs, table_stride,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program i: depths[i] = number of leading blocks by which sequence i is grouped with others; 0: with none.
+
+    Sequences share at several depths, a system prompt and a longer prompt for example. Of FIRST, 2 FIRST, 4 FIRST, ...
+    blocks, the depth that saves the sequence the most is chosen: fewer keys with many others, or more with few.
+    """
+    seq = tl.program_id(0)
+    blocks = _blocks_to_share(seq_lens, query_start_loc, seq, seq < num_seqs, BLOCK_SIZE)
+    depth = seq * 0 + FIRST
+    found = seq * 0
+    most = 0.0
+    while depth <= blocks:
+        own = tl.load(block_tables + seq.to(tl.int64) * table_stride + depth - 1)
+        count = seq * 0
+        for start in tl.range(0, num_seqs, WIDTH):
+            seqs = start + tl.arange(0, WIDTH)
+            able = _blocks_to_share(seq_lens, query_start_loc, seqs, seqs < num_seqs, BLOCK_SIZE) >= depth
+            ids = tl.load(block_tables + seqs.to(tl.int64) * table_stride + depth - 1, mask=able, other=0)
+            count += tl.sum((able & (ids == own)).to(tl.int32))
+        tiles = tl.cdiv(count * GROUP, tile_rows(count * GROUP, BM, MANY))
+        saved = depth.to(tl.float32) * (count - tiles).to(tl.float32) / count.to(tl.float32)
+        found = tl.where(saved > most, depth, found)
+        most = tl.maximum(saved, most)
+        depth = tl.where(count > 1, depth * 2, blocks + 1)  # alone here, and at every greater depth
+    tl.store(depths + seq, found)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def common_prefix_kernel(
+    block_tables, seq_lens, query_start_loc, depths, leaders, ranks, shared, members, group_tiles, num_seqs,
+    table_stride, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr, IDS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program i finds the group of sequence i: those with the same depth, and there the same block.
+
+    leaders[i]: the first of them; ranks[i]: the number of those before i; shared[i]: tiles of keys that i has in common
+    with the first. Also clears the counters of the plan kernel.
     """
     seq = tl.program_id(0)
     tl.store(members + seq, 0)
     tl.store(group_tiles + seq, 2147483647)
-    before = tl.maximum(seq - 1, 0)
-    start = tl.load(query_start_loc + seq)
-    alone = (seq == 0) | (tl.load(query_start_loc + seq + 1) - start != 1)
-    alone |= start - tl.load(query_start_loc + before) != 1
-    limit = tl.minimum(tl.load(seq_lens + seq), tl.load(seq_lens + before))
-    limit = tl.where(alone, 0, limit)
-    # The last key is never shared, so that every sequence keeps a private part.
-    blocks = tl.maximum(limit - 1, 0) // BLOCK_SIZE
+    depth = tl.load(depths + seq)
+    column = tl.maximum(depth - 1, 0)
     own = block_tables + seq.to(tl.int64) * table_stride
-    other = own - table_stride
+    leader, rank = seq, seq * 0
+    if depth > 0:
+        block = tl.load(own + column)
+        for start in tl.range(0, seq, WIDTH):
+            seqs = start + tl.arange(0, WIDTH)
+            same = tl.load(depths + seqs, mask=seqs < seq, other=0) == depth
+            ids = tl.load(block_tables + seqs.to(tl.int64) * table_stride + column, mask=same, other=0)
+            same &= ids == block
+            leader = tl.minimum(leader, tl.min(tl.where(same, seqs, seq)))
+            rank += tl.sum(same.to(tl.int32))
+    tl.store(leaders + seq, leader)
+    tl.store(ranks + seq, rank)
+    # Tables may differ before the block that they have in common.
+    limit = tl.minimum(tl.load(seq_lens + seq), tl.load(seq_lens + leader))
+    blocks = tl.where(leader < seq, tl.maximum(limit - 1, 0) // BLOCK_SIZE, 0)
+    other = block_tables + leader.to(tl.int64) * table_stride
     equal = blocks * 0
     start = blocks * 0
     while start < blocks:
@@ -81,14 +138,13 @@ def common_prefix_kernel(
         equal = tl.min(tl.where(differs, index, 2147483647))
         start = tl.where(equal < 2147483647, blocks, start + IDS)
         equal = tl.minimum(equal, blocks)
-    keys = equal * BLOCK_SIZE
-    tl.store(shared + seq, tl.where(keys >= MIN_SHARED, keys // BN, 0))
+    tl.store(shared + seq, equal * BLOCK_SIZE // BN)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "num_arrivals"])
 def plan_kernel(
-    seq_lens, query_start_loc, shared, members, group_tiles, units, tile_starts, item_starts, token_starts, schedule,
-    groups, num_seqs, num_programs,
+    seq_lens, query_start_loc, leaders, ranks, shared, members, group_tiles, units, tile_starts, item_starts,
+    token_starts, schedule, groups, order, arrivals, num_seqs, num_programs, num_arrivals,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     MAX_QUERY: tl.constexpr, SHARE: tl.constexpr, MIN_TILES: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr,
     BN: tl.constexpr, WIDTH: tl.constexpr,
@@ -107,15 +163,22 @@ def plan_kernel(
         for start in tl.range(0, num_seqs, WIDTH):
             seqs = start + tl.arange(0, WIDTH)
             valid = seqs < num_seqs
-            common = tl.load(shared + seqs, mask=valid, other=0)
-            leads = (valid & (common == 0)).to(tl.int32)
-            group = groups_before + tl.cumsum(leads, 0) - 1
-            tl.store(groups + seqs, group, mask=valid)
-            tl.store(units + group * 4, seqs, mask=leads > 0)
-            tl.atomic_add(members + group, 1, mask=valid)
-            tl.atomic_min(group_tiles + group, common, mask=valid & (leads == 0))
+            leads = (valid & (tl.load(leaders + seqs, mask=valid, other=0) == seqs)).to(tl.int32)
+            tl.store(groups + seqs, groups_before + tl.cumsum(leads, 0) - 1, mask=leads > 0)
             groups_before += tl.sum(leads)
         tl.debug_barrier()
+        for start in tl.range(0, num_seqs, WIDTH):
+            seqs = start + tl.arange(0, WIDTH)
+            valid = seqs < num_seqs
+            leader = tl.load(leaders + seqs, mask=valid, other=0)
+            group = tl.load(groups + leader, mask=valid, other=0)
+            tl.store(groups + seqs, group, mask=valid & (leader != seqs))
+            tl.atomic_add(members + group, 1, mask=valid)
+            tl.atomic_min(
+                group_tiles + group, tl.load(shared + seqs, mask=valid, other=0), mask=valid & (leader != seqs)
+            )
+        tl.debug_barrier()
+        places_before = num_seqs * 0
         for start in tl.range(0, num_seqs, WIDTH):
             unit = start + tl.arange(0, WIDTH)
             valid = unit < num_seqs
@@ -124,6 +187,7 @@ def plan_kernel(
             rows = tile_rows(count * GROUP, BM, MANY)
             items = tl.where(count > 1, tl.cdiv(count * GROUP, rows) * NUM_KV_HEADS, 0)
             slots = items * (rows // BM)
+            tl.store(units + unit * 4, places_before + tl.cumsum(count, 0) - count, mask=valid)
             tl.store(units + unit * 4 + 1, count, mask=valid)
             tl.store(units + unit * 4 + 2, 0, mask=valid)
             tl.store(units + unit * 4 + 3, tiles, mask=valid)
@@ -131,7 +195,11 @@ def plan_kernel(
             tl.store(item_starts + 1 + unit, items_before + tl.cumsum(slots, 0), mask=valid)
             tiles_before += tl.sum(items * tiles)
             items_before += tl.sum(slots)
+            places_before += tl.sum(count)
         tl.debug_barrier()
+    for start in tl.range(0, num_arrivals, WIDTH):
+        counters = start + tl.arange(0, WIDTH)
+        tl.store(arrivals + counters, 0, mask=counters < num_arrivals)
     for start in tl.range(0, num_seqs, WIDTH):
         seqs = start + tl.arange(0, WIDTH)
         valid = seqs < num_seqs
@@ -143,6 +211,8 @@ def plan_kernel(
         if SHARE:
             group = tl.load(groups + seqs, mask=valid, other=0)
             first = tl.load(units + group * 4 + 3, mask=valid, other=0)
+            place = tl.load(units + group * 4, mask=valid, other=0) + tl.load(ranks + seqs, mask=valid, other=0)
+            tl.store(order + place, seqs, mask=valid)
         tiles = tl.where(active, tl.cdiv(seq_len, BN) - first, 0)
         rows = tile_rows(query_len * GROUP, BM, MANY)
         items = tl.where(active, tl.cdiv(query_len * GROUP, rows) * NUM_KV_HEADS, 0)
@@ -209,38 +279,49 @@ def make_plan(
     sliding_window: int,
     chunk_size: int,
     share: bool,
+    combine: bool,
     bm: int,
     many: int,
     bn: int,
 ) -> tuple[Plan, list[Launch]]:
     """The plan's tensors and the launches that fill them, for the sequences with up to SHORT_QUERY new tokens.
 
-    share: find common prefixes (not with a sliding window). bm, many: rows in a tile, see `tile.tile_rows`.
+    share: find common prefixes (not with a sliding window). combine: see `split.split_kernel`. bm, many: rows in a
+    tile, see `tile.tile_rows`.
     """
-    assert not share or not (sliding_window or chunk_size)
+    assert not share or not (sliding_window or chunk_size or combine)
     num_seqs, device = metadata.num_seqs, metadata.seq_lens.device
-    num_units = num_seqs * 2 if share else num_seqs
-    units, tile_starts, item_starts, token_starts, schedule, groups, shared, members, group_tiles = _aligned_parts(
-        [num_units * 4, num_units + 1, num_units + 1, num_seqs + 1, 1 + num_programs, *[num_seqs] * 4], device
-    )
+    num_units, num_arrivals = num_seqs * 2 if share else num_seqs, num_seqs * num_kv_heads if combine else 0
+    sizes = [num_units * 4, num_units + 1, num_units + 1, num_seqs + 1, 1 + num_programs, num_arrivals]
+    parts = _aligned_parts(sizes + [num_seqs if share else 0] * 8, device)
+    units, tile_starts, item_starts, token_starts, schedule, arrivals, groups, order, ranks, *found = parts
     slots = num_programs * (many // bm) + max_slots(metadata, num_kv_heads, group, bm, many, share=share)
-    plan = Plan(units, tile_starts, item_starts, token_starts, schedule, groups, num_programs, slots, share)
+    plan = Plan(
+        units, tile_starts, item_starts, token_starts, schedule, groups, order, ranks, arrivals, num_programs, slots,
+        share,
+    )  # fmt: skip
+    lengths = {"seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "num_seqs": num_seqs}
+    depths, leaders, shared, members, group_tiles = found
+    groups_found = {
+        "leaders": leaders, "ranks": ranks, "shared": shared, "members": members, "group_tiles": group_tiles,
+    }  # fmt: skip
     launches = []
     if share:
-        args = {
-            "block_tables": metadata.block_tables, "seq_lens": metadata.seq_lens,
-            "query_start_loc": metadata.query_start_loc, "shared": shared, "members": members,
-            "group_tiles": group_tiles, "table_stride": metadata.block_tables.stride(0), "BLOCK_SIZE": block_size,
-            "BN": bn, "MIN_SHARED": MIN_SHARED_KEYS, "IDS": 1024,
+        tables = lengths | {
+            "block_tables": metadata.block_tables, "table_stride": metadata.block_tables.stride(0),
+            "depths": depths, "BLOCK_SIZE": block_size, "WIDTH": 256,
         }  # fmt: skip
+        first = -(-max(MIN_SHARED_KEYS, bn) // block_size)
+        args = tables | {"GROUP": group, "FIRST": first, "BM": bm, "MANY": many}
+        launches.append(Launch(prefix_depth_kernel, (num_seqs,), args, {"num_warps": 4}))
+        args = tables | groups_found | {"BN": bn, "IDS": 1024}
         launches.append(Launch(common_prefix_kernel, (num_seqs,), args, {"num_warps": 4}))
-    args = {
-        "seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "shared": shared,
-        "members": members, "group_tiles": group_tiles, "units": units, "tile_starts": tile_starts,
-        "item_starts": item_starts, "token_starts": token_starts, "schedule": schedule, "groups": groups,
-        "num_seqs": num_seqs, "num_programs": num_programs, "NUM_KV_HEADS": num_kv_heads, "GROUP": group,
-        "WINDOW": sliding_window, "CHUNK": chunk_size, "MAX_QUERY": SHORT_QUERY, "SHARE": share,
-        "MIN_TILES": MIN_TILES, "BM": bm, "MANY": many, "BN": bn, "WIDTH": 256,
+    args = lengths | groups_found | {
+        "units": units, "tile_starts": tile_starts, "item_starts": item_starts, "token_starts": token_starts,
+        "schedule": schedule, "groups": groups, "order": order, "arrivals": arrivals, "num_programs": num_programs,
+        "num_arrivals": num_arrivals, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "WINDOW": sliding_window,
+        "CHUNK": chunk_size, "MAX_QUERY": SHORT_QUERY, "SHARE": share, "MIN_TILES": MIN_TILES, "BM": bm, "MANY": many,
+        "BN": bn, "WIDTH": 256,
     }  # fmt: skip
     launches.append(Launch(plan_kernel, (1,), args, {"num_warps": 4}))
     return plan, launches

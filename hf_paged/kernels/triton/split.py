@@ -1,7 +1,8 @@
 """Attention whose work a plan cuts into equal runs of tiles: decode, and verification of a few speculative tokens.
 
-A run with all keys of its rows writes the output. Other runs write partial results, which a second kernel combines by
-their log-sum-exp. Knows a step's tensors and its Plan; never layers.
+A run with all keys of its rows writes the output. Other runs write partial results, to be combined by their
+log-sum-exp: by the last program that has a part of them, or by a second kernel. Knows a step's tensors and its Plan;
+never layers.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
@@ -16,10 +17,10 @@ from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound,
 @triton.jit
 def _attend_item(
     query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
-    partial_out, partial_lse, qk_scale, softcap,
+    order, partial_out, partial_lse, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
-    first_seq, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot,
+    first, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
@@ -27,21 +28,28 @@ def _attend_item(
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`length` tiles of one item, from tile `skipped` on, with BM rows in a tile. A partial result goes to `slot`,
-    counted in LINES rows."""
+    counted in LINES rows. Returns whether it is partial.
+
+    first: the sequence of a private unit; the place in `order` of a shared unit's first sequence.
+    """
     row_tiles = tl.cdiv(num_tokens * GROUP, BM)
     head = item // row_tiles
     rows = (item % row_tiles) * BM + tl.arange(0, BM)
     valid = rows < num_tokens * GROUP
     index = tl.where(valid, rows // GROUP, num_tokens - 1)
     heads = head * GROUP + rows % GROUP
-    hi = tl.load(seq_lens + first_seq)
+    lead = first
     if SHARE:  # a shared unit has one token from each of its sequences
-        seqs = first_seq + tl.where(private, 0, index)
+        lead = tl.where(private, first, tl.load(order + first))
+        seqs = tl.load(order + first + index, mask=(index * 0 == 0) & (not private), other=0)
+        seqs = tl.where(private, first, seqs)
         index = tl.where(private, index, 0)
         tokens = (tl.load(query_start_loc + seqs) + index).to(tl.int64)
         positions = tl.load(seq_lens + seqs) - tl.where(private, num_tokens, 1) + index
+        hi = tl.load(seq_lens + lead)
     else:
-        tokens = (tl.load(query_start_loc + first_seq) + index).to(tl.int64)
+        tokens = (tl.load(query_start_loc + first) + index).to(tl.int64)
+        hi = tl.load(seq_lens + first)
         positions = hi - num_tokens + index
     q, slopes, peak, total = load_rows(
         query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride * Q_UNIT, q_head_stride * Q_UNIT, HEAD_DIM,
@@ -55,13 +63,14 @@ def _attend_item(
     acc, peak, total = attend(
         q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
         key_cache + head * kc_head_stride, value_cache + head * vc_head_stride,
-        block_tables + first_seq.to(tl.int64) * table_stride, start, hi, lo, hi, positions, slopes,
+        block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, slopes,
         qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
         HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
         SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
     )  # fmt: skip
     # A private unit that starts after a shared prefix is partial as well.
-    if private & (length == num_tiles) & ((first_tile == 0) | (not SHARE)):
+    whole = private & (length == num_tiles) & ((first_tile == 0) | (not SHARE))
+    if whole:
         finish(
             out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride,
             NUM_KV_HEADS * GROUP, V_HEAD_DIM, BLOCK_DV,
@@ -77,26 +86,76 @@ def _attend_item(
             mask=valid[:, None] & (dims < V_HEAD_DIM)[None, :],
         )  # fmt: skip
         tl.store(partial_lse + lines, tl.where(seen, peak + tl.log2(total), float("-inf")), mask=valid)
+    return not whole
+
+
+@triton.jit
+def _combine_item(
+    query_start_loc, out, lse, partial_out, partial_lse, arrivals, seq, head, start, num_tiles, per_program, number,
+    out_token_stride, out_head_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Of the programs with a part of an item, a KV head of a sequence with one new token, the last one combines all.
+
+    The order of the parts is that of the programs, whichever is the last, so that the result has the same bits.
+    start: number of the item's first tile. number: of the item; `arrivals` counts its parts, and is 0 afterwards.
+    ROWS: a power of two from GROUP on. PARTS: how many are loaded at once.
+    """
+    first, last = start // per_program, (start + num_tiles - 1) // per_program
+    tl.debug_barrier()  # the part has been written by all threads before one of them counts it
+    if tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == last - first:
+        tl.debug_barrier()
+        tl.store(arrivals + number, 0)
+        rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DV)
+        acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for base in tl.range(first, last + 1, PARTS):
+            programs = base + tl.arange(0, PARTS)
+            lines = (programs + number).to(tl.int64)[:, None] * BM + rows[None, :]
+            inside = (programs <= last)[:, None] & (rows < GROUP)[None, :]
+            # Not from the first-level cache, which other cores do not write.
+            lses = tl.load(partial_lse + lines, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            parts = tl.load(
+                partial_out + lines[:, :, None] * V_HEAD_DIM + dims[None, None, :],
+                mask=inside[:, :, None] & (dims < V_HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_peak = tl.maximum(peak, tl.max(lses, 0))
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(lses - shift[None, :])
+            decay = tl.exp2(peak - shift)
+            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+            total = total * decay + tl.sum(weights, 0)
+            peak = new_peak
+        tokens = tl.load(query_start_loc + seq).to(tl.int64) + rows * 0
+        finish(
+            out, lse, acc, peak, total, tokens, head * GROUP + rows, rows < GROUP, out_token_stride, out_head_stride,
+            NUM_KV_HEADS * GROUP, V_HEAD_DIM, BLOCK_DV,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_units", "num_seqs", "table_stride", "q_token_stride", "q_head_stride"])
 def split_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
-    units, tile_starts, item_starts, schedule, partial_out, partial_lse, qk_scale, softcap,
+    units, tile_starts, item_starts, schedule, order, arrivals, partial_out, partial_lse, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
     num_units, num_seqs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr,
-    BM: tl.constexpr, MANY: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p processes its run of tiles, item by item, with BM or MANY rows in a tile (see `tile.tile_rows`).
 
     Its partial result of an item goes to slot p * MANY / BM + s, where s is the number of slots of all items before.
     No two partial results overlap, because p and s never decrease along the tiles.
     partial_out fp32 [slots, BM, V_HEAD_DIM], partial_lse fp32 [slots, BM] to base 2.
+
+    PARTS: partial results are combined here, so many at once; 0: by the reduce kernel. Here it is possible if no
+    sequence has more than one new token and none shares.
     """
     program = tl.program_id(0)
     per_program = tl.load(schedule)
@@ -106,7 +165,7 @@ def split_kernel(
     while tile < stop:
         while tl.load(tile_starts + unit + 1) <= tile:
             unit += 1
-        first_seq = tl.load(units + unit * 4)
+        first = tl.load(units + unit * 4)
         num_tokens = tl.load(units + unit * 4 + 1)
         first_tile = tl.load(units + unit * 4 + 2)
         num_tiles = tl.load(units + unit * 4 + 3)
@@ -119,24 +178,30 @@ def split_kernel(
         if (MANY > BM) & (num_tokens * GROUP > BM):
             _attend_item(
                 query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
-                partial_out, partial_lse, qk_scale, softcap,
+                order, partial_out, partial_lse, qk_scale, softcap,
                 q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
                 kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
-                first_seq, num_tokens, first_tile, num_tiles, private, item, skipped, length,
+                first, num_tokens, first_tile, num_tiles, private, item, skipped, length,
                 slot + item * (MANY // BM),
                 NUM_KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, Q_UNIT, WINDOW, CHUNK,
                 SOFTCAP, SCALE_FIRST, SAME_STRIDES, UPCAST, SHARE, BM, MANY, BN, STAGES,
             )  # fmt: skip
         else:
-            _attend_item(
+            partial = _attend_item(
                 query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
-                partial_out, partial_lse, qk_scale, softcap,
+                order, partial_out, partial_lse, qk_scale, softcap,
                 q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
                 kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
-                first_seq, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot + item,
+                first, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot + item,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, Q_UNIT, WINDOW, CHUNK,
                 SOFTCAP, SCALE_FIRST, SAME_STRIDES, UPCAST, SHARE, BM, BM, BN, STAGES,
             )  # fmt: skip
+            if PARTS > 0 and partial:
+                _combine_item(
+                    query_start_loc, out, lse, partial_out, partial_lse, arrivals, first, item, tile - skipped,
+                    num_tiles, per_program, slot + item - program, out_token_stride, out_head_stride,
+                    NUM_KV_HEADS, GROUP, V_HEAD_DIM, BLOCK_DV, BM, ROWS, PARTS,
+                )  # fmt: skip
         tile += length
 
 
@@ -174,7 +239,7 @@ def _add_partials(
 
 @triton.jit(do_not_specialize=["num_units", "num_seqs", "max_query"])
 def reduce_kernel(
-    query_start_loc, out, lse, units, tile_starts, item_starts, schedule, groups, token_starts, partial_out,
+    query_start_loc, out, lse, units, tile_starts, item_starts, schedule, groups, ranks, token_starts, partial_out,
     partial_lse, out_token_stride, out_head_stride, num_units, num_seqs, max_query,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     SHARE: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr, SPLITS: tl.constexpr,
@@ -214,7 +279,7 @@ def reduce_kernel(
     total = tl.full([], 0.0, tl.float32)
     if SHARE and shared:
         group = tl.load(groups + seq)
-        member = seq - tl.load(units + group * 4)
+        member = tl.load(ranks + seq)
         acc, peak, total = _add_partials(
             acc, peak, total, partial_out, partial_lse, tile_starts, item_starts, units, per_program, group,
             member * GROUP + head % GROUP, head // GROUP, GROUP, V_HEAD_DIM, BLOCK_DV, BM, MANY, SPLITS,
