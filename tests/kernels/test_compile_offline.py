@@ -51,6 +51,8 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
         wanted["matrix cores"] = not attends or found["mfma"] > 0
     elif name in ("write", "copy"):
         wanted["16 bytes an access"] = found["wide_loads"] >= 4 and found["wide_stores"] >= 4
+    elif name.startswith(("norm", "gate", "rotate")):
+        wanted["16 bytes an access"] = found["wide_loads"] >= 2 and found["wide_stores"] >= 1
     elif name == "greedy pieces":
         wanted["16 bytes an access"] = found["wide_loads"] >= 4
     elif attends:
