@@ -28,8 +28,8 @@ WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V an
 MAX_WHOLE_TILES = 4
 # Programs of the split kernel per core: one wave, with enough loads in flight to use the memory bandwidth.
 PROGRAMS_PER_CORE = 2
-# Elements of partial results that are loaded at once to be combined: 64 registers of a thread of four warps.
-COMBINED = 8192
+# Elements of partial results that are loaded at once to be combined: 32 registers of a thread of four warps.
+COMBINED = 4096
 _LOG2E = 1.4426950408889634
 
 
