@@ -127,7 +127,11 @@ class PagedGenerateManager(utils.BaseGenerateManager):
                 pieces.put_nowait(utils._StreamError(getattr(error, "detail", None) or str(error)))
             streamer.end()
 
-        canceller.task = loop.create_task(stream())
+        canceller.task = task = loop.create_task(stream())
+        if (handling := asyncio.current_task()) is not None:
+            # The streamer hears only of a client that leaves while the answer waits for a text, not of one that leaves
+            # while a text is sent. The task of the HTTP request ends in both cases.
+            handling.add_done_callback(lambda _: task.cancel())
         return pieces, streamer
 
     async def generate_non_streaming(

@@ -190,7 +190,7 @@ class JobAnswer(Response):
         for chunk in chunks:
             if self._form.names_events:
                 lines.append(b"event: %b\n" % chunk["type"].encode())
-            lines.append(b"data: %b\n\n" % to_json(chunk))
+            lines.append(b"data: %b\n\n" % _one_line(to_json(chunk)))
         return b"".join(lines)
 
     def _with_usage(self, chunks: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
@@ -198,6 +198,14 @@ class JobAnswer(Response):
             return chunks
         usage = self._usage() if self._plan.continuous_usage else None
         return [{**chunk, "usage": usage} for chunk in chunks]
+
+
+def _one_line(data: bytes) -> bytes:
+    """JSON without the characters at which some clients end a line, such as httpx's `iter_lines`. Server-sent
+    events do not end a line there. In JSON they stand in strings only."""
+    for character in ("\x85", "\u2028", "\u2029"):
+        data = data.replace(character.encode(), b"\\u%04x" % ord(character))
+    return data
 
 
 async def _send_on(send: Send, body: bytes, *, more: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,50 @@ def test_a_client_that_goes_away_ends_its_request(server: Any) -> None:
     gate.open()
     until(lambda: not engine.has_unfinished_requests())
     assert engine.stats().blocks_used == 0 and engine.stats().generated_tokens == before + 7
+
+
+def test_a_client_that_goes_away_while_a_text_is_sent(server: Any) -> None:
+    """The generator of the answer does not wait for a text then, and nothing tells it that it is not read on."""
+    complete(server, "The", max_tokens=1)
+    engine, worker = manager_of(server)._engine, manager_of(server)._worker
+    options = json.dumps({"max_new_tokens": 800, "do_sample": False, "eos_token_id": 2**20})
+    body = json.dumps({"model": QA, "prompt": "The", "stream": True, "generation_config": options})
+    given = [{"type": "http.request", "body": body.encode(), "more_body": False}]
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"},
+        **{"query_string": b"", "headers": [(b"content-type", b"application/json")], "http_version": "1.1"},
+        **{"scheme": "http", "root_path": "", "server": None, "client": None},
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }
+    gate = Gate(engine, 6)
+
+    async def ask() -> None:
+        is_gone, is_first = asyncio.Event(), True
+
+        async def receive() -> dict[str, Any]:
+            if given:
+                return given.pop()
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal is_first
+            if message["type"] == "http.response.body" and is_first:
+                is_first = False
+                await asyncio.to_thread(gate.wait)
+                is_gone.set()
+                await asyncio.to_thread(until, lambda: bool(worker._commands))  # to abort it after the step
+
+        await server.server.config.loaded_app(scope, receive, send)
+
+    gc.disable()  # it would find the generator some time
+    try:
+        asyncio.run_coroutine_threadsafe(ask(), worker._loop).result(240)
+    finally:
+        gc.enable()
+        gate.open()
+    until(lambda: not engine.has_unfinished_requests())
+    assert engine.stats().blocks_used == 0
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -190,6 +191,16 @@ def test_echo_alone(server: Running) -> None:
     assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == [("ab", "length"), ("cd", "length")]
     assert answer["usage"]["completion_tokens"] == 0
     assert server.post("/v1/completions", prompt="ab", max_tokens=0).status_code == 400
+
+
+def test_an_event_is_one_line_for_every_client(server: Running) -> None:
+    """Also for those that end a line where str.splitlines does, which httpx's iter_lines calls."""
+    prompt = "a\x85b\u2028c\u2029d\x0b\x0c\x1c\x1d\x1e"
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 4, "echo": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        *events, end = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    texts = [json.loads(event)["choices"][0]["text"] for event in events]
+    assert end == "[DONE]" and "".join(texts).startswith(prompt)
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -54,11 +54,16 @@ def test_a_conversation(tab: browsers.Browser) -> None:
         tab.wait("return document.querySelectorAll('#table td.block').length")  # of the request, though it was short
         shown = tab.run("return document.querySelector('#talk .answer .turn').textContent")
         assert shown == (own.choices[0].message.content or "").strip()
+        gate = Gate(running.engine, 12)
         tab.type("#ask-text", "And str.title()?\ue007")
+        tab.wait("return document.querySelectorAll('#table td.text').length")
+        gate.open()
         tab.wait(
             "return document.querySelectorAll('#talk .foot').length === 2 && "
             "document.querySelectorAll('#talk .foot')[1].textContent"
         )
+        # Each block has its text, which arrives after the block, and here after the request's end.
+        tab.wait("return [...document.querySelectorAll('#table td.text')].every((each) => each.textContent)")
         again = tab.run("return document.querySelectorAll('#talk .foot')[1].textContent")
         assert " 0 of them" not in again  # the second turn begins with blocks of the first
         assert tab.run("return sessionStorage.getItem('hf-paged-key')") == KEY

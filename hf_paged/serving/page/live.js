@@ -49,8 +49,11 @@ async function lookOnce() {
   else if (answer.status === 200) {
     state.tag = answer.headers.get("etag") || "";
     receive(await answer.json());
-  } else if (answer.status === 304) setStatus(state.engine && state.engine.requests.length ? "running" : "idle", state.engine && state.engine.requests.length ? "busy" : "");
-  else {
+  } else if (answer.status === 304) {
+    const isBusy = state.engine && state.engine.requests.length;
+    setStatus(isBusy ? "running" : "idle", isBusy ? "busy" : "");
+    if (state.engine) showTable(state, state.views[state.group]); // texts may have arrived
+  } else {
     setStatus(answer.status === 503 ? "the engine has stopped" : `the server answers ${answer.status}`, "bad");
     return 2000;
   }

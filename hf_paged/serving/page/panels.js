@@ -170,6 +170,7 @@ export function showTable({ engine, group }, view) {
   const request = engine.requests.find((each) => each.id === state.shown), box = $("table");
   if (!request) {
     text($("table-note"), box.querySelector("table") ? "as it was when the request ended" : "");
+    showTexts(box, view.size); // they arrive after the blocks
     if (!box.children.length) box.append(make("p", { class: "name" }, "Shows for one request which physical block holds which part of its text."));
     return;
   }
@@ -184,16 +185,25 @@ export function showTable({ engine, group }, view) {
   for (let place = 0; place < longest; place += 1) {
     const row = make("tr", {}, make("th", { scope: "row" }, `${place * size}–${place * size + size - 1}`));
     columns.forEach((table, index) => row.append(cell(request, table[place], request.sequences[index].computed - place * size, view, tables, place)));
-    if (known) {
-      const tokens = [...known.prompt, ...(known.made || [])].slice(place * size, (place + 1) * size);
-      row.append(make("td", { class: "text" }, tokens.length ? textOf(tokens).replace(/\n/g, "⏎") : ""));
-    }
+    if (known) row.append(make("td", { class: "text" }));
     body.append(row);
   }
   const top = box.scrollTop, isAtEnd = top > 0 && top + box.clientHeight >= box.scrollHeight - 40;
   box.replaceChildren(make("table", {}, make("thead", {}, head), body));
+  box.dataset.id = request.id;
+  showTexts(box, size);
   if (tables.length > MOST_COLUMNS) box.append(make("p", { class: "name" }, `and ${tables.length - MOST_COLUMNS} more sequences`));
   box.scrollTop = isAtEnd ? box.scrollHeight : top;
+}
+
+function showTexts(box, size) {
+  const known = state.own.get(box.dataset.id);
+  if (!known) return;
+  const tokens = [...known.prompt, ...(known.made || [])];
+  box.querySelectorAll("td.text").forEach((each, place) => {
+    const part = tokens.slice(place * size, (place + 1) * size);
+    text(each, part.length ? textOf(part).replace(/\n/g, "⏎") : "");
+  });
 }
 
 function cell(request, block, filled, view, tables, place) {
