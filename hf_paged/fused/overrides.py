@@ -11,24 +11,28 @@ from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
 from hf_paged.fused.cpu.decoder import NativeDecoder, native_decoder
 from hf_paged.fused.cpu.norms import native_layers
 from hf_paged.fused.cpu.weights import LinearLayers, layers_for_calls, layers_for_engine
+from hf_paged.fused.gpu.model import FusedParts, fused_parts, obstacle
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel
 
 
-def overrides_for_engine(model: Any, prepack: bool | None) -> list[Override]:
-    """Overrides for an engine's steps, in the order in which they are applied. prepack: as for `Engine`.
+def overrides_for_engine(model: Any, prepack: bool | None, fuse: bool | None = None) -> list[Override]:
+    """Overrides for an engine's steps, in the order in which they are applied. prepack, fuse: as for `Engine`.
 
-    Raises ValueError for prepack=True if the weights cannot be packed.
+    Raises ValueError for prepack=True if the weights cannot be packed, for fuse=True if no part of the model is known.
     """
     linears = layers_for_engine(model, prepack)
-    return _overrides(model, linears, native_decoder(model, linears))
+    parts = None if fuse is False else fused_parts(model)
+    if fuse and not parts:
+        raise ValueError(f"fuse=True: {obstacle(model) or 'no part of the model is known'}; leave it out")
+    return _overrides(model, linears, native_decoder(model, linears), parts)
 
 
 def overrides_for_calls(model: Any) -> list[Override]:
     """Overrides for calls of `generate`, with packed weights if `hf_paged.prepack` was called for the model."""
     linears = layers_for_calls(model)
     decoder = native_decoder(model, linears)
-    overrides = _overrides(model, linears, decoder)
+    overrides = _overrides(model, linears, decoder, fused_parts(model))
     may_try = model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if decoder is not None and decoder.needs_trial and may_try:
         # Dropout, in training mode, draws random numbers.
@@ -38,8 +42,10 @@ def overrides_for_calls(model: Any) -> list[Override]:
     return overrides
 
 
-def _overrides(model: Any, linears: LinearLayers | None, decoder: NativeDecoder | None) -> list[Override]:
-    found = native_layers(model), linears, decoder
+def _overrides(
+    model: Any, linears: LinearLayers | None, decoder: NativeDecoder | None, parts: FusedParts | None
+) -> list[Override]:
+    found = native_layers(model), linears, decoder, parts
     return [override for override in found if override is not None]
 
 

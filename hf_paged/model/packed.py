@@ -111,6 +111,14 @@ class PackedCache(Cache):
             self._elsewhere[device] = metadata_on(self.step, device)
         return self._elsewhere[device][group_index]
 
+    def handle_for(self, layer_idx: int, device: torch.device) -> LayerHandle:
+        """The handle of a layer whose K and V of this step are already in its blocks."""
+        group_index = self.group_of(layer_idx)
+        pool, metadata = self.memory.groups[group_index].pool, self._metadata_for(group_index, device)
+        handle = LayerHandle(layer_idx, pool, metadata, (None, None))
+        self.handles.append(handle)
+        return handle
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -180,7 +180,7 @@ def _examine(model: Any) -> SupportReport:
         "every layer attends through AttentionInterface",
         layers,
         _kernels(model.device),
-        _rotary_limit(model),
+        rotary_limit(model),
         counts_padding,
     )
 
@@ -249,7 +249,7 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     return SupportReport(name, True, False, why, tuple(layers))
 
 
-def _rotary_limit(model: Any) -> int | None:
+def rotary_limit(model: Any) -> int | None:
     """The length up to which rotary frequencies do not depend on the longest sequence of the batch."""
     limits = []
     for module in model.modules():

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_paged.fused import overrides
 from hf_paged.kernels import ops
+from hf_paged.kernels.triton.launch import Launch
 from hf_paged.model import graph_inputs, graphs, state
 from hf_paged.model.graph_inputs import StepCosts
 
@@ -82,6 +83,27 @@ def _taped_attention(*args: Any, **kwargs: Any) -> Any:
 
     with _disable_current_modes():
         return _tapes[-1].add(work) if _tapes else _attention(*args, **kwargs)
+
+
+def as_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, recorded as one operation. What it returns may have attributes that are tensors."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return _tapes[-1].add(lambda: function(*args, **kwargs)) if _tapes else function(*args, **kwargs)
+
+    return call
+
+
+def record_launches(patch: pytest.MonkeyPatch) -> None:
+    """From here on captures record the launches of our Triton kernels too, in triton's interpreter."""
+    run = Launch.run
+
+    def taped(self: Launch, device: torch.device) -> None:
+        with _disable_current_modes():
+            _tapes[-1].add(lambda: run(self, device)) if _tapes else run(self, device)
+
+    patch.setattr(Launch, "run", taped)
 
 
 def install(patch: pytest.MonkeyPatch, costs: StepCosts | None = None) -> None:

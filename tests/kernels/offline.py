@@ -24,8 +24,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.rows import NORM_KINDS, Norm, NormKind, RotaryKind
+from hf_paged.kernels.triton.gate import gate_launch
 from hf_paged.kernels.triton.launch import Launch, Target
+from hf_paged.kernels.triton.norm import Rows, add_norm_launch
 from hf_paged.kernels.triton.ops import attention_launches
+from hf_paged.kernels.triton.rotary import rotate_launch
 from hf_paged.kernels.triton.sampling import greedy_launches
 from hf_paged.kernels.triton.write import copy_blocks_launch, write_kv_launch
 
@@ -159,6 +163,28 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
     )  # fmt: skip
 
 
+def _between_attentions() -> dict[str, Launch]:
+    """What lies between two attentions, for 8 tokens of a model with 32 query heads on 8 KV heads of 128."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    found = {}
+    for size in (4096, 16_384):
+        rows, norm = empty(8, size), Norm(empty(size), None, 1e-6, NormKind(rounds_first=True))
+        found[f"norm {size}"] = add_norm_launch(rows, rows, Rows(rows, rows), None, norm)
+        both = add_norm_launch(rows, rows, Rows(rows, rows), norm, Norm(empty(size), empty(size), 1e-6, NORM_KINDS[3]))
+        found[f"norms before and after {size}"] = both
+    found["gate"] = gate_launch(empty(8, 14_336), empty(8, 14_336), empty(8, 14_336), "silu")
+    for dim, norm in ((128, None), (256, Norm(empty(256), None, 1e-6, NormKind(adds_one=True)))):
+        query, key, cache, angles = empty(8, 32, dim), empty(8, 8, dim), empty(9, 16, 8, dim), empty(8, dim)
+        found[f"rotate d{dim}"] = rotate_launch(
+            query, key, key, (query, cache, cache), torch.empty(8, dtype=torch.int64, device="meta"),
+            (angles, angles), RotaryKind(), (norm, norm),
+        )  # fmt: skip
+    return found
+
+
 def variants(chip: str) -> dict[str, Launch]:
     """Every kernel at the shapes for which it is tuned; more of them on sm90, whose code paths other chips share."""
     every_feature = {"sliding_window": 1024, "softcap": 30.0}
@@ -180,6 +206,7 @@ def variants(chip: str) -> dict[str, Launch]:
     cache = cache.unflatten(0, (1, 16))
     found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
     found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64), [cache, cache])
+    found |= _between_attentions()
     logits, *results = (torch.empty(256, 128_256, dtype=torch.bfloat16, device="meta"), *(
         torch.empty(256 * 16, dtype=dtype, device="meta") for dtype in (torch.int64, *[torch.float32] * 3, torch.int32)
     ))  # fmt: skip

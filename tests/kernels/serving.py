@@ -28,6 +28,7 @@ from hf_paged.kernels.triton import sampling as triton_sampling
 from hf_paged.kernels.triton.launch import Launch
 from hf_paged.model import warmup
 from hf_paged.model.graph_inputs import StepCosts
+from tests.fused import fewer
 from tests.generation import tape
 
 _SIZES: dict[str, Any] = {
@@ -63,6 +64,10 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
         patch.setattr(Launch, "run", lambda self, device: found.add(binder.variant(self)))
         for operation in ("paged_attention", "write_kv", "copy_blocks"):
             patch.setattr(triton_ops, operation, recorded(getattr(triton_ops, operation), getattr(gather, operation)))
+        fewer.on_cpu(patch)
+        for module, operation in fewer.OPERATIONS:
+            computes = tape.as_one(getattr(fewer, operation))
+            patch.setattr(module, operation, recorded(getattr(module, operation), computes))
         patch.setattr(triton_sampling, "greedy", recorded(triton_sampling.greedy, greedy_by_torch))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()

@@ -55,6 +55,8 @@ class Engine(EngineCore):
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
     of its fields. tokenizer: needed only for `stop_strings`. prepack: keep copies of the linear weights in the layout
     that is fastest on a CPU (None = in bf16, if the memory suffices). Sums may then be in another order than torch's.
+    fuse: compute what lies between matrix products and attention in fewer kernels, where the model's layers are known
+    (None = on a CUDA device; True = raise if no layer is known). See docs/gpu.md for what may round differently.
     cuda_graphs: capture decode steps and replay them (None = on a CUDA device, with a warning if that is impossible;
     True = raise if it is impossible). warmup: before the first request, compile all kernels and capture the graphs of
     all batch sizes, so that no request waits for that (None = on a CUDA device; False = when a step needs them). It
@@ -72,15 +74,17 @@ class Engine(EngineCore):
         prepack: bool | None = None,
         cuda_graphs: bool | None = None,
         warmup: bool | None = None,
+        fuse: bool | None = None,
     ) -> None:
-        check_engine(model, tokenizer=tokenizer, prepack=prepack, cuda_graphs=cuda_graphs, warmup=warmup)
+        switches = {"prepack": prepack, "cuda_graphs": cuda_graphs, "warmup": warmup, "fuse": fuse}
+        check_engine(model, tokenizer=tokenizer, **switches)
         self.model = model
         self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
         self.scheduler_config = asked.for_device(device_of(model).type)
         self.tokenizer = tokenizer
         check_parallel(model, asked, cuda_graphs, warmup)
-        opened = open_memory(model, self.cache_config, self.scheduler_config, prepack)
+        opened = open_memory(model, self.cache_config, self.scheduler_config, prepack, fuse)
         self._model = opened.model.model
         self._memory = opened.memory
         self._host_managers = opened.host_managers

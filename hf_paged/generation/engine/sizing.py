@@ -82,6 +82,7 @@ def open_memory(
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
     prepack: bool | None,
+    fuse: bool | None,
 ) -> OpenedMemory:
     """Bind the model to a memory of the configured size.
 
@@ -89,7 +90,7 @@ def open_memory(
     """
     model = _generating_model(model)
     with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
-        opened = _open(model, cache_config, scheduler_config, prepack)
+        opened = _open(model, cache_config, scheduler_config, prepack, fuse)
     return opened
 
 
@@ -98,11 +99,12 @@ def _open(
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
     prepack: bool | None,
+    fuse: bool | None,
 ) -> OpenedMemory:
     report = refuse_unsupported(model)
     if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
-    bound = _bind(model, report, cache_config, prepack)
+    bound = _bind(model, report, cache_config, prepack, fuse)
     _measure(bound, scheduler_config)
     ranks = ranks_of(model)
     try:
@@ -123,10 +125,14 @@ def _open(
     return OpenedMemory(bound, memory, host_managers, pools, report.native_length, shares_prefixes, ranks)
 
 
-def _bind(model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None) -> PackedModel | RowModel:
+def _bind(
+    model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None, fuse: bool | None
+) -> PackedModel | RowModel:
     if report.native:
         memory = PagedMemory(cache_config.block_size, 1, windows=window_groups(report))
-        return PackedModel(model, memory, overrides_for_engine(model, prepack))
+        return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse))
+    if fuse:
+        raise ValueError("fuse=True: the model computes one sequence at a time (hf_paged.check says why); leave it out")
     if (size := num_ranks(model)) > 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} is computed one sequence at a time (hf_paged.check says why), which the engine "

@@ -1,0 +1,305 @@
+"""An attention module in which one launch normalises and rotates the heads and writes K and V to their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_paged.fused.gpu.parts import NormOf, Part, norm_of
+from hf_paged.fused.gpu.trace import Call, Place, at, place_of, same_memory
+from hf_paged.integration.attention import HANDLE, LayerHandle, attention_forward
+from hf_paged.kernels.rows import ROTARY_KINDS, RotaryKind, are_alike, are_close, normalise
+from hf_paged.kernels.rows import rotate as rotate_by_torch
+from hf_paged.model.packed import PackedCache
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the heads of the query, key or value are: in the result of linear layer `linear`, from element `start`,
+    `count` heads (0: as many as there are), one every `step` elements. norm: of the layer's whole result, a module that
+    is called. heads_norm: of each head."""
+
+    linear: str
+    start: int
+    step: int
+    count: int
+    dim: int
+    norm: str = ""
+    heads_norm: NormOf | None = None
+
+    def of(self, projected: torch.Tensor) -> torch.Tensor:
+        """projected [1, num_tokens, n] -> [num_tokens, heads, dim], a view."""
+        rows = projected[0]
+        count = self.count or rows.shape[1] // self.dim
+        return rows.as_strided(
+            (rows.shape[0], count, self.dim),
+            (rows.stride(0), self.step, 1),
+            rows.storage_offset() + self.start,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the module finds its arguments. angles: of the tuple of cosines and sines, if it rotates."""
+
+    rows: Place
+    cache: Place
+    mask: Place
+    angles: Place | None
+
+
+class AttentionPart(Part):
+    """Projections, one launch for all that comes before the attention, our attention, and the last projection."""
+
+    kind = "attention"
+
+    def __init__(
+        self,
+        call: Call,
+        places: Places,
+        sources: tuple[Source, Source, Source],
+        rotary: RotaryKind | None,
+        handle: LayerHandle,
+        out: str,
+    ) -> None:
+        norms = [source.heads_norm.module for source in sources if source.heads_norm is not None]
+        skipped = [(call.module, name) for name, child in call.module._modules.items() if child in norms]
+        super().__init__(call.module, skipped)
+        self._places, self._sources, self._rotary, self._out = places, sources, rotary or RotaryKind(), out
+        self._linears = list(dict.fromkeys(source.linear for source in sources))
+        self._layer_idx = handle.layer_idx
+        self._options = {name: value for name, value in handle.options.items() if name != "s_aux"}
+        self._sinks = _name_of_parameter(call.module, handle.options["s_aux"])
+        self._rest: tuple[Any, ...] | None = call.output[1:] if isinstance(call.output, tuple) else None
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        rows, cache, mask = (at(p, args, kwargs) for p in (self._places.rows, self._places.cache, self._places.mask))
+        angles = None if self._places.angles is None else at(self._places.angles, args, kwargs)
+        if not isinstance(cache, PackedCache) or not self._fits(cache, rows, angles):
+            return self.plain(*args, **kwargs)
+        module = self.module
+        projected = {name: module._modules[name](rows) for name in self._linears}  # type: ignore[misc]
+        heads = [self._heads(source, projected) for source in self._sources]
+        handle = cache.handle_for(self._layer_idx, rows.device)
+        query = self._rotate(heads, angles, handle).transpose(0, 1).unsqueeze(0)
+        setattr(query, HANDLE, handle)
+        sinks = module._parameters[self._sinks] if self._sinks else None
+        attended, _ = attention_forward(module, query, query, query, mask, s_aux=sinks, **self._options)
+        out = module._modules[self._out](attended.flatten(2))  # type: ignore[misc]
+        return out if self._rest is None else (out, *self._rest)
+
+    def _heads(self, source: Source, projected: dict[str, torch.Tensor]) -> torch.Tensor:
+        result = projected[source.linear]
+        if source.norm:
+            norm: Any = self.module._modules[source.norm]
+            result = norm(result)
+        return source.of(result)
+
+    def _fits(self, cache: PackedCache, rows: torch.Tensor, angles: Any) -> bool:
+        if rows.shape[0] != 1 or self._layer_idx not in cache.memory.groups[cache.group_of(self._layer_idx)].pool:
+            return False  # its blocks are allocated when the module's own forward first writes
+        return self._places.angles is None or are_angles(angles, rows.shape[1])
+
+    def _rotate(self, heads: list[torch.Tensor], angles: Angles | None, handle: LayerHandle) -> torch.Tensor:
+        """The query [num_tokens, heads, dim], rotated; the key and the value are written."""
+        from hf_paged.kernels.triton.rotary import rotate
+
+        query, key, value = heads
+        norms = [None if source.heads_norm is None else source.heads_norm() for source in self._sources[:2]]
+        flat = None if angles is None else (_flat(angles[0]), _flat(angles[1]))
+        into = (*handle.kv, handle.metadata.slot_mapping)
+        return rotate(query, key, angles=flat, kind=self._rotary, norms=(norms[0], norms[1]), value=value, into=into)[0]
+
+
+def are_angles(angles: Any, num_tokens: int) -> bool:
+    """Whether these are cosines and sines [..., num_tokens, n] of one row of tokens."""
+    if not isinstance(angles, tuple | list) or len(angles) != 2:
+        return False
+    cos, sin = angles
+    if not isinstance(cos, torch.Tensor) or not isinstance(sin, torch.Tensor) or cos.dim() < 2:
+        return False
+    return (
+        cos.shape == sin.shape
+        and cos.stride() == sin.stride()
+        and cos.is_floating_point()
+        and cos.shape[-2] == num_tokens
+        and cos.numel() == num_tokens * cos.shape[-1]
+        and cos.stride(-1) == 1
+    )
+
+
+def _flat(angles: torch.Tensor) -> torch.Tensor:
+    return angles.view(angles.shape[-2:])
+
+
+def _name_of_parameter(module: nn.Module, tensor: Any) -> str:
+    """The name of the module's parameter that is `tensor`; "" for None."""
+    if tensor is None:
+        return ""
+    return next(name for name, parameter in module._parameters.items() if parameter is tensor)
+
+
+# -- recognition -----------------------------------------------------------------------------------------------------
+
+
+def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
+    """The part for a module that attended through us, if all it computed before and after is known; else None.
+
+    Call it within the recorded step: the part is tried on the same arguments.
+    """
+    if call.reads != 1 or call.key is None or call.value is None or not cache.handles:
+        return None
+    handle, rows = cache.handles[-1], call.input
+    places = _places_of(call, rows)
+    sinks = handle.options.get("s_aux")
+    if places is None or (sinks is not None and not _is_own(call.module, sinks)):
+        return None
+    last = call.children[-1]
+    if not last.name or not same_memory(last.output, call.result) or not _rest_is_constant(call):
+        return None
+    found = _sources_of(call, rows, places) if _only_rotates(call) else None
+    if found is None:
+        return None
+    sources, rotary = found
+    if rotary is None:
+        places = replace(places, angles=None)
+    part = AttentionPart(call, places, sources, rotary, handle, last.name)
+    expected, own = _written(handle, cache), call.result
+    actual = part.compute(*call.args, **call.kwargs)
+    actual = actual[0] if isinstance(actual, tuple) else actual
+    again = _written(handle, cache)
+    return part if all(map(_are_near, (actual, *again), (own, *expected))) else None
+
+
+_OPERATIONS = {"mul", "neg", "cat", "add", "sub", "stack", "_to_copy", "clone", "copy_", "index", "index_select"}
+
+
+def _only_rotates(call: Call) -> bool:
+    """Whether it computed nothing that a trial on few tokens may not show, such as a limit that few values reach."""
+    # The query and the key are rotated alike: a further factor, which may be 1 as yet, makes an odd number.
+    return set(call.names) <= _OPERATIONS and call.names.count("mul") % 2 == 0
+
+
+def _is_own(module: nn.Module, tensor: torch.Tensor) -> bool:
+    return any(parameter is tensor for parameter in module._parameters.values())
+
+
+def _rest_is_constant(call: Call) -> bool:
+    return not isinstance(call.output, tuple) or all(item is None for item in call.output[1:])
+
+
+def _are_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return are_close(actual, expected, 1e-4 if expected.dtype == torch.float32 else 0.04)
+
+
+def _written(handle: LayerHandle, cache: PackedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the K and V that the step has written."""
+    slots = handle.metadata.slot_mapping
+    key, value = (kv.flatten(0, 1)[slots] for kv in handle.kv)
+    return key, value
+
+
+def _places_of(call: Call, rows: Any) -> Places | None:
+    if not isinstance(rows, torch.Tensor) or rows.dim() != 3:
+        return None
+    num_tokens = rows.shape[1]
+    found = place_of(call, lambda x: x is rows), place_of(call, lambda x: isinstance(x, PackedCache))
+    mask: Place | None = "attention_mask" if "attention_mask" in call.kwargs else None
+    if mask is None:
+        mask = place_of(call, lambda x: type(x).__name__ == "MaskPattern")
+    if found[0] is None or found[1] is None or mask is None:
+        return None
+    return Places(found[0], found[1], mask, place_of(call, lambda x: are_angles(x, num_tokens)))
+
+
+def _sources_of(
+    call: Call, rows: torch.Tensor, places: Places
+) -> tuple[tuple[Source, Source, Source], RotaryKind | None] | None:
+    """Where query, key and value come from, and how they are rotated (None: not at all). Found by comparing the
+    recorded K and V with the results of the children."""
+    assert call.key is not None and call.value is not None
+    key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)  # [num_tokens, heads, dim]
+    kv_heads, dim, v_dim = key.shape[1], key.shape[2], value.shape[2]
+    linears = [c for c in call.children[:-1] if c.input is rows and isinstance(c.output, torch.Tensor) and c.name]
+    attended = call.children[-1].input
+    if not isinstance(attended, torch.Tensor) or attended.shape[-1] % v_dim:
+        return None
+    heads = attended.shape[-1] // v_dim
+    angles = None if places.angles is None else at(places.angles, call.args, call.kwargs)
+    for layout in _layouts(linears, heads, kv_heads, dim, v_dim):
+        q, k, v = (_with_norms(source, call, key.dtype) for source in layout)
+        if not torch.equal(v.of(_projected(call, v)), value):
+            continue
+        plain = k.of(_projected(call, k))
+        if k.heads_norm is not None:
+            plain = normalise(plain, k.heads_norm())
+        if are_alike(plain, key):
+            return (q, k, v), None  # the layer does not rotate, whatever it gets
+        for kind in ROTARY_KINDS if angles is not None else ():
+            if _turns(kind, plain, angles, key):
+                return (q, k, v), kind
+    return None
+
+
+def _turns(kind: RotaryKind, plain: torch.Tensor, angles: Angles, key: torch.Tensor) -> bool:
+    cos, sin = _flat(angles[0]), _flat(angles[1])
+    turned = cos.shape[1] * (2 if kind.doubles else 1)
+    if turned > plain.shape[-1] or turned % 2 or (not kind.has_angle_of_pair and kind.doubles):
+        return False
+    return are_alike(rotate_by_torch(plain, cos, sin, kind), key)
+
+
+def _layouts(
+    linears: list[Call], heads: int, kv_heads: int, dim: int, v_dim: int
+) -> list[tuple[Source, Source, Source]]:
+    """The ways in which linear layers may give the heads: three layers, or one whose result has three parts, or one
+    with query, key and value of a head side by side."""
+    found = []
+    sizes = heads * dim, kv_heads * dim, kv_heads * v_dim
+    widths = {c.name: c.output.shape[-1] for c in linears}
+    if len(linears) == 3:
+        for names in (list(widths), [*list(widths)[::-1]]):
+            if tuple(widths[name] for name in names) == sizes:
+                dims = dim, dim, v_dim
+                found.append(tuple(Source(name, 0, d, 0, d) for name, d in zip(names, dims, strict=True)))
+    elif len(linears) == 1 and widths[linears[0].name] == sum(sizes):
+        name = linears[0].name
+        starts, counts = (0, sizes[0], sizes[0] + sizes[1]), (heads, kv_heads, kv_heads)
+        found.append(tuple(Source(name, s, d, n, d) for s, d, n in zip(starts, (dim, dim, v_dim), counts, strict=True)))
+        if heads == kv_heads:
+            step = 2 * dim + v_dim
+            found.append(tuple(Source(name, s, step, heads, d) for s, d in ((0, dim), (dim, dim), (2 * dim, v_dim))))
+    return found  # type: ignore[return-value]
+
+
+def _with_norms(source: Source, call: Call, dtype: torch.dtype) -> Source:
+    """The source with the norms that were applied to its layer's result."""
+    result = next(c for c in call.children if c.name == source.linear).output
+    start = result.data_ptr() + source.start * result.element_size()
+    for child in call.children:
+        rows = child.input
+        if not isinstance(rows, torch.Tensor) or rows.data_ptr() != start or not child.name:
+            continue
+        if rows.shape[-1] == source.dim and (norm := norm_of_child(child, source.dim, dtype)) is not None:
+            return Source(source.linear, source.start, source.step, source.count, source.dim, "", norm)
+        if rows.shape == result.shape and isinstance(child.output, torch.Tensor):
+            return Source(source.linear, 0, source.step, source.count, source.dim, child.name)
+    return source
+
+
+def norm_of_child(child: Call, size: int, dtype: torch.dtype) -> NormOf | None:
+    """The uncentered norm of rows that a child is, without further arguments."""
+    if len(child.args) + len(child.kwargs) != 1:
+        return None
+    norm = norm_of(child.module, size, dtype)
+    return None if norm is None or norm().kind.is_centered else norm
+
+
+def _projected(call: Call, source: Source) -> torch.Tensor:
+    result: torch.Tensor = next(c for c in call.children if c.name == (source.norm or source.linear)).output
+    return result

@@ -1,0 +1,213 @@
+"""A decoder layer in which the residual additions are computed together with the norms beside them.
+
+Its attention and its MLP are called as modules, whatever they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_paged.fused.gpu.parts import GatedPart, NormOf, Part, norm_of
+from hf_paged.fused.gpu.trace import Call, Place, at, same_memory
+from hf_paged.kernels.rows import are_alike, normalise
+from hf_paged.model.overrides import is_override
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """attention(before_attention(x)) -> after_attention, added to x; likewise the MLP. None where there is no norm."""
+
+    before_attention: NormOf | None
+    after_attention: NormOf | None
+    before_mlp: NormOf | None
+    after_mlp: NormOf | None
+
+    def present(self) -> list[NormOf]:
+        norms = self.before_attention, self.after_attention, self.before_mlp, self.after_mlp
+        return [norm for norm in norms if norm is not None]
+
+
+class LayerPart(Part):
+    """r = x + after_attention(attention(before_attention(x))); result = r + after_mlp(mlp(before_mlp(r)))."""
+
+    kind = "layer"
+
+    def __init__(self, call: Call, found: _Found) -> None:
+        skipped = [norm.module for norm in found.norms.present()]
+        names = [(call.module, name) for name, child in call.module._modules.items() if child in skipped]
+        super().__init__(call.module, names)
+        self._norms, self._rows, self._passed = found.norms, found.rows, found.passed
+        self._attention, self._mlp = found.attention.name, found.mlp.name
+        self._attention_rows = found.attention_rows
+        self._rest: tuple[Any, ...] | None = call.output[1:] if isinstance(call.output, tuple) else None
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        from hf_paged.kernels.triton.norm import add_norm
+
+        x = at(self._rows, args, kwargs)
+        if not isinstance(x, torch.Tensor) or not all(norm.takes(x) for norm in self._norms.present()):
+            return self.plain(*args, **kwargs)
+        first, after, before, last = (
+            None if norm is None else norm()
+            for norm in (
+                self._norms.before_attention, self._norms.after_attention, self._norms.before_mlp, self._norms.after_mlp
+            )
+        )  # fmt: skip
+        shape, flat = x.shape, x.reshape(-1, x.shape[-1])
+        rows = x if first is None else add_norm(flat, after=first).out.view(shape)  # type: ignore[union-attr]
+        attended = self._attend(rows, args, kwargs).reshape(flat.shape)
+        both = add_norm(attended, flat, before=after, after=before)
+        assert both.total is not None
+        residual, rows = both.total, both.total if both.out is None else both.out
+        mlp: Any = self.module._modules[self._mlp]
+        if last is not None:
+            result = add_norm(_first(mlp(rows.view(shape))).reshape(flat.shape), residual, before=last).total
+        elif (part := self._part_of(mlp)) is not None:
+            result = part.add_to(residual, rows)
+        else:
+            result = residual + _first(mlp(rows.view(shape))).reshape(flat.shape)
+        assert result is not None
+        out = result.view(shape)
+        return out if self._rest is None else (out, *self._rest)
+
+    def _attend(self, rows: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        attention: Any = self.module._modules[self._attention]
+        passed = {name: value if place is None else at(place, args, kwargs) for name, place, value in self._passed}
+        positional = [passed.pop(i) for i in range(len(passed)) if i in passed]
+        if isinstance(self._attention_rows, int):
+            positional.insert(self._attention_rows, rows)
+        else:
+            passed[self._attention_rows] = rows
+        return _first(attention(*positional, **passed))  # type: ignore[arg-type]
+
+    @staticmethod
+    def _part_of(mlp: nn.Module) -> GatedPart | None:
+        """The part that computes the MLP in this step, if calling the MLP would run nothing else."""
+        forward = vars(mlp).get("forward")
+        part = getattr(forward, "__self__", None)
+        if mlp._forward_hooks or mlp._forward_pre_hooks or not is_override(forward):
+            return None
+        return part if isinstance(part, GatedPart) else None
+
+
+def _first(out: Any) -> torch.Tensor:
+    result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+# -- recognition -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """passed: the arguments of the attention but the rows: name or index, place among the layer's arguments, or None
+    and the constant value."""
+
+    norms: Norms
+    rows: Place
+    attention: Call
+    attention_rows: Place
+    mlp: Call
+    passed: list[tuple[Place, Place | None, Any]]
+
+
+def layer_part(call: Call) -> LayerPart | None:
+    """The part for a decoder layer of this form; None if it computed anything else."""
+    found = _find(call)
+    return None if found is None else LayerPart(call, found)
+
+
+def _find(call: Call) -> _Found | None:
+    x, out = call.input, call.result
+    tensors = isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)
+    if not tensors or x.dim() != 3 or out.shape != x.shape or not _rest_is_constant(call):
+        return None
+    children = [child for child in call.children if not isinstance(child.module, nn.Dropout | nn.Identity)]
+    attentions = [child for child in children if child.reads]
+    others = [child for child in children if not child.reads and norm_of(child.module, x.shape[-1], x.dtype) is None]
+    if len(attentions) != 1 or len(others) != 1 or not all(child.name for child in children):
+        return None
+    attention, mlp = attentions[0], others[0]
+    norms = [child for child in children if child not in (attention, mlp)]
+    if len({child.module for child in children}) != len(children) or not isinstance(mlp.result, torch.Tensor):
+        return None
+    if len(mlp.args) != 1 or mlp.kwargs or not isinstance(mlp.input, torch.Tensor):
+        return None
+    if set(call.names) - {"add", "add_"}:  # such as a multiplier that is 1 as yet
+        return None
+    wanted = _norms(x, attention, mlp, norms, out)
+    rows = _place_of_rows(call, x)
+    attention_rows = _place_of_rows(attention, attention.input)
+    passed = _passed(call, attention, attention_rows)
+    if wanted is None or rows is None or attention_rows is None or passed is None:
+        return None
+    return _Found(wanted, rows, attention, attention_rows, mlp, passed)
+
+
+def _rest_is_constant(call: Call) -> bool:
+    return not isinstance(call.output, tuple) or all(item is None for item in call.output[1:])
+
+
+def _norms(x: torch.Tensor, attention: Call, mlp: Call, norms: list[Call], out: torch.Tensor) -> Norms | None:
+    """The norms by what flows through them; None if the layer's results are not those of a LayerPart."""
+    attended = attention.result
+    if not isinstance(attended, torch.Tensor) or attended.shape != x.shape or mlp.input.shape != x.shape:
+        return None
+    before = _norm_between(norms, None, attention.input)
+    after = _norm_between(norms, attended, None)
+    before_mlp = _norm_between(norms, None, mlp.input)
+    after_mlp = _norm_between(norms, mlp.result, None)
+    found = [each for each in (before, after, before_mlp, after_mlp) if each is not None]
+    if len(set(map(id, found))) != len(norms) or len(found) != len(norms):
+        return None
+    if not same_memory(attention.input if before is None else before.input, x):
+        return None
+    residual = x + (attended if after is None else after.output)
+    if not are_alike(residual, mlp.input if before_mlp is None else before_mlp.input):
+        return None
+    if not are_alike(residual + (mlp.result if after_mlp is None else after_mlp.result), out):
+        return None
+    parts = [None if each is None else norm_of(each.module, x.shape[-1], x.dtype) for each in
+             (before, after, before_mlp, after_mlp)]  # fmt: skip
+    for each, norm in zip((before, after, before_mlp, after_mlp), parts, strict=True):
+        if each is not None and norm is not None and not are_alike(normalise(each.input, norm()), each.output):
+            return None
+    return Norms(*parts)
+
+
+def _norm_between(norms: list[Call], source: Any, target: Any) -> Call | None:
+    """The norm with this input, or with this output."""
+    for each in norms:
+        if same_memory(each.input, source) if target is None else same_memory(each.output, target):
+            return each
+    return None
+
+
+def _place_of_rows(call: Call, rows: Any) -> Place | None:
+    if call.args:
+        return 0 if call.args[0] is rows else None
+    return next((name for name, value in call.kwargs.items() if value is rows), None)
+
+
+def _passed(layer: Call, attention: Call, rows: Place | None) -> list[tuple[Place, Place | None, Any]] | None:
+    """How the layer makes the attention's other arguments: it passes its own on, or constants."""
+    given: list[tuple[Place, Any]] = [*enumerate(attention.args), *attention.kwargs.items()]
+    own: list[tuple[Place, Any]] = [*enumerate(layer.args), *layer.kwargs.items()]
+    passed: list[tuple[Place, Place | None, Any]] = []
+    for name, value in given:
+        if name == rows:
+            continue
+        if name in layer.kwargs and layer.kwargs[str(name)] is value:
+            passed.append((name, name, None))
+        elif value is None or isinstance(value, bool | int | float | str):
+            passed.append((name, None, value))
+        else:
+            place = next((place for place, each in own if each is value), None)
+            if place is None:
+                return None
+            passed.append((name, place, None))
+    return passed

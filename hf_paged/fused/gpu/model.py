@@ -1,0 +1,182 @@
+"""FusedParts: all parts of one model that our kernels compute in fewer launches, found by one recorded forward."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.fused.gpu.attention import AttentionPart, attention_part
+from hf_paged.fused.gpu.layers import layer_part
+from hf_paged.fused.gpu.parts import NormPart, Part, activation_part, gated_part, norm_of
+from hf_paged.fused.gpu.rotary import rotary_functions
+from hf_paged.fused.gpu.trace import Call, Trace
+from hf_paged.model.devices import device_of
+from hf_paged.model.overrides import Overrides, Patch
+from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import Slot, state_of
+from hf_paged.model.support import PROBE_ERRORS, first_line, rotary_limit
+
+DEVICE_TYPE = "cuda"  # of the devices whose layers are computed so
+TRIAL_TOKENS = 8
+
+log = logging.getLogger("hf_paged")
+
+_known: Slot[tuple[int, FusedParts]] = Slot("fused parts")
+
+
+def fused_parts(model: nn.Module) -> FusedParts | None:
+    """The parts of a model that runs packed, found once; None if `obstacle` names a reason.
+
+    After `weights_changed` they are found again, because attributes of the modules may have changed too.
+    """
+    if obstacle(model) is not None:
+        return None
+    reported = state_of(model).weights.all_moved
+    known = _known.get(model)
+    if known is None or known[0] != reported:
+        known = reported, FusedParts(model)
+        _known.put(model, known)
+    return known[1]
+
+
+def obstacle(model: Any) -> str | None:
+    """Why no part of the model is looked for; None if nothing prevents it."""
+    device, mesh = device_of(model), getattr(model, "_device_mesh", None)
+    if device.type != DEVICE_TYPE:
+        return f"the model is on {device}"
+    if mesh is not None and mesh.size() > 1:
+        return f"the model is on {mesh.size()} ranks"
+    if model.training:
+        return "the model is in training mode"
+    return "autocast is on" if torch.is_autocast_enabled(device.type) else None
+
+
+class FusedParts:
+    """An override of those parts of a model that were recognised and that no other code has changed since."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = _Finder(model)
+        self._parts = found.parts
+        self._summary = found.summary()
+        self._weights = state_of(model).weights
+        self._seen: list[Any] = []  # when the parts in force were chosen
+        self._classes = list(dict.fromkeys(owner for part in self._parts for owner in part.classes))
+        self._overrides = Overrides()
+        self._rotary = rotary_functions(model)
+        log.info("%s: %s", type(model).__name__, self)
+
+    def __str__(self) -> str:
+        return self._summary
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def counts(self) -> Counter[str]:
+        """The number of parts of each kind."""
+        return Counter(part.kind for part in self._parts)
+
+    def apply(self, user: object) -> None:
+        """Until `undo`, our kernels compute these parts in packed steps of this thread."""
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE_TYPE):
+            return
+        if _module._global_forward_hooks or _module._global_forward_pre_hooks:
+            return  # they must see all calls
+        seen = [self._weights.layout, *(owner.forward for owner in self._classes)]
+        seen += [function.is_own() for function in self._rotary.values()]
+        if seen != self._seen:
+            self._overrides.withdraw()
+            ready = [part for part in self._parts if part.is_ready() and self._has_own_rotary(part)]
+            self._overrides = Overrides(Patch(vars(part.module), "forward", part.forward) for part in ready)
+            self._seen = seen
+        self._overrides.apply(user)
+        for function in self._rotary.values():
+            function.override.apply(user)
+
+    def undo(self, user: object) -> None:
+        """Undo `apply`, even if it was interrupted. Idempotent."""
+        self._overrides.undo(user)
+        for function in self._rotary.values():
+            function.override.undo(user)
+
+    def _has_own_rotary(self, part: Part) -> bool:
+        return not isinstance(part, AttentionPart) or self._rotary[type(part.module).__module__].is_own()
+
+
+class _Finder:
+    """Runs a model on a few tokens, and finds the parts in what it computes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found: dict[nn.Module, Part] = {}
+        self._attentions: set[nn.Module] = set()
+        self._errors: list[str] = []
+        memory = PagedMemory(TRIAL_TOKENS, 1)
+        self._cache = PackedModel(model, memory).cache
+        trace = Trace(model, self._cache, self._finished)
+        packed = PackedModel(model, memory, [trace])
+        packed.cache = self._cache
+        memory.append([(0, TRIAL_TOKENS)])
+        device = device_of(model)
+        metadata, _ = memory.step_metadata([0], [TRIAL_TOKENS], device)
+        vocab = model.config.get_text_config(decoder=True).vocab_size
+        ids = (torch.arange(TRIAL_TOKENS, device=device) * 7 + 5) % vocab
+        try:
+            with torch.no_grad(), trace:
+                packed.forward(ids, _positions(model).to(device), metadata)
+        except PROBE_ERRORS as error:  # a model need not run on so many tokens
+            self._errors.append(first_line(error))
+
+    @property
+    def parts(self) -> list[Part]:
+        return list(self._found.values())
+
+    def summary(self) -> str:
+        """One line: what is computed by our kernels, and for how many of the attentions."""
+        counts = Counter(part.kind for part in self.parts)
+        text = ", ".join(f"{count} {kind}s" for kind, count in counts.items()) or "nothing"
+        error = f"; {self._errors[0]}" if self._errors else ""
+        return f"computed in fewer launches: {text} (of {len(self._attentions)} attentions){error}"
+
+    def _finished(self, call: Call) -> None:
+        handles = len(self._cache.handles)
+        try:
+            part = self._part_of(call)
+        except Exception as error:  # a foreign module may raise anything when it is tried; then it stays as it is
+            part = None
+            self._errors.append(f"{type(call.module).__name__}: {first_line(error)}")
+        del self._cache.handles[handles:]
+        if part is not None:
+            self._found[call.module] = part
+
+    def _part_of(self, call: Call) -> Part | None:
+        rows = call.input
+        if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
+            return None
+        if call.reads:
+            if call.key is None:
+                return layer_part(call)
+            self._attentions.add(call.module)
+            return attention_part(call, self._cache)
+        norm = norm_of(call.module, rows.shape[-1], rows.dtype)
+        if norm is None:
+            return gated_part(call) if call.children else activation_part(call)
+        # torch computes its own norms in one launch already.
+        is_called = len(call.args) == 1 and not call.kwargs and type(call.module) not in (nn.LayerNorm, nn.RMSNorm)
+        return NormPart(norm) if is_called else None
+
+
+def _positions(model: Any) -> torch.Tensor:
+    """Positions near and far, int64 [TRIAL_TOKENS]: some models scale their queries from some position on.
+
+    Those of a model with a table of positions may start above 0, so not all of the table is used.
+    """
+    config = model.config.get_text_config(decoder=True)
+    limits = [getattr(config, "max_position_embeddings", None), rotary_limit(model)]
+    last = min([limit // 2 for limit in limits if limit] or [TRIAL_TOKENS])
+    near = torch.arange(TRIAL_TOKENS)
+    return near if last < TRIAL_TOKENS else near + (last - TRIAL_TOKENS) * near**3 // (TRIAL_TOKENS - 1) ** 3

@@ -1,0 +1,129 @@
+"""What lies between the matrix products and the attention of a decoder layer, defined with torch's operations: norms,
+rotary positions, activations of gates.
+
+The kernels in `triton/norm.py`, `triton/rotary.py` and `triton/gate.py` compute the same in one launch each. Models are
+recognised by comparing their parts with these definitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+
+class NormKind(NamedTuple):
+    """What norms of one size and dtype may differ in.
+
+    is_centered: a layer norm; else an RMS norm. adds_one: multiplies by 1 + weight. rounds_first: to the rows' dtype
+    before it multiplies by the weight.
+    """
+
+    is_centered: bool = False
+    adds_one: bool = False
+    rounds_first: bool = False
+
+
+NORM_KINDS = (
+    NormKind(rounds_first=True),
+    NormKind(),
+    NormKind(adds_one=True),
+    NormKind(is_centered=True),
+    NormKind(is_centered=True, adds_one=True),
+)
+
+
+class Norm(NamedTuple):
+    """weight, bias: [size] or None, of the dtype of the rows."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    kind: NormKind
+
+
+def normalise(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """rows [..., size] -> the same shape and dtype; computed in fp32."""
+    x = rows.float()
+    if norm.kind.is_centered:
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.kind.rounds_first:
+        x = x.to(rows.dtype).float()
+    if norm.weight is not None:
+        x = x * (norm.weight.float() + 1 if norm.kind.adds_one else norm.weight.float())
+    if norm.bias is not None:
+        x = x + norm.bias.float()
+    return x.to(rows.dtype)
+
+
+class RotaryKind(NamedTuple):
+    """How a model rotates pairs of a head's elements.
+
+    is_interleaved: the pairs are (0, 1), (2, 3), ...; else (0, n / 2), (1, n / 2 + 1), ... has_angle_of_pair: angle i
+    belongs to pair i; else to element i. doubles: the head has two rotated elements for each angle; else one. rounds:
+    both products are rounded to the heads' dtype before they are added.
+    """
+
+    is_interleaved: bool = False
+    has_angle_of_pair: bool = False
+    doubles: bool = False
+    rounds: bool = True
+
+
+ROTARY_KINDS = tuple(
+    RotaryKind(interleaved, of_pair, doubles, rounds)
+    for rounds in (True, False)
+    for of_pair, doubles in ((False, False), (True, True), (True, False))
+    for interleaved in (False, True)
+)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind) -> torch.Tensor:
+    """heads [num_tokens, heads, dims]; cos, sin [num_tokens, n] -> the heads, of which n or 2n elements are rotated."""
+    turned = cos.shape[1] * (2 if kind.doubles else 1)
+    dims = torch.arange(turned, device=heads.device)
+    if kind.is_interleaved:
+        other, is_first, pair = dims ^ 1, dims % 2 == 0, dims // 2
+    else:
+        half = turned // 2
+        other, is_first, pair = (dims + half) % turned, dims < half, dims % half
+    angle = pair if kind.has_angle_of_pair else dims
+    c, s = cos.float()[:, None, angle], sin.float()[:, None, angle]
+    x = heads[..., :turned].float()
+    y = x[..., other]
+    own, cross = x * c, torch.where(is_first, -y, y) * s
+    if kind.rounds:
+        own, cross = own.to(heads.dtype).float(), cross.to(heads.dtype).float()
+    return torch.cat([(own + cross).to(heads.dtype), heads[..., turned:]], -1)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "relu_squared": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+"""By name: what a gated MLP applies to its gate."""
+
+
+def are_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results come from the same operations, but for the order of sums: in half precision nearly all bits
+    are equal."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype or not expected.numel():
+        return False
+    if expected.dtype in (torch.float16, torch.bfloat16) and not (actual == expected).float().mean() > 0.97:
+        return False
+    return are_close(actual, expected, 1e-5 if expected.dtype == torch.float32 else 0.02)
+
+
+def are_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Whether the largest difference is at most `tolerance` of the largest expected value; never for NaN."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    error, scale = (actual.float() - expected.float()).abs().max(), expected.float().abs().max()
+    return bool(error <= tolerance * scale) and bool(scale > 0)

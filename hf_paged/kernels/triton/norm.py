@@ -1,0 +1,113 @@
+"""Norms of rows, with the residual addition before them, in one launch.
+
+A decoder layer adds what a part computed to its residual and normalises the sum for the next part; in some models it
+normalises the result of the part first. Knows rows; never modules.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_paged.kernels.rows import Norm, NormKind
+from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+
+
+class Rows(NamedTuple):
+    """The results of `add_norm`, each [num_rows, size]: the sum, and its norm."""
+
+    total: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+@triton.jit
+def scaled(x, scale, weight, columns, inside, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The normalised x * scale times the weights of its columns, fp32. KIND: a NormKind. x broadcasts to `columns`."""
+    y = x * scale
+    if KIND[2]:
+        y = y.to(DTYPE).to(tl.float32)
+    if weight is not None:
+        w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        if KIND[1]:
+            w += 1.0
+        y *= w
+    return y
+
+
+@triton.jit
+def _normalised(
+    x, weight, bias, eps, columns, inside, KIND: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    if KIND[0]:
+        x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
+    y = scaled(x, scale, weight, columns, inside, KIND, DTYPE)
+    if bias is not None:
+        y += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return y.to(DTYPE)
+
+
+@triton.jit
+def add_norm_kernel(
+    rows, residual, total, out, before, before_bias, before_eps, after, after_bias, after_eps,
+    row_stride, residual_stride,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program r: row r. BEFORE, AFTER: the kinds of the norms before and after the addition, or None. Every result is
+    rounded to the rows' dtype, as torch rounds it between operations."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    dtype: tl.constexpr = rows.dtype.element_ty
+    x = tl.load(rows + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if BEFORE is not None:
+        x = _normalised(x, before, before_bias, before_eps, columns, inside, BEFORE, SIZE, dtype).to(tl.float32)
+    if residual is not None:
+        x += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+        tl.store(total + row * SIZE + columns, x.to(dtype), mask=inside)
+    if AFTER is not None:
+        y = _normalised(x, after, after_bias, after_eps, columns, inside, AFTER, SIZE, dtype)
+        tl.store(out + row * SIZE + columns, y, mask=inside)
+
+
+MAX_SIZE = 32_768  # of a row, which one program keeps in registers
+
+
+def add_norm_launch(
+    rows: torch.Tensor, residual: torch.Tensor | None, results: Rows, before: Norm | None, after: Norm | None
+) -> Launch:
+    """See `add_norm`."""
+    size = rows.shape[1]
+    block = next_power_of_2(size)
+    first, last = before or Norm(None, None, 0.0, NormKind()), after or Norm(None, None, 0.0, NormKind())
+    # The stride of a single row is arbitrary; a kernel must not be compiled for each.
+    strides = [size if x is None or len(x) == 1 else x.stride(0) for x in (rows, residual)]
+    args = {
+        "rows": rows, "residual": residual, "total": results.total,
+        "out": results.out, "before": first.weight, "before_bias": first.bias, "before_eps": first.eps,
+        "after": last.weight, "after_bias": last.bias, "after_eps": last.eps,
+        "row_stride": strides[0], "residual_stride": strides[1],
+        "BEFORE": None if before is None else tuple(before.kind), "AFTER": None if after is None else tuple(after.kind),
+        "SIZE": size, "BLOCK": block,
+    }  # fmt: skip
+    return Launch(add_norm_kernel, (rows.shape[0],), args, {"num_warps": min(16, max(1, block // 512))})
+
+
+def add_norm(
+    rows: torch.Tensor, residual: torch.Tensor | None = None, *, before: Norm | None = None, after: Norm | None = None
+) -> Rows:
+    """total = residual + before(rows), and after(total), in one launch; without a norm the rows themselves.
+
+    rows, residual [num_rows, size], contiguous in their last dimension, of one dtype, which is that of the weights too.
+    """
+    total = None if residual is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+    out = None if after is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+    results = Rows(total, out)
+    if rows.shape[0]:
+        add_norm_launch(rows, residual, results, before, after).run(rows.device)
+    return results

@@ -1,0 +1,125 @@
+"""Counts the launches of a decode step on a CPU: `python launches.py [types]` prints a table of all native types.
+
+A launch is an operation of torch that is neither a view nor an allocation, or one of `fewer.OPERATIONS`; attention
+counts as two (split and reduce) and a separate write of K and V as one. On a GPU a few operations take more launches
+than one, such as `topk` and `sort`. Experts are looped over as on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.fused.gpu import model as fused_model
+from hf_paged.fused.gpu.trace import ALLOCATIONS
+from hf_paged.kernels import ops
+from hf_paged.model.packed import PackedModel
+from tests.fused import fewer
+
+
+class Counter(TorchDispatchMode):
+    """names: the launches so far. attentions: how many there were before each attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attentions: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if not func.is_view and name not in ALLOCATIONS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def layers(self) -> list[list[str]]:
+        """The launches from one attention to the next."""
+        return [self.names[start:end] for start, end in zip(self.attentions, self.attentions[1:])]
+
+
+def count(model: Any, *, fused: bool) -> list[list[str]]:
+    """The launches between the attentions of a decode step of two sequences."""
+    memory, counter = PagedMemory(4, growable=True), Counter()
+    attend = ops.paged_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("key") is not None:
+            counter.names.append("write_kv")
+        counter.attentions.append(len(counter.names))
+        counter.names += ["split", "reduce"]
+        with _disable_current_modes():
+            return attend(*args, **kwargs)
+
+    def launch(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counter.names.append(function.__name__)
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        fewer.on_cpu(patch, by_torch=True)
+        parts = fused_model.fused_parts(model) if fused else None
+        packed = PackedModel(model, memory, [] if parts is None else [parts])
+        for length in (5, 1):
+            memory.append([(0, length), (1, length)])
+            metadata, positions = memory.step_metadata([0, 1], [length, length], model.device)
+            ids = torch.arange(2 * length) + 7
+            if length > 1:
+                packed.forward(ids, positions, metadata)
+                continue
+            patch.setattr(ops, "paged_attention", attention)
+            for module, name in fewer.OPERATIONS:
+                patch.setattr(module, name, launch(getattr(module, name)))
+            with counter:
+                packed.forward(ids, positions, metadata)
+    return counter.layers()
+
+
+def mean(layers: list[list[str]]) -> float:
+    return sum(map(len, layers)) / max(len(layers), 1)
+
+
+def _main(names: list[str]) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils import logging
+
+    import hf_paged
+    from tests.architectures.tiny import tiny_model
+
+    logging.set_verbosity_error()
+    for name in names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            model = tiny_model(name)
+            if not hf_paged.check(model).native:
+                continue
+        except Exception:  # a type that does not run here at all
+            continue
+        model = model.to(torch.bfloat16)
+        eager, now = (count(model, fused=fused) for fused in (False, True))
+        with pytest.MonkeyPatch.context() as patch:
+            fewer.on_cpu(patch, by_torch=True)
+            found = fused_model.fused_parts(model)
+        parts = {} if found is None else dict(found.counts())
+        line = {"type": name, "eager": round(mean(eager), 1), "now": round(mean(now), 1), "parts": parts}
+        print(json.dumps(line), flush=True)
+        if names:
+            print(now[0])
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,361 @@
+"""Decoder layers of known parts, computed in fewer launches on GPUs: what is recognised, how many launches are left,
+the same tokens, and code of others that stays in effect."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine
+from hf_paged.fused.gpu import model as fused_model
+from hf_paged.kernels import ops
+from hf_paged.kernels.triton import launch as triton_launch
+from tests import models
+from tests.architectures.tiny import tiny_model
+from tests.fused import fewer
+from tests.fused.launches import count
+from tests.generation import tape
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
+)
+
+NEW_TOKENS = 4
+ROTARY = "apply_rotary_pos_emb"
+ALL = {"attention", "MLP", "layer"}
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer.on_cpu(monkeypatch, by_torch=True)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer.on_cpu(monkeypatch)
+
+
+def run(engine: Engine, length: int = 5) -> list[int]:
+    return complete(engine, length).token_ids
+
+
+def complete(engine: Engine, length: int = 5) -> Any:
+    engine.clear_prefix_cache()
+    options = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return engine.generate(models.prompts(length), options)[0].outputs[0]
+
+
+def by_generate(model: Any, length: int = 5) -> list[int]:
+    ids = torch.stack(models.prompts(length))
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, length:].tolist()
+    return out
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family,eager,now", [("llama", 40, 13), ("qwen3", 56, 13), ("gemma3", 84, 14)])
+def test_launches(family: str, eager: int, now: int) -> None:
+    model = copy.deepcopy(models.shared(family)).bfloat16()
+    assert [len(layer) for layer in count(model, fused=False)] == [eager] * (model.config.num_hidden_layers - 1)
+    layers = count(model, fused=True)
+    assert [len(layer) for layer in layers] == [now] * (model.config.num_hidden_layers - 1), layers[0]
+
+
+# Type -> launches of a layer: eager, now (means of its layers). See docs/gpu.md for all types.
+LAUNCHES = {
+    "llama": (40, 13), "mistral": (40, 13), "qwen2": (40, 13), "phi3": (39, 10), "qwen3": (56, 13), "gemma2": (64, 14),
+    "gemma3_text": (84, 14), "glm": (43, 12), "cohere": (40, 14), "olmo2": (58, 15), "gpt2": (19, 11),
+    "ministral3": (48, 22), "hunyuan_v1_dense": (56, 18), "gpt_oss": (67, 38),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_of_more_types(name: str) -> None:
+    model = tiny_model(name).bfloat16()
+    found = [sum(map(len, layers)) / len(layers) for layers in (count(model, fused=fused) for fused in (False, True))]
+    assert tuple(found) == LAUNCHES[name]
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
+def test_the_same_tokens(family: str) -> None:
+    model = models.shared(family)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert run(engine) == by_generate(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "phi3", "qwen3", "gemma2", "gemma3_text", "gpt_oss"])
+def test_the_same_tokens_with_all_our_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops._default_impl, "cpu", "triton")
+    model = tiny_model(name)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert run(engine, 11) == by_generate(model, 11)
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_calls_of_generate(paged_equals_plain: Callable[..., Any]) -> None:
+    ids = torch.stack(models.prompts(5))
+    paged_equals_plain(models.shared("qwen3"), ids, max_new_tokens=NEW_TOKENS, num_beams=2)
+
+
+@pytest.mark.parametrize("interpreted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["torch", "kernels"])
+def test_replayed_graphs(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.shared("llama")
+    tape.install(monkeypatch)
+    tape.record_launches(monkeypatch)
+    fewer.on_cpu(monkeypatch, by_torch=not interpreted)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True, cuda_graphs=True) as engine:
+        assert run(engine) == by_generate(model) and run(engine, 7) == by_generate(model, 7)
+        assert engine.stats().graph_replays >= 2 * (NEW_TOKENS - 1)
+
+
+# -- what is recognised ----------------------------------------------------------------------------------------------
+
+
+def kinds(model: Any) -> set[str]:
+    parts = fused_model.fused_parts(model)
+    return set() if parts is None else set(parts.counts())
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_behaviour_that_few_tokens_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that few values reach, multipliers that are 1, queries that are scaled from some position on."""
+    assert kinds(copy.deepcopy(models.shared("llama"))) == ALL | {"norm"}
+    limited = copy.deepcopy(models.shared("llama"))
+
+    class Limited(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.silu(x).clamp(max=50.0)
+
+    for layer in limited.model.layers:
+        layer.mlp.act_fn = Limited()
+    assert kinds(limited) == {"attention", "layer", "norm"}
+
+    owner = type(limited.model.layers[0])
+    forward = owner.forward
+    multiplied = copy.deepcopy(models.shared("llama"))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "forward", lambda *args, **kwargs: forward(*args, **kwargs) * 1.0)
+        assert kinds(multiplied) == {"attention", "MLP", "norm"}
+
+    scaled, owner = copy.deepcopy(models.shared("llama")), type(limited.model.layers[0].self_attn.q_proj)
+    for layer in scaled.model.layers:
+        layer.self_attn.register_buffer("factor", torch.ones(1))
+    attention = type(layer.self_attn)
+    own = attention.forward
+    space = own.__globals__
+    rotary = space[ROTARY]
+
+    def scaling(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        turned, key = rotary(query, *args, **kwargs)
+        return turned * 1.0, key
+
+    with monkeypatch.context() as patch:
+        patch.setitem(space, ROTARY, scaling)
+        assert kinds(scaled) == {"MLP", "layer", "norm"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize("name", ["dbrx", "ministral3"])
+def test_types_with_such_behaviour(name: str) -> None:
+    assert "attention" not in kinds(tiny_model(name))  # K and V are clamped; the query is scaled by position
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_arguments() -> None:
+    model = models.shared("llama")
+    with Engine(model, CacheConfig(num_blocks=64), fuse=False) as engine:
+        assert engine._runner._model._overrides == []
+    bert = tiny_model("bloom")
+    with pytest.raises(ValueError, match="fuse=True: the model computes one sequence at a time"):
+        Engine(bert, CacheConfig(num_blocks=64), fuse=True)
+
+
+def test_other_devices() -> None:
+    with pytest.raises(ValueError, match="fuse=True: the model is on cpu; leave it out"):
+        Engine(models.shared("llama"), CacheConfig(num_blocks=64), fuse=True)
+
+
+# -- code of others --------------------------------------------------------------------------------------------------
+
+PLACES: dict[str, Callable[[Any], nn.Module]] = {
+    "linear": lambda model: model.model.layers[1].mlp.down_proj,
+    "activation": lambda model: model.model.layers[1].mlp.act_fn,
+    "mlp": lambda model: model.model.layers[1].mlp,
+    "attention": lambda model: model.model.layers[1].self_attn,
+    "norm of heads": lambda model: model.model.layers[1].self_attn.q_norm,
+    "norm in a layer": lambda model: model.model.layers[1].post_attention_layernorm,
+    "layer": lambda model: model.model.layers[1],
+}
+
+
+@pytest.fixture
+def model(by_torch: None) -> Any:
+    return copy.deepcopy(models.shared("qwen3"))
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Engine]:
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert run(engine) == by_generate(model)
+        yield engine
+
+
+class Halves:
+    """Code of others in place of a function: halves the (first) result and counts its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.calls = 0
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        result = self._function(*args, **kwargs)
+        return (result[0] * 0.5, *result[1:]) if isinstance(result, tuple) else result * 0.5
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_forward_set_later(place: str, model: Any, engine: Engine) -> None:
+    module = PLACES[place](model)
+    module.forward = halves = Halves(module.forward)
+    assert run(engine) == by_generate(model) and halves.calls == 2 * NEW_TOKENS
+    assert vars(module)["forward"] is halves
+    del module.forward
+    assert run(engine) == by_generate(model) and halves.calls == 2 * NEW_TOKENS
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_forward_set_before(place: str, model: Any) -> None:
+    module = PLACES[place](model)
+    module.forward = halves = Halves(module.forward)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        halves.calls = 0
+        assert run(engine) == by_generate(model) and halves.calls == 2 * NEW_TOKENS
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_hook(place: str, model: Any, engine: Engine) -> None:
+    module = PLACES[place](model)
+    calls: list[nn.Module] = []
+
+    def hook(module: nn.Module, args: Any, result: Any) -> Any:
+        calls.append(module)
+        return (result[0] * 0.5, *result[1:]) if isinstance(result, tuple) else result * 0.5
+
+    handle = module.register_forward_hook(hook)
+    assert run(engine) == by_generate(model) and len(calls) == 2 * NEW_TOKENS
+    handle.remove()
+    assert run(engine) == by_generate(model) and len(calls) == 2 * NEW_TOKENS
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_class_patched_later(place: str, model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = type(PLACES[place](model))
+    forward = owner.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "forward", lambda *args, **kwargs: Halves(forward)(*args, **kwargs))
+        assert run(engine) == by_generate(model)
+    assert run(engine) == by_generate(model)
+
+
+def test_a_module_replaced(model: Any, engine: Engine) -> None:
+    layer = model.model.layers[1]
+    for parent, name in ((layer, "post_attention_layernorm"), (layer.self_attn, "k_norm"), (layer.mlp, "up_proj")):
+        before = complete(engine).logprobs
+        other = copy.deepcopy(getattr(parent, name))
+        with torch.no_grad():
+            other.weight.copy_(torch.randn_like(other.weight) * 2)
+        setattr(parent, name, other)
+        after = complete(engine)
+        assert after.token_ids == by_generate(model) and after.logprobs != before
+
+
+def test_a_weight_changed(model: Any, engine: Engine) -> None:
+    before = run(engine)
+    with torch.no_grad():
+        for module in (model.model.layers[0].input_layernorm, model.model.layers[1].self_attn.q_norm):
+            module.weight.mul_(-2)
+    assert run(engine) == by_generate(model) != before
+
+
+def test_a_rotary_function(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = vars(sys.modules[type(model).__module__])
+    with monkeypatch.context() as patch:
+        patch.setitem(space, ROTARY, Halves(space[ROTARY]))
+        assert run(engine) == by_generate(model)
+        assert space[ROTARY].calls == 2 * 2 * NEW_TOKENS
+    assert run(engine) == by_generate(model)
+
+
+def test_hooks_on_all_modules(model: Any, engine: Engine) -> None:
+    seen: list[nn.Module] = []
+    handle = torch_module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        run(engine)
+    finally:
+        handle.remove()
+    for place, find in PLACES.items():
+        assert seen.count(find(model)) == NEW_TOKENS, place
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
+def test_adapters(by_torch: None) -> None:
+    peft = pytest.importorskip("peft")
+    model = copy.deepcopy(models.shared("llama"))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    plain = by_generate(model)
+    adapted = peft.get_peft_model(model, config).eval()
+    with Engine(adapted, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert run(engine) == by_generate(adapted) != plain
+        assert kinds(model) >= ALL
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_training_mode_and_autocast() -> None:
+    model = copy.deepcopy(models.shared("llama")).train()
+    assert fused_model.fused_parts(model) is None and fused_model.obstacle(model) == "the model is in training mode"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused_model.obstacle(model.eval()) == "autocast is on"
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_one_line_says_what_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hf_paged")
+    with Engine(copy.deepcopy(models.shared("llama")), CacheConfig(num_blocks=64)):
+        pass
+    assert (
+        "LlamaForCausalLM: computed in fewer launches: 5 norms, 2 attentions, 2 MLPs, 2 layers (of 2 attentions)"
+        in (caplog.text)
+    )
+
+
+def test_a_model_is_freed(by_torch: None) -> None:
+    import gc
+    import weakref
+
+    model = copy.deepcopy(models.shared("llama"))
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        run(engine)
+    reference = weakref.ref(model)
+    del model, engine
+    gc.collect()
+    assert reference() is None

@@ -1,0 +1,168 @@
+"""The Triton kernels between two attentions against their definitions: in the interpreter on a CPU, or on a GPU.
+
+The interpreter truncates to bf16, where a GPU rounds, so that bf16 results differ by an ulp there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged.kernels import rows as definitions
+from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, ROTARY_KINDS, Norm, NormKind, RotaryKind
+from hf_paged.kernels.triton import launch as triton_launch
+from hf_paged.kernels.triton.gate import gated
+from hf_paged.kernels.triton.norm import add_norm
+from hf_paged.kernels.triton.rotary import rotate
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = [
+    pytest.mark.skipif(
+        not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
+    ),
+    *([pytest.mark.gpu] if GPU else []),
+]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def check(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert actual is not None and actual.dtype == expected.dtype
+    bits = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 5e-2}[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=bits, atol=bits)
+
+
+def make_norm(size: int, kind: NormKind, dtype: torch.dtype, *, plain: bool = False) -> Norm:
+    if plain:
+        return Norm(None, None, 1e-5, kind)
+    return Norm(random(size, dtype=dtype), random(size, dtype=dtype) if kind.is_centered else None, 1e-5, kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", NORM_KINDS, ids=str)
+def test_norms(kind: NormKind, dtype: torch.dtype) -> None:
+    for size, plain in ((40, False), (64, True)):
+        norm = make_norm(size, kind, dtype, plain=plain)
+        x = random(5, 2 * size, dtype=dtype)[:, size:]  # strided rows
+        residual = random(5, size, dtype=dtype)
+        check(add_norm(x, after=norm).out, definitions.normalise(x, norm))
+        both = add_norm(x, residual, after=norm)
+        check(both.total, x + residual)
+        check(both.out, definitions.normalise(x + residual, norm))
+        both = add_norm(x, residual, before=norm, after=make_norm(size, NormKind(), dtype, plain=True))
+        check(both.total, residual + definitions.normalise(x, norm))
+        only = add_norm(x, residual, before=norm)
+        check(only.total, residual + definitions.normalise(x, norm))
+        assert only.out is None
+
+
+def test_rows_of_zeros_and_no_rows() -> None:
+    norm = make_norm(40, NormKind(), torch.float32)
+    assert add_norm(torch.zeros(2, 40, device=DEVICE), after=norm).out.eq(0).all()
+    empty = torch.empty(0, 40, device=DEVICE)
+    assert add_norm(empty, empty, after=norm).out.shape == gated(empty, empty, "silu").shape == (0, 40)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates(activation: str, dtype: torch.dtype) -> None:
+    both = random(3, 2 * 1100, dtype=dtype) * 3
+    gate, up = both.chunk(2, -1)
+    check(gated(gate, up, activation), ACTIVATIONS[activation](gate) * up)
+    gate[0, 0], up[0, 1] = torch.nan, torch.inf
+    actual = gated(gate, up, activation)
+    assert actual[0, 0].isnan() and not actual[0, 2:].isnan().any()
+
+
+def heads_of(packed: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tensor]:
+    return [part.unflatten(-1, (-1, dim)) for part in packed.split([size * dim for size in sizes], -1)]
+
+
+@pytest.mark.parametrize("kind", ROTARY_KINDS, ids=str)
+@pytest.mark.parametrize("dims,angles", [(24, 24), (40, 16)], ids=["whole", "partial"])
+def test_rotary(kind: RotaryKind, dims: int, angles: int) -> None:
+    """Heads of sizes that are no powers of two, of which all or a part is rotated; without slots."""
+    angles = angles // 2 if kind.doubles else angles
+    for dtype in (torch.float16, torch.float32):
+        query, key = heads_of(random(3, 8 * dims, dtype=dtype), [5, 3], dims)
+        cos, sin = random(3, angles, dtype=dtype), random(3, angles, dtype=dtype)
+        outs = rotate(query, key, angles=(cos, sin), kind=kind)
+        for actual, x in zip(outs, (query, key), strict=True):
+            assert actual.is_contiguous()
+            check(actual, definitions.rotate(x, cos, sin, kind))
+
+
+WRITES: list[dict[str, Any]] = [
+    {"kind": NormKind(rounds_first=True)},
+    {"kind": NormKind(adds_one=True), "heads": (3, 3), "dims": 72},
+    {"kind": NormKind(is_centered=False), "dims": 40, "v_dims": 24, "block_size": 1},
+    {"kind": None, "heads": (1, 1), "dims": 20, "v_dims": 40},
+    {"kind": None, "heads": (17, 1), "angles": None},
+]
+
+
+@pytest.mark.parametrize("case", WRITES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_rotation_and_write(dtype: torch.dtype, case: dict[str, Any]) -> None:
+    """Slots of several blocks, a padded token, and NaN in all slots that are not written."""
+    (heads, kv_heads), dims = case.get("heads", (4, 2)), case.get("dims", 32)
+    v_dims, block_size, kind = case.get("v_dims", dims), case.get("block_size", 4), case["kind"]
+    packed = random(4, heads * dims + kv_heads * (dims + v_dims), dtype=dtype)
+    query, key = heads_of(packed[:, : (heads + kv_heads) * dims], [heads, kv_heads], dims)
+    value = packed[:, (heads + kv_heads) * dims :].unflatten(-1, (kv_heads, v_dims))
+    # K and V in one tensor: strided caches.
+    caches = torch.full((5, block_size, kv_heads, dims + v_dims), torch.nan, dtype=dtype, device=DEVICE)
+    key_cache, value_cache = caches[..., :dims], caches[..., dims:]
+    slots = torch.tensor([3, -1, 4, 2], device=DEVICE)
+    norms = tuple(None if kind is None else make_norm(dims, kind, dtype) for _ in range(2))
+    angles = (
+        None if "angles" in case else (random(4, dims // 2 * 2, dtype=dtype), random(4, dims // 2 * 2, dtype=dtype))
+    )
+    rotary = RotaryKind()
+    outs = rotate(
+        query, key, angles=angles, kind=rotary, norms=norms, value=value, into=(key_cache, value_cache, slots)
+    )
+    assert outs[1] is None
+
+    def expected(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        x = x if norm is None else definitions.normalise(x, norm)
+        return x if angles is None else definitions.rotate(x, *angles, rotary)
+
+    check(outs[0], expected(query, norms[0]))
+    written = slots >= 0
+    flat_key, flat_value = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    check(flat_key[slots[written]], expected(key, norms[1])[written])
+    assert torch.equal(flat_value[slots[written]], value[written])
+    others = [slot for slot in range(5 * block_size) if slot not in slots.tolist()]
+    assert flat_key[others].isnan().all() and flat_value[others].isnan().all()
+
+
+def test_one_variant_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and strides that a kernel is specialised by do not depend on the number of rows."""
+    seen: list[tuple[str, Any]] = []
+
+    def record(self: triton_launch.Launch, device: torch.device) -> None:
+        plain = {name: value for name, value in self.args.items() if not isinstance(value, torch.Tensor)}
+        seen.append((self.kernel.__name__, tuple(plain.items())))
+
+    monkeypatch.setattr(triton_launch.Launch, "run", record)
+    norm, cache = make_norm(40, NormKind(), torch.float32), random(9, 16, 2, 24)
+    for count, padding in itertools.product((1, 2, 16, 33), (0, 3)):
+        x = random(count + padding, 40)[:count]
+        add_norm(x, x, after=norm)
+        gated(x, x, "silu")
+        query, key, value = heads_of(random(count + padding, 8 * 24)[:count], [4, 2, 2], 24)
+        slots, angles = torch.zeros(count, dtype=torch.int64), random(count, 24)
+        rotate(query, key, angles=(angles, angles), kind=RotaryKind(), value=value, into=(cache, cache, slots))
+    assert len(seen) == 24
+    for name in {name for name, _ in seen}:
+        # A single row may have any stride, and the kernel gets that of whole heads.
+        values = {each for kernel, each in seen if kernel == name}
+        assert len({tuple((k, v % 16) for k, v in each if "stride" in k) for each in values}) == 1, name
