@@ -159,7 +159,7 @@ def paged_attention(
             (scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes),
         )  # fmt: skip
     is_ordinary = sinks is None and alibi_slopes is None and out is None and impl is None and not return_lse
-    if is_ordinary and key is not None and value is not None and REPEATABLE in metadata.scratch:
+    if is_ordinary and (key is None) == (value is None) and REPEATABLE in metadata.scratch:
         options = scale, sliding_window, chunk_size, softcap
         again: torch.Tensor | None = metadata.scratch[REPEATABLE].run(
             query, key_cache, value_cache, key, value, options

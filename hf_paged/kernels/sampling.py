@@ -188,6 +188,35 @@ def keep_largest(scores: torch.Tensor, counts: Sequence[int], fill: float) -> to
     return scores.masked_fill_(scores < least, fill)
 
 
+def keep_nucleus(scores: torch.Tensor, counts: Sequence[int], top_p: float) -> torch.Tensor:
+    """scores fp32 [num_rows, vocab], changed in place -> what transformers' warpers keep, the others -inf: top-k with
+    counts[i] for row i, then top-p. The same scores bit for bit where torch.sort is stable, as it is on GPUs.
+
+    No row is sorted: after top-k, all but the last scores of a sorted row are -inf, then come those equal to the least
+    one that is kept, and the few larger ones. Their sums are left to torch, so that they are rounded alike.
+    """
+    vocab, width = scores.shape[1], max(counts)
+    values, tokens = torch.topk(scores, width)
+    least = values.gather(1, to_device(np.array(counts, dtype=np.int64)[:, None] - 1, scores.device))
+    larger, tied = values > least, scores == least
+    num_larger = larger.sum(dim=1, keepdim=True)
+    first_tied = vocab - num_larger - tied.sum(dim=1, keepdim=True)  # place in the sorted row
+    places = torch.arange(vocab, device=scores.device)
+    ascending = torch.where(places >= first_tied, least, -torch.inf)
+    ascending[:, -width:] = torch.where(larger.flip(1), values.flip(1), ascending[:, -width:])
+    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    removed[:, -1] = False
+    removed &= ~values[:, :1].isnan()  # of a row with NaN, no sum is less than anything
+    ranks = (first_tied + tied.cumsum(dim=1) - 1).clamp_(0, vocab - 1)
+    drop = (scores < least) | (tied & removed.gather(1, ranks))
+    # `topk` returns equal scores in any order.
+    tokens = tokens.sort(dim=1)[0]
+    values, order = scores.gather(1, tokens).sort(dim=1, stable=True)
+    tokens = tokens.gather(1, order)
+    drop.scatter_(1, tokens, torch.where(values > least, removed[:, -width:], drop.gather(1, tokens)))
+    return scores.masked_fill_(drop, -torch.inf)
+
+
 def raw_logprobs(logits: torch.Tensor, tokens: torch.Tensor, to_fp32: ToFp32) -> torch.Tensor:
     """`logprobs_of` for logits of the model's dtype, without a copy where native code reads them.
 

@@ -9,6 +9,7 @@ on a GPU checking makes the host wait. The native implementation always checks t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -291,3 +292,9 @@ def _check_pairs(pairs: np.ndarray, num_sources: int, num_targets: int, *, in_pl
         raise ValueError("copies: a destination appears twice")
     if in_place and not targets.isdisjoint(pairs[:, 0].tolist()):
         raise ValueError("copies: a block is both a source and a destination")
+
+
+def layout_of(tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that `ops.paged_attention` checks about these tensors and options, and that a prepared call depends on,
+    except for addresses: query, key_cache, value_cache, key, value; scale, sliding_window, chunk_size, softcap."""
+    return options, *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors]

@@ -9,12 +9,15 @@ import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
     TopPLogitsWarper,
     WatermarkLogitsProcessor,
 )
 
-from hf_paged.generation.sampling.processors import Chain, chain_of
+from hf_paged.generation.sampling import warpers as warpers_module
+from hf_paged.generation.sampling.processors import Chain, chain_of, process_together
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
@@ -23,6 +26,7 @@ from hf_paged.kernels.sampling import (
     draw,
     greedy,
     keep_largest,
+    keep_nucleus,
     largest,
     logprobs_of,
     raw_logprobs,
@@ -263,6 +267,51 @@ def test_nan_is_among_the_largest_scores(fill: float) -> None:
     scores[1, 7] = torch.nan
     expected = torch.stack([row.masked_fill(row < row.topk(4)[0][-1], fill) for row in scores])
     assert keep_largest(scores, [4] * 3, fill).allclose(expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def _stable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.sort as on GPUs."""
+    sort = torch.sort
+    monkeypatch.setattr(torch, "sort", lambda scores, descending: sort(scores, descending=descending, stable=True))
+    monkeypatch.setattr(warpers_module, "_UNSTABLE", set())
+
+
+@pytest.mark.usefixtures("_stable")
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize("vocab", [96, 1000, 5003])
+def test_the_nucleus_of_the_largest_scores_is_what_transformers_keeps(vocab: int, top_p: float) -> None:
+    """With ties at both borders and between them, fewer finite scores than are kept, NaN and infinity."""
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 5, vocab // 8):
+        scores = torch.randn(40, vocab, generator=generator) * 3
+        scores[10:30] = scores[10:30].bfloat16().float().mul(2).round().div(2)
+        scores[30:34] = torch.randint(3, (4, vocab), generator=generator).float()
+        scores[34], scores[35, 2:] = 0.5, -torch.inf
+        scores[36, 7], scores[37, 7], scores[38, 5], scores[38, 9] = torch.nan, torch.inf, torch.inf, torch.nan
+        scores[39] = -torch.inf
+        counts = [min(count + row % 3, vocab // 8) for row in range(40)]
+        expected = torch.cat([
+            TopPLogitsWarper(top_p)(None, TopKLogitsWarper(k)(None, row[None])) for row, k in zip(scores, counts)
+        ])  # fmt: skip
+        kept = keep_nucleus(scores, counts, top_p)
+        assert kept is scores and kept.allclose(expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("_stable")
+def test_top_p_after_top_k_sorts_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a processor changes the scores between them."""
+    calls: list[int] = []
+    called = TopPLogitsWarper.__call__
+    monkeypatch.setattr(TopPLogitsWarper, "__call__", lambda *args: (calls.append(0), called(*args))[1])
+    scores = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
+    top_k, top_p, bias = TopKLogitsWarper(10), TopPLogitsWarper(0.8), SuppressTokensLogitsProcessor([3], device="cpu")
+    for processors, sorts in (([top_k, top_p], 0), ([top_k, bias, top_p], 1), ([bias, top_k, top_p, bias], 0)):
+        chain = chain_of(LogitsProcessorList(processors), 200)
+        edits = [chain.edits([1])] * 2
+        calls.clear()
+        kept = process_together([chain] * 2, scores.clone(), edits)
+        assert len(calls) == sorts and kept.equal(LogitsProcessorList(processors)(torch.tensor([[1], [1]]), scores))
 
 
 @pytest.mark.usefixtures("_impl")

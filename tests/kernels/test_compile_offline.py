@@ -118,3 +118,15 @@ def test_nothing_is_compiled_or_captured_after_the_warm_up() -> None:
     assert len(runs) == 4 and all(run["used"] > 5 for run in runs)
     assert [run["replays"] > 20 for run in runs] == [False, False, True, True]
     assert sum(run["swaps"] for run in runs) > 0 and sum(run["copies"] for run in runs) > 0
+
+
+@pytest.mark.slow
+def test_a_step_prepares_the_launches_of_its_layers_once() -> None:
+    """The layers after the first do without our choice of kernels and Triton's binder; its launcher gets what it would
+    get with them. A tensor with another alignment needs another machine code."""
+    runs = [json.loads(line) for line in offline(script="repeated.py").splitlines()]
+    assert [run["name"] for run in runs] == ["lean", "shared", "whole", "mixed", "window"]
+    assert all(run["equal"] == [True] * 3 for run in runs)
+    # Launches of a layer: K/V is written; attention; its parts are combined; prompts have a launch of their own.
+    assert [run["each"] for run in runs] == [2, 3, 2, 4, 2]
+    assert [run["bound"] for run in runs] == [[3, 0, 2], [6, 0, 3], [2, 0, 2], [7, 0, 4], [3, 0, 2]]

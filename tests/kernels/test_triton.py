@@ -188,7 +188,7 @@ def test_layers_of_a_compiled_model_share_the_plan(monkeypatch: pytest.MonkeyPat
     kernels: list[object] = []
     run = triton_launch.Launch.run
     monkeypatch.setattr(
-        triton_launch.Launch, "run", lambda self, device: (kernels.append(self.kernel), run(self, device))
+        triton_launch.Launch, "run", lambda self, device: (kernels.append(self.kernel), run(self, device))[1]
     )
     m = batch.metadata
 
@@ -345,7 +345,7 @@ def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch]
     with pytest.MonkeyPatch.context() as patch:
         launches: list[triton_launch.Launch] = []
         run = triton_launch.Launch.run
-        patch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device)))
+        patch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device))[1])
         metadata = replace(batch.metadata, scratch={}, **bounds)
         out = ops.paged_attention(
             batch.query, batch.key_cache, batch.value_cache, metadata, impl="triton", **batch.options
@@ -428,7 +428,7 @@ def test_launches_of_one_step_compute_any_other(
     )
     launches: list[triton_launch.Launch] = []
     run = triton_launch.Launch.run
-    monkeypatch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device)))
+    monkeypatch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device))[1])
     out = [
         ops.paged_attention(
             query, key_cache, value_cache, static, key=new_key, value=new_value, impl="triton", **example.options

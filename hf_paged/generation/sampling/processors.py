@@ -12,7 +12,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from hf_paged.generation.sampling.editors import Editor, editor_of
 from hf_paged.generation.sampling.edits import Edit, apply_edits
 from hf_paged.generation.sampling.grammar import Grammar
-from hf_paged.generation.sampling.warpers import is_drawn_through, warp, warper_key
+from hf_paged.generation.sampling.warpers import is_drawn_through, is_nucleus, warp, warp_nucleus, warper_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,20 @@ def process_together(
 
     edits: for each row what `Chain.edits` returns, or nothing.
     """
-    for index in range(len(chains[0].editors)):
+    warpers = list(zip(*[chain.warpers for chain in chains]))  # in order, each for all rows
+    index = 0
+    while True:
         now = [row[index] if row else () for row in edits]
         if any(now):
             apply_edits(scores, now)
-        if index < len(chains[0].warpers):
-            scores = warp([chain.warpers[index] for chain in chains], scores)
-    return scores
+        if index == len(warpers):
+            return scores
+        pair = warpers[index : index + 2]
+        is_alone = len(pair) == 1 or any(row and row[index + 1] for row in edits)
+        if not is_alone and is_nucleus(*pair, scores):
+            scores, index = warp_nucleus(*pair, scores), index + 2
+        else:
+            scores, index = warp(pair[0], scores), index + 1
 
 
 def checked_scores(scores: Any, given: torch.Tensor) -> torch.Tensor:

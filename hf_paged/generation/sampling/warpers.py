@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.generation import logits_process
 
-from hf_paged.kernels.sampling import keep_largest
+from hf_paged.kernels.sampling import keep_largest, keep_nucleus
 
 _NO_IDS = torch.zeros(0, 0, dtype=torch.int64)
 
@@ -34,6 +34,8 @@ _OWN_TO_ROWS = {logits_process.TemperatureLogitsWarper: "temperature", logits_pr
 _SUMMING = (logits_process.TypicalLogitsWarper, logits_process.EtaLogitsWarper)
 # These raise if any row has a NaN.
 _CHECKING = (logits_process.EtaLogitsWarper, logits_process.TopHLogitsWarper)
+# Where torch.sort returns equal scores in an order that only it knows. (On a GPU it sorts rows by a stable radix sort.)
+_UNSTABLE = {"cpu"}
 
 
 def warper_key(processor: Any, *, on_cpu: bool = False) -> object:
@@ -62,6 +64,24 @@ def is_drawn_through(processor: Any) -> bool:
         # 1 - top_p must be larger than the weight of scores whose exponential is left out, and not all.
         and 1e-6 <= 1 - processor.top_p <= 0.9999
     )
+
+
+def is_nucleus(top_k: Sequence[Any], top_p: Sequence[Any], scores: torch.Tensor) -> bool:
+    """Whether `warp_nucleus` does what these warpers, each for one row, do one after the other, and in less time."""
+    first, last = top_k[0], top_p[0]
+    return (
+        scores.device.type not in _UNSTABLE
+        and type(first) is logits_process.TopKLogitsWarper
+        and type(last) is logits_process.TopPLogitsWarper
+        and first.filter_value == last.filter_value == -torch.inf
+        and last.min_tokens_to_keep == 1
+        and max(each.top_k for each in top_k) <= scores.shape[1] // 8
+    )
+
+
+def warp_nucleus(top_k: Sequence[Any], top_p: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
+    """`warp` with the one and then the other, for rows of which `is_nucleus` is true."""
+    return keep_nucleus(scores, [each.top_k for each in top_k], top_p[0].top_p)
 
 
 def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:

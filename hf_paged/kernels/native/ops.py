@@ -18,6 +18,7 @@ import torch
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import Call, Prompts, Span, Step, WriteStrides
+from hf_paged.kernels.validation import layout_of
 from hf_paged.locks import usable_after_fork
 
 WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V and writes it
@@ -238,12 +239,16 @@ class Repeatable:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         options: tuple[Any, ...],
     ) -> torch.Tensor | None:
         """The attention over these tensors; None if their layout or the options are others. See `layout_of`."""
-        if layout_of((query, key_cache, value_cache, key, value), options) != self._layout:
+        if (
+            key is None
+            or value is None
+            or layout_of((query, key_cache, value_cache, key, value), options) != self._layout
+        ):
             return None
         out = torch.empty(self._shape, dtype=self._dtype)
         call = self._call
@@ -254,12 +259,6 @@ class Repeatable:
         call.workspace = workspace(self._plan.workspace_bytes(*shape))
         _library().hfp_attention(ctypes.byref(call), _DTYPES[self._dtype])
         return out
-
-
-def layout_of(tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that `ops.paged_attention` checks about these tensors and options, and that a native call depends on, except
-    for addresses: query, key_cache, value_cache, key, value; scale, sliding_window, chunk_size, softcap."""
-    return options, *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
 
 
 def attention_call(

@@ -50,13 +50,15 @@ class Launch:
     args: dict[str, Any]
     options: dict[str, int]
 
-    def run(self, device: torch.device) -> None:
-        """Run on `device`, where the tensors are. Triton itself would run on the process's current device."""
+    def run(self, device: torch.device) -> Any:
+        """Run on `device`, where the tensors are. Triton itself would run on the process's current device.
+
+        Returns triton's compiled kernel, which can be run again on equally aligned tensors; None in the interpreter.
+        """
         if device.type == "cpu" or device.index == torch.cuda.current_device():
-            self.kernel[self.grid](**self.args, **self.options)
-            return
+            return self.kernel[self.grid](**self.args, **self.options)
         with torch.cuda.device(device):
-            self.kernel[self.grid](**self.args, **self.options)
+            return self.kernel[self.grid](**self.args, **self.options)
 
 
 def next_power_of_2(n: int) -> int:

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
-from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.metadata import REPEATABLE, SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton import tuning as triton_tuning
 from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, stride_unit, target_of
-from hf_paged.kernels.triton.plan import make_plan
+from hf_paged.kernels.triton.plan import PLAN_KERNELS, make_plan
+from hf_paged.kernels.triton.repeat import Repeated, ready
 from hf_paged.kernels.triton.split import reduce_kernel, split_kernel
 from hf_paged.kernels.triton.tuning import Tile
 from hf_paged.kernels.triton.whole import whole_kernel
-from hf_paged.kernels.triton.write import copy_blocks, write_kv
+from hf_paged.kernels.triton.write import copy_blocks, write_kv, write_kv_launch
 
 __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
-WRITES_NEW_KV = False  # whether paged_attention also takes the step's new K/V and writes it
+WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V and writes it
 # A decode step over at most this many tiles of keys uses the whole kernel: no plan and no reduction.
 MAX_WHOLE_TILES = 4
 # Programs of the split kernel per core: one wave, with enough loads in flight to use the memory bandwidth.
@@ -46,8 +47,11 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention`. Raises ValueError if the last dimension of a tensor is not contiguous."""
+    is_ordinary = sinks is None and alibi_slopes is None and out is None and not return_lse
     if out is None:
         out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
@@ -55,8 +59,16 @@ def paged_attention(
         query, key_cache, value_cache, metadata, scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes,
         out, lse, target_of(query.device),
     )  # fmt: skip
-    for launch in launches:
-        launch.run(query.device)
+    inputs: tuple[torch.Tensor, ...] = query, key_cache, value_cache
+    if key is not None and value is not None:
+        inputs = *inputs, key, value
+        if key.shape[0]:
+            launches.insert(0, write_kv_launch(key, value, key_cache, value_cache, metadata.slot_mapping))
+    compiled = [launch.run(query.device) for launch in launches]
+    if is_ordinary and launches and None not in compiled and REPEATABLE not in metadata.scratch:
+        again = [ready(*each) for each in zip(launches, compiled) if each[0].kernel not in PLAN_KERNELS]
+        options = scale, sliding_window, chunk_size, softcap
+        metadata.scratch[REPEATABLE] = Repeated(again, inputs, out, options)
     return out if lse is None else (out, lse)
 
 

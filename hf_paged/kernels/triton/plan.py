@@ -248,6 +248,9 @@ def plan_kernel(
         tl.store(schedule + 1 + program, below, mask=program < num_programs)
 
 
+PLAN_KERNELS = prefix_depth_kernel, common_prefix_kernel, plan_kernel
+
+
 def _aligned_parts(sizes: list[int], device: torch.device) -> list[torch.Tensor]:
     """int32 tensors of these sizes in one allocation, each aligned to 16 bytes: Triton compiles a kernel anew for a
     pointer that is not."""

@@ -1,0 +1,84 @@
+"""Repeated: the attention launches of a step's first layer, prepared to run again for its other layers.
+
+These have tensors of the same layout at other addresses. Choosing kernels and tiles again, and having Triton find the
+compiled kernel again by all arguments, would take ten times as long. Knows launches; never layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_paged.kernels.triton.launch import Launch
+from hf_paged.kernels.validation import layout_of
+
+_INPUTS = ("query", "key_cache", "value_cache", "key", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A compiled kernel with its arguments in order. own: (place in `args`, name) of each of the layer's tensors."""
+
+    run: Callable[..., None]
+    args: list[Any]
+    own: tuple[tuple[int, str], ...]
+
+
+def ready(launch: Launch, compiled: Any) -> _Ready:
+    """compiled: what the launch has returned."""
+    names = [parameter.name for parameter in launch.kernel.params]
+    grid = (*launch.grid, 1, 1)[:3]
+    own = tuple((place, name) for place, name in enumerate(names) if name in (*_INPUTS, "out"))
+    return _Ready(compiled[grid], [launch.args[name] for name in names], own)
+
+
+class Repeated:
+    """The launches of one layer of a step, in order; those of the step's plan are not among them."""
+
+    __slots__ = ("_aligned", "_device", "_dtype", "_launches", "_layout", "_shape")
+
+    def __init__(
+        self, launches: list[_Ready], inputs: tuple[torch.Tensor, ...], out: torch.Tensor, options: tuple[Any, ...]
+    ) -> None:
+        """inputs, options: see `layout_of`."""
+        self._launches, self._layout, self._aligned = launches, layout_of(inputs, options), _alignment(inputs)
+        self._shape, self._dtype, self._device = out.shape, out.dtype, out.device
+
+    def follow(self) -> bool:
+        """See `metadata.DecodeStep`: steps on a CPU."""
+        return False
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        options: tuple[Any, ...],
+    ) -> torch.Tensor | None:
+        """The attention over these tensors; None if their layout or the options are others."""
+        if key is None or value is None:
+            inputs: tuple[torch.Tensor, ...] = query, key_cache, value_cache
+        else:
+            inputs = query, key_cache, value_cache, key, value
+        # Triton compiles a kernel anew for addresses that are aligned to 16 bytes where others were not.
+        if layout_of(inputs, options) != self._layout or _alignment(inputs) != self._aligned:
+            return None
+        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+            return None
+        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        tensors = {"out": out, **dict(zip(_INPUTS, inputs))}
+        for launch in self._launches:
+            args = launch.args.copy()  # in place, they would keep the layer's tensors alive
+            for place, name in launch.own:
+                args[place] = tensors[name]
+            launch.run(*args)
+        return out
+
+
+def _alignment(inputs: tuple[torch.Tensor, ...]) -> list[bool]:
+    return [tensor.data_ptr() % 16 == 0 for tensor in inputs]
