@@ -191,7 +191,7 @@ def test_default_length_stays_inside_the_model(capsys: pytest.CaptureFixture[str
         (["generate", QA, "x", "--stream", "--json"], ["--stream", "--json"]),
         (["generate", QA, "x", "--min-new-tokens", "9", "--max-new-tokens", "3"], ["--min-new-tokens 9"]),
         (["generate", QA, "x", "--block-size", "0"], ["block_size=0", "at least 1"]),
-        (["generate", QA, "x", "--device", "mars"], ["--device mars", "cpu"]),
+        (["generate", QA, "x", "--device", "mars"], ["the device mars", "cpu"]),
         (["generate", QA, "is " * 2000], ["prompt 1", "1024", "shorten"]),
         (["generate", QA, "x", "--max-new-tokens", "5000"], ["--max-new-tokens 5000", "1024", "or less"]),
         (["generate", QA, "What is a list? " * 4, "--num-blocks", "1"], ["num_blocks=1", "raise"]),

@@ -15,9 +15,9 @@ from hf_paged.cli.common import (
     DTypeOption,
     Job,
     find_checkpoint,
-    load_model,
     show,
 )
+from hf_paged.model.loading import load_model
 
 
 def check(
@@ -38,7 +38,7 @@ def check(
 def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool) -> int:
     find_checkpoint(checkpoint)
     show("loading the model ...")
-    report = hf_paged.check(load_model(checkpoint, dtype, device, random_weights=config_only))
+    report = hf_paged.check(load_model(checkpoint, dtype.value, device, random_weights=config_only))
     show("")
     print(report)
     print(plugin_status())

@@ -27,14 +27,13 @@ from hf_paged.cli.common import (
     UsageError,
     check_tensor_parallel,
     find_checkpoint,
-    from_pretrained,
-    load_model,
     option,
     show,
     without_none,
 )
 from hf_paged.cli.figures import figures_of, render
 from hf_paged.cli.ranks import TensorParallel, is_rank, on_ranks, read_input, shared_seed
+from hf_paged.model.loading import load_model, pretrained
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -229,18 +228,18 @@ def _load(call: _Call, checkpoint: str, dtype: DType, device: str | None, chat: 
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     # Load the small files first, so that most mistakes are reported before the weights are read.
-    from_pretrained(AutoConfig, checkpoint, "configuration")
+    pretrained(AutoConfig, checkpoint, "configuration")
     defaults = GenerationConfig()
     with contextlib.suppress(OSError):
         # A checkpoint without this file has no defaults of its own.
         defaults = GenerationConfig.from_pretrained(checkpoint)
     _check_options(call, defaults)
-    tokenizer = from_pretrained(AutoTokenizer, checkpoint, "tokenizer")
+    tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer")
     chat = bool(tokenizer.chat_template) if chat is None else chat
     if chat and not tokenizer.chat_template:
         raise UsageError(f"--chat: the tokenizer of {checkpoint} has no chat template; drop --chat")
     show("loading the model ...")
-    model = load_model(checkpoint, dtype, device, num_ranks=num_ranks)
+    model = load_model(checkpoint, dtype.value, device, num_ranks=num_ranks)
     _refuse_unsupported(model)
     ids = [_encode(tokenizer, prompt, chat=chat) for prompt in call.prompts]
     options = _with_length(model, ids, call.options)

@@ -100,18 +100,30 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
             log_to_driver=given["log_level"].value == "debug",
         )
     stop = threading.Event()
-    for each in (signal.SIGTERM, signal.SIGINT):  # Ray has set handlers of its own
-        signal.signal(each, lambda *_: stop.set())
     try:
+        _on_signals(_interrupt)  # Ray has set handlers of its own
         serve.start(http_options={"host": host, "port": port})
         serve.run(build_app(args), name=_APP, route_prefix="/")
+        _on_signals(lambda *_: stop.set())
         log.info("running on http://%s:%d (Ctrl-C ends it), %d replicas", host, port, args.replicas)
         stop.wait()
         log.info("draining")
-        serve.delete(_APP)
     finally:
-        ray.shutdown()
+        _on_signals(signal.SIG_IGN)
+        try:
+            serve.delete(_APP)
+        finally:
+            ray.shutdown()
     return 0
+
+
+def _on_signals(handler: Any) -> None:
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, handler)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _free_port(host: str, port: int) -> int:

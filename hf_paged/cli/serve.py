@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import sys
@@ -23,8 +22,6 @@ from hf_paged.cli.common import (
     UsageError,
     check_tensor_parallel,
     find_checkpoint,
-    from_pretrained,
-    load_model,
     option,
     show,
 )
@@ -163,8 +160,6 @@ def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
         return 0
     sockets = listen(given["host"], given["port"])
     engine, tokenizer = _load(given, adapters)
-    gc.collect()
-    gc.freeze()  # the model and the modules stay: collections among requests need not look at them
     return run_server(
         engine,
         tokenizer,
@@ -238,18 +233,19 @@ def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
-    from hf_paged.serving.adapters import load_adapter
+    from hf_paged.serving.loading import load_engine
 
     cache, scheduler = engine_options(given)
-    cache_config, scheduler_config = hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
-    tokenizer = from_pretrained(AutoTokenizer, given["checkpoint"], "tokenizer")
     show("loading the model ...")
-    model = load_model(given["checkpoint"], given["dtype"], given["device"], num_ranks=given["tensor_parallel_size"])
+    engine, tokenizer = load_engine(
+        given["checkpoint"],
+        hf_paged.CacheConfig(**cache),
+        hf_paged.SchedulerConfig(**scheduler),
+        dtype=given["dtype"].value,
+        device=given["device"],
+        num_ranks=given["tensor_parallel_size"],
+        adapters=adapters,
+    )
     show("")
-    for name, folder in adapters.items():
-        load_adapter(model, name, folder)
-    engine = hf_paged.Engine(model, cache_config, scheduler_config, tokenizer=tokenizer)
     print(f"hf-paged: {engine!r}", file=sys.stderr)
     return engine, tokenizer

@@ -170,17 +170,15 @@ class EngineReplica:
 
 
 def _load(args: AppArgs) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import hf_paged
+    from hf_paged.serving.loading import load_engine
     from hf_paged.serving.service import Service
 
-    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=args.dtype)
-    engine = hf_paged.Engine(
-        model.to(device).eval(), CacheConfig(**args.cache), SchedulerConfig(**args.scheduler), tokenizer=tokenizer
+    engine, tokenizer = load_engine(
+        args.checkpoint,
+        CacheConfig(**args.cache),
+        SchedulerConfig(**args.scheduler),
+        dtype=args.dtype,
+        device=args.device,
     )
     return Service(engine, tokenizer, args.make_settings())
 

@@ -33,7 +33,8 @@ _UNAVAILABLE = 503
 class Asked:
     """An HTTP request on its way to a replica.
 
-    model, chain: see `prompt_chain`. lost: names of the replicas that have not answered it.
+    model, chain: see `prompt_chain`. lost: names of the replicas that have not answered it. request_id: in the header
+    X-Request-Id of both the request and the answer, and in the logs.
     """
 
     method: str
@@ -44,6 +45,7 @@ class Asked:
     model: str | None = None
     chain: tuple[int, ...] = ()
     lost: tuple[str, ...] = ()
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,10 @@ class Relay:
                 await self._attempt(asked, answer, is_last=attempt == MOST_ATTEMPTS)
                 return
             except ReplicaLost as error:
-                log.warning("path=%s attempt=%d begun=%s: %s", asked.path, attempt, answer.has_begun, error)
+                log.warning(
+                    "request=%s path=%s attempt=%d begun=%s: %s",
+                    *(asked.request_id, asked.path, attempt, answer.has_begun, error),
+                )
                 if answer.has_begun:
                     problem = Problem(503, f"the replica that answered has ended: {error}", code="replica_lost")
                     raise problem from error
@@ -181,9 +186,12 @@ def _event(fields: dict[str, Any]) -> bytes:
 
 
 async def _asked(scope: Scope, receive: Receive) -> Asked:
-    """The body has to be there, as the middleware leaves it."""
+    """The body and the request's id have to be there, as the middleware leaves them."""
     has_body = scope["method"] not in ("GET", "HEAD", "OPTIONS")
     body = (await receive()).get("body", b"") if has_body else b""
     model, chain = prompt_chain(body) if body else (None, ())
-    headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
-    return Asked(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, model, chain)
+    request_id = scope["state"]["request_id"]
+    headers = [(bytes(name), bytes(value)) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
+    headers.append((b"x-request-id", request_id.encode()))
+    query = scope.get("query_string", b"")
+    return Asked(scope["method"], scope["path"], query, tuple(headers), body, model, chain, request_id=request_id)

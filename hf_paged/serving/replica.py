@@ -14,6 +14,9 @@ from hf_paged.serving.problems import Problem
 from hf_paged.serving.relay import Asked, Part
 from hf_paged.serving.service import Service
 
+_MOST_MESSAGES = 16
+"""Of an answer, that wait until they are read. Then the application waits, as it does for a slow client of a socket."""
+
 
 class Replica:
     """Used on the event loop that `start` was called on.
@@ -51,7 +54,7 @@ class Replica:
     async def answer(self, asked: Asked) -> AsyncGenerator[Part, None]:
         """The answer of the application. Closing the generator is what a client does that closes its connection."""
         yield Part(self._name)
-        messages: asyncio.Queue[Message] = asyncio.Queue()
+        messages: asyncio.Queue[Message] = asyncio.Queue(_MOST_MESSAGES)
         given: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
         is_gone = asyncio.Event()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from hf_paged.cli import replicas
 from hf_paged.cli.main import main
 from scripts import check_clients
-from scripts.server_process import CHECKPOINT, serving
+from scripts.server_process import CHECKPOINT, ROOT, serving
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the extra `ray`")
@@ -81,8 +83,6 @@ def test_the_application() -> None:
 @needs_ray
 def test_the_ingress_needs_no_torch() -> None:
     """It starts in a second or two, and takes little memory."""
-    import subprocess
-
     code = "import sys, hf_paged.serving.ray; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
@@ -101,6 +101,21 @@ def test_clients(tmp_path: Path) -> None:
         result = check_clients.check(client, sys.executable, task, tmp_path)
     assert result.summary == "passed" and len(result.calls) > 10
     assert server.status == 0, "".join(server.lines[-30:])
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_signal_while_replicas_load() -> None:
+    """Nothing waits for them: an application that cannot start would load for ever."""
+    command = [sys.executable, "-m", "hf_paged.cli", "serve", str(CHECKPOINT), "--replicas", "2", "--port", "0"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as server:
+        assert server.stderr is not None
+        next(line for line in server.stderr if "Started Serve" in line)
+        server.terminate()
+        rest = server.stderr.read()
+    assert server.returncode == 130 and "interrupted" in rest and "running on" not in rest
 
 
 @needs_ray

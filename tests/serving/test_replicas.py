@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import hf_paged
+from hf_paged.serving.middleware import Gate
 from hf_paged.serving.prompt_chain import BLOCK_BYTES, MOST_BLOCKS, prompt_chain
 from hf_paged.serving.relay import MOST_ATTEMPTS, Asked, Part, Relay, ReplicaLost
 from hf_paged.serving.replica import Replica
@@ -75,7 +76,13 @@ def relayed(
 
     async def run() -> None:
         relay = Relay(replicas.open, wait_seconds=0.05)
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"a", b"b")]}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": [(b"a", b"b")],
+            "state": {"request_id": "r"},
+        }
         await asyncio.wait_for(relay(scope, receive, send), 20)
 
     asyncio.run(run())
@@ -93,7 +100,8 @@ def test_an_answer_passes_as_it_is(head: dict[str, Any]) -> None:
     replicas = Replicas(messages)
     assert relayed(replicas) == messages and replicas.num_closed == 1
     (asked,) = replicas.asked
-    assert (asked.method, asked.path, asked.headers, asked.model) == ("POST", "/v1/completions", ((b"a", b"b"),), "m")
+    assert (asked.method, asked.path, asked.model) == ("POST", "/v1/completions", "m")
+    assert asked.headers == ((b"a", b"b"), (b"x-request-id", b"r"))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +211,68 @@ def test_a_replica_answers_as_the_server_does() -> None:
     events = [line.removeprefix("data: ") for line in text(stream).decode().split("\n\n") if line]
     assert "".join(json.loads(each)["choices"][0]["text"] for each in events[:-1]) == expected
     assert wrong[0]["status"] == 422 and figures["kv_used"] == figures["waiting"] == figures["in_flight"] == 0
+
+
+@pytest.mark.parametrize("given", [b"mine", b"not an id", None])
+def test_a_request_has_one_id(given: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    """The client, the logs and the replica have the same one."""
+
+    async def calls(replica: Replica, service: Service) -> Any:
+        async def dying(asked: Asked) -> AsyncGenerator[Part, None]:
+            yield Part("two")
+            raise ReplicaLost("dead")
+
+        attempts = [dying, replica.answer]
+        gate = Gate(
+            Relay(lambda asked: attempts.pop(0)(asked), wait_seconds=60),
+            settings=Settings(names=(NAME,)),
+            on_answer=lambda path, status: None,
+        )
+        asked, got = completion(), []
+        length = (b"content-length", str(len(asked.body)).encode())
+        headers = [*asked.headers, length, *([] if given is None else [(b"x-request-id", given)])]
+        messages = [{"type": "http.request", "body": asked.body, "more_body": False}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            got.append(message)
+
+        await gate({"type": "http", "method": "POST", "path": asked.path, "headers": headers}, receive, send)
+        return got
+
+    with caplog.at_level("INFO", "hf_paged.serving"):
+        got = on_replica(calls)
+    (told,) = [value.decode() for name, value in got[0]["headers"] if name == b"x-request-id"]
+    assert (told == "mine") == (given == b"mine")
+    assert json.loads(text(got))["id"] == f"cmpl-{told}"
+    lines = [line for line in caplog.messages if "begun=False" in line or "completion_tokens" in line]
+    assert len(lines) == 2 and all(f"request={told} " in line for line in lines)
+
+
+def test_a_reader_that_does_not_read_on_holds_up_its_own_answer() -> None:
+    """What waits for it does not grow: the application waits, and then sends what has come together since."""
+
+    async def calls(replica: Replica, service: Service) -> None:
+        stream = replica.answer(completion(stream=True, max_tokens=400, ignore_eos=True))
+        first = [await anext(stream), await anext(stream)]
+        while service.worker.num_in_flight:  # the engine does not wait
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        rest = [part async for part in stream]
+        messages = [message for part in [*first, *rest] for message in part.messages]
+        assert len(messages) < 100 and max(len(part.messages) for part in rest) <= 17
+        events = [line.removeprefix("data: ") for line in text(messages).decode().split("\n\n") if line]
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length" and events[-1] == "[DONE]"
+
+        stream = replica.answer(completion(stream=True, max_tokens=900, ignore_eos=True))
+        await anext(stream), await anext(stream)
+        async with asyncio.timeout(60):
+            await stream.aclose()  # while the application waits
+        assert service.worker.num_in_flight == 0
+
+    on_replica(calls)
 
 
 def test_a_caller_that_closes_the_stream_aborts() -> None:

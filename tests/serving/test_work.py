@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
 import pytest
+import torch
 
+from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.outputs import CompletionOutput, View
 from hf_paged.generation.prepare import Preparer
 from hf_paged.serving.choices import Choice, Delta, joined
+from hf_paged.serving.loading import load_engine
 from hf_paged.serving.plan import completion_plan
 from hf_paged.serving.schema import CompletionRequest
-from tests.serving.harness import Running, tokenizer
+from tests.serving.harness import QA, Running, tokenizer
 
 PROMPT = "A list is"
 
@@ -32,6 +36,16 @@ def test_requests_are_prepared_in_the_thread_that_tokenizes(server: Running, mon
     )
     assert answer.status_code == 200
     assert len(threads) == 3 and all(name.startswith("hf-paged-tokenizer") for name in threads)
+
+
+def test_what_a_server_has_loaded_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By collections of garbage, also in replicas: they would hold up steps for as long as the model is large."""
+    frozen: list[int] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(gc.get_objects())))
+    engine, found = load_engine(QA, CacheConfig(num_blocks=8), SchedulerConfig(), dtype="float32", device="cpu")
+    engine.close()
+    assert len(frozen) == 1 and not engine.model.training and engine.model.dtype is torch.float32
+    assert found is engine.tokenizer
 
 
 def test_token_strings_are_made_there_too(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,70 @@
+"""Loads a checkpoint for a command or a server, with errors of one line that name it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
+    """`loader.from_pretrained(name)`. Raises ValueError with the first line of the error."""
+    from safetensors import SafetensorError
+
+    try:
+        return loader.from_pretrained(name, **kwargs)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"cannot load the {what} of {name}: {reason}") from error
+
+
+def load_model(
+    checkpoint: str,
+    dtype: str = "auto",
+    device: str | None = None,
+    *,
+    random_weights: bool = False,
+    num_ranks: int = 1,
+) -> Any:
+    """The model in eval mode. Raises ValueError if it cannot be loaded, or the device cannot be used.
+
+    dtype: of the weights ("auto": as they are stored). device: None = a GPU if there is one. num_ranks: of the
+    processes that call this together, each of which gets its part of the weights.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = pretrained(AutoConfig, checkpoint, "configuration")
+    loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if num_ranks > 1:
+        return _load_part(loader, checkpoint, config, dtype, num_ranks)
+    target = _device(device)
+    if random_weights:
+        chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        model = loader.from_config(config, dtype=chosen)
+    else:
+        model = pretrained(loader, checkpoint, "model", config=config, dtype=dtype)
+    return model.to(target).eval()
+
+
+def _load_part(loader: Any, checkpoint: str, config: Any, dtype: str, num_ranks: int) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    spread = DistributedConfig(tp_size=num_ranks)
+    return pretrained(loader, checkpoint, "model", config=config, dtype=dtype, distributed_config=spread).eval()
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the device {name} cannot be used here ({reason}); 'cpu' always can") from None
+    return device

@@ -1,0 +1,38 @@
+"""Loads what a process serves: model, tokenizer, adapters, and the engine over them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.generation.engine.engine import Engine
+from hf_paged.model.loading import load_model, pretrained
+from hf_paged.serving.adapters import load_adapter
+
+
+def load_engine(
+    checkpoint: str,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    num_ranks: int = 1,
+    adapters: Mapping[str, str] | None = None,
+) -> tuple[Engine, Any]:
+    """The engine and its tokenizer, for a process that does nothing else: what exists now is kept until its end.
+
+    adapters: name -> folder. Raises ValueError for what cannot be loaded. The rest as in `load_model`.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer")
+    model = load_model(checkpoint, dtype, device, num_ranks=num_ranks)
+    for name, folder in (adapters or {}).items():
+        load_adapter(model, name, folder)
+    engine = Engine(model, cache, scheduler, tokenizer=tokenizer)
+    gc.collect()
+    gc.freeze()  # collections of garbage among requests need not look at the model and the modules
+    return engine, tokenizer
