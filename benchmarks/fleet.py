@@ -94,7 +94,7 @@ def execute(run: Run) -> Outcome:
 SIZES = {
     10_000: (20.0, (2, 3, 4, 10)),
     100_000: (8.0, (14, 16, 18, 22, 30, 100)),
-    1_000_000: (2.0, (140, 200, 1000)),
+    1_000_000: (6.0, (140, 200, 1000)),
 }
 """Requests an hour -> minutes of arrivals, replicas."""
 BURSTS = 13.2

@@ -116,10 +116,10 @@ def _what(data: Data) -> list[str]:
             f"{minutes:g} minutes at {hourly:,.0f} requests an hour"
             for hourly, minutes in sorted({(row["hourly"], row["minutes"]) for row in data["size"]})
         )
-        + "; the first half is not measured. A conversation takes up to 5 minutes, so in runs of 2 minutes caches "
-        "have not filled, so hit rates are too low there, and the queues of an overloaded fleet have not grown. "
-        f"At most {max(row['replicas'] for row in data['size'])} replicas were simulated together; the router was "
-        "measured with 1,000.",
+        + "; the first half is not measured. A conversation takes up to 5 minutes, so in the shortest runs caches fill "
+        "and the queues of an overloaded fleet grow until the end: hit rates are a little too low there, and times "
+        "to the first token of too few replicas too short. "
+        f"At most {max(row['replicas'] for row in data['size']):,} replicas were simulated together.",
     ]
 
 

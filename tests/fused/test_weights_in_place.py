@@ -96,17 +96,19 @@ def test_copies_give_the_same_bits(kind: str, calls: list[bool]) -> None:
 
 
 def test_layers_are_tried_on_few_tokens_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = []
-    attempt = fused_decoder.Layer._try
+    lengths, steps = [], []
+    attempt, try_on_few = fused_decoder.Layer._try, fused_overrides._try_on_few_tokens
 
     def spy(self: fused_decoder.Layer, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         lengths.append(hidden_states.shape[1])
         return attempt(self, hidden_states, kwargs)
 
     monkeypatch.setattr(fused_decoder.Layer, "_try", spy)
+    monkeypatch.setattr(fused_overrides, "_try_on_few_tokens", lambda *args: steps.append(try_on_few(*args)))
     state = torch.get_rng_state()
     scores(llama)
     scores(llama)
+    assert len(steps) == 1
     assert lengths == [fused_decoder.TRIAL_TOKENS] * 2
     assert torch.get_rng_state().equal(state)
 
@@ -190,6 +192,15 @@ def test_autocast(
     with torch.autocast("cpu", dtype=autocast):
         switched_off(monkeypatch)
         assert scores(model).equal(found)
+
+
+def test_layers_that_replace_others_are_read_in_place_too(llama: Any) -> None:
+    scores(llama)
+    new = torch.nn.Linear(64, 96, bias=False).bfloat16()
+    llama.model.layers[0].mlp.gate_proj = new
+    scores(llama)
+    layers = fused_weights.layers_for_calls(llama)
+    assert layers is not None and layers.of(new) is not None
 
 
 def test_replaced_layers_are_freed(llama: Any) -> None:

@@ -170,7 +170,10 @@ class Ranks:
         return pickle.loads(data)
 
     def _broadcast(self, tensor: torch.Tensor) -> Any:
-        return distributed.broadcast(tensor, group_src=0, group=self._messages, async_op=True)
+        # The group's own method: `distributed.broadcast` takes 0.1 ms more on either side, in every step.
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, True
+        return self._messages.broadcast([tensor], options)
 
     def _wait(self, work: Any) -> None:
         """Wait for an operation, and look every second for failures and Ctrl-C."""
