@@ -156,12 +156,8 @@ def test_behaviour_that_few_tokens_do_not_show(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(owner, "forward", lambda *args, **kwargs: forward(*args, **kwargs) * 1.0)
         assert kinds(multiplied) == {"attention", "MLP", "norm"}
 
-    scaled, owner = copy.deepcopy(models.shared("llama")), type(limited.model.layers[0].self_attn.q_proj)
-    for layer in scaled.model.layers:
-        layer.self_attn.register_buffer("factor", torch.ones(1))
-    attention = type(layer.self_attn)
-    own = attention.forward
-    space = own.__globals__
+    scaled = copy.deepcopy(models.shared("llama"))
+    space = type(scaled.model.layers[0].self_attn).forward.__globals__
     rotary = space[ROTARY]
 
     def scaling(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.fused.gpu.parts import NormOf, Part, norm_of
+from hf_paged.fused.gpu.parts import NormOf, Part, norm_of, passes_through
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of, same_memory
 from hf_paged.integration.attention import HANDLE, LayerHandle, attention_forward
 from hf_paged.kernels.rows import ROTARY_KINDS, RotaryKind, are_alike, normalise
@@ -67,9 +67,8 @@ class AttentionPart(Part):
         rotary: RotaryKind | None,
         handle: LayerHandle,
         out: str,
+        skipped: set[str],
     ) -> None:
-        norms = [source.heads_norm.module for source in sources if source.heads_norm is not None]
-        skipped = [(call.module, name) for name, child in call.module._modules.items() if child in norms]
         super().__init__(call.module, skipped)
         self._places, self._sources, self._rotary, self._out = places, sources, rotary or RotaryKind(), out
         self._linears = list(dict.fromkeys(source.linear for source in sources))
@@ -168,7 +167,18 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     sources, rotary = found
     if rotary is None:
         places = replace(places, angles=None)
-    return AttentionPart(call, places, sources, rotary, handle, last.name)
+    skipped = _skipped_by(call, sources)
+    return None if skipped is None else AttentionPart(call, places, sources, rotary, handle, last.name, skipped)
+
+
+def _skipped_by(call: Call, sources: tuple[Source, Source, Source]) -> set[str] | None:
+    """The children that the part does not call; None if one of them computed more than the norm of heads. The trial
+    may not show it: a factor of the query may be 1 as yet."""
+    called = {call.children[-1].name, *(source.linear for source in sources), *(source.norm for source in sources)}
+    norms = [source.heads_norm.module for source in sources if source.heads_norm is not None]
+    others = [child for child in call.children if not child.name or child.name not in called]
+    known = all(child.name and (child.module in norms or passes_through(child.module)) for child in others)
+    return {child.name for child in others} if known else None
 
 
 def written(cache: PackedCache) -> tuple[torch.Tensor, torch.Tensor]:

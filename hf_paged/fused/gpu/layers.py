@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.fused.gpu.parts import GatedPart, NormOf, Part, norm_of
+from hf_paged.fused.gpu.parts import GatedPart, NormOf, Part, norm_of, passes_through
 from hf_paged.fused.gpu.trace import Call, Place, at, same_memory
 from hf_paged.kernels.rows import are_alike, normalise
 from hf_paged.model.overrides import is_override
@@ -40,9 +40,7 @@ class LayerPart(Part):
     kind = "layer"
 
     def __init__(self, call: Call, found: _Found) -> None:
-        skipped = [norm.module for norm in found.norms.present()]
-        names = [(call.module, name) for name, child in call.module._modules.items() if child in skipped]
-        super().__init__(call.module, names)
+        super().__init__(call.module, {child.name for child in call.children} - {found.attention.name, found.mlp.name})
         self._norms, self._rows, self._passed = found.norms, found.rows, found.passed
         self._scale = found.scale
         self._attention, self._mlp = found.attention.name, found.mlp.name
@@ -134,10 +132,10 @@ def _find(call: Call) -> _Found | None:
     tensors = isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)
     if not tensors or x.dim() != 3 or out.shape != x.shape or not _rest_is_constant(call):
         return None
-    children = [child for child in call.children if not isinstance(child.module, nn.Dropout | nn.Identity)]
+    children = [child for child in call.children if not passes_through(child.module)]
     attentions = [child for child in children if child.reads]
     others = [child for child in children if not child.reads and norm_of(child.module, x.shape[-1], x.dtype) is None]
-    if len(attentions) != 1 or len(others) != 1 or not all(child.name for child in children):
+    if len(attentions) != 1 or len(others) != 1 or not all(child.name for child in call.children):
         return None
     attention, mlp = attentions[0], others[0]
     norms = [child for child in children if child not in (attention, mlp)]
@@ -148,8 +146,10 @@ def _find(call: Call) -> _Found | None:
     if set(call.names) - {"add", "add_", "mul"} or call.names.count("mul") not in (0, 2):
         return None
     scales = _scales(call.module) if "mul" in call.names else [""]
-    found = ((scale, _norms(x, attention, mlp, norms, out, scale and getattr(call.module, scale))) for scale in scales)
-    scale, wanted = next((each for each in found if each[1] is not None), ("", None))
+    found = [(scale, _norms(x, attention, mlp, norms, out, scale and getattr(call.module, scale))) for scale in scales]
+    found = [each for each in found if each[1] is not None]
+    # Of two factors that are equal as yet, either may be changed later.
+    scale, wanted = found[0] if len(found) == 1 else ("", None)
     rows = _place_of_rows(call, x)
     attention_rows = _place_of_rows(attention, attention.input)
     passed = _passed(call, attention, attention_rows)
@@ -187,7 +187,7 @@ def _norms(
     residual = x + (attended if after is None else after.output) * factor
     if not are_alike(residual, mlp.input if before_mlp is None else before_mlp.input):
         return None
-    if not are_alike(residual + (mlp.result if after_mlp is None else after_mlp.result), out):
+    if not are_alike(residual + (mlp.result if after_mlp is None else after_mlp.result) * factor, out):
         return None
     parts = [None if each is None else norm_of(each.module, x.shape[-1], x.dtype) for each in
              (before, after, before_mlp, after_mlp)]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -12,11 +14,12 @@ from torch.nn.modules import module as _module
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
-from hf_paged.fused.gpu.layers import layer_part
+from hf_paged.fused.gpu.layers import LayerPart, layer_part
 from hf_paged.fused.gpu.parts import NormPart, Part, activation_part, gated_part, norm_of
-from hf_paged.fused.gpu.rotary import rotary_functions
+from hf_paged.fused.gpu.rotary import names_of, rotary_functions
 from hf_paged.fused.gpu.trace import Call, Trace
 from hf_paged.kernels.rows import are_close
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 from hf_paged.model.overrides import Overrides, Patch
 from hf_paged.model.packed import PackedModel
@@ -66,8 +69,9 @@ class FusedParts:
         self._parts = found.parts
         self._summary = found.summary()
         self._weights = state_of(model).weights
-        self._seen: list[Any] = []  # when the parts in force were chosen
-        self._classes = list(dict.fromkeys(owner for part in self._parts for owner in part.classes))
+        self._model = weakref.ref(model)
+        self._lock = usable_after_fork(threading.RLock())  # held while the parts in force are chosen and applied
+        self._seen: list[Any] = []  # when they were chosen
         self._overrides = Overrides()
         self._rotary = rotary_functions(model)
         log.log(logging.WARNING if found.errors else logging.INFO, "%s: %s", type(model).__name__, self)
@@ -84,18 +88,15 @@ class FusedParts:
 
     def apply(self, user: object) -> None:
         """Until `undo`, our kernels compute these parts in packed steps of this thread."""
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE_TYPE):
+        model = self._model()
+        if model is None or model.training or torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE_TYPE):
             return
         if _module._global_forward_hooks or _module._global_forward_pre_hooks:
             return  # they must see all calls
-        seen = [self._weights.layout, *(owner.forward for owner in self._classes)]
-        seen += [function.is_own() for function in self._rotary.values()]
-        if seen != self._seen:
-            self._overrides.withdraw()
-            ready = [part for part in self._parts if part.is_ready() and self._has_own_rotary(part)]
-            self._overrides = Overrides(Patch(vars(part.module), "forward", part.forward) for part in ready)
-            self._seen = seen
-        self._overrides.apply(user)
+        with self._lock:
+            if self._state() != self._seen:
+                self._choose(model)
+            self._overrides.apply(user)
         for function in self._rotary.values():
             function.override.apply(user)
 
@@ -105,8 +106,29 @@ class FusedParts:
         for function in self._rotary.values():
             function.override.undo(user)
 
+    def _state(self) -> list[Any]:
+        """All on which it depends which parts are ready."""
+        modules = [module for part in self._parts for module in part.modules]
+        classes = list(map(type, modules))
+        forwards = [owner.forward for owner in dict.fromkeys(classes)]
+        rotary = [function.is_own() for function in self._rotary.values()]
+        return [self._weights.layout, classes, forwards, [module.training for module in modules], rotary]
+
+    def _choose(self, model: nn.Module) -> None:
+        """Set the overrides of the parts that are ready."""
+        self._overrides.withdraw()
+        # Parts of modules that were replaced would keep their weights alive.
+        present = set(model.modules())
+        self._parts = [part for part in self._parts if part.module in present and part.is_whole()]
+        ready = [part for part in self._parts if part.is_ready() and self._has_own_rotary(part)]
+        self._overrides = Overrides(Patch(vars(part.module), "forward", part.forward) for part in ready)
+        self._seen = self._state()
+
     def _has_own_rotary(self, part: Part) -> bool:
-        return not isinstance(part, AttentionPart) or self._rotary[type(part.module).__module__].is_own()
+        if not isinstance(part, AttentionPart):
+            return True
+        functions = map(self._rotary.get, names_of(part.module))
+        return all(function is None or function.is_own() for function in functions)
 
 
 class _Finder:
@@ -114,6 +136,7 @@ class _Finder:
 
     def __init__(self, model: nn.Module) -> None:
         self._found: dict[nn.Module, Part] = {}
+        self._calls: Counter[nn.Module] = Counter()
         self._attentions: set[nn.Module] = set()
         self.errors: list[str] = []
         memory = PagedMemory(TRIAL_TOKENS, 1)
@@ -134,7 +157,9 @@ class _Finder:
 
     @property
     def parts(self) -> list[Part]:
-        return list(self._found.values())
+        """A part of an attention or layer holds what it got in one call, such as the layer's index in the cache."""
+        once = {module for module, count in self._calls.items() if count == 1}
+        return [p for m, p in self._found.items() if m in once or not isinstance(p, AttentionPart | LayerPart)]
 
     def summary(self) -> str:
         """One line: what is computed by our kernels, and for how many of the attentions."""
@@ -153,7 +178,10 @@ class _Finder:
             part = None
             self.errors.append(f"{type(call.module).__name__}: {first_line(error)}")
         del self._cache.handles[handles:]
-        if part is not None:
+        self._calls[call.module] += 1
+        if part is None:
+            self._found.pop(call.module, None)
+        elif self._calls[call.module] == 1 or call.module in self._found:  # it gave the right results in all calls
             self._found[call.module] = part
 
     def _part_of(self, call: Call) -> Part | None:
@@ -173,7 +201,11 @@ class _Finder:
         return NormPart(norm) if is_called else None
 
     def _is_right(self, part: Part, call: Call) -> bool:
-        """Whether the part gives what its module gave. It is tried within the recorded step, on the same arguments."""
+        """Whether the part gives what its module gave. It is tried within the recorded step, on the same arguments.
+
+        Needed, because what was recognised may hold for another module: kinds of norms are kept by class, whose
+        instances may differ (by a flag), and no place in the record shows the query as it was attended with.
+        """
         attends = isinstance(part, AttentionPart)
         expected = [call.result, *(written(self._cache) if attends else ())]
         result = part.compute(*call.args, **call.kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,34 +26,55 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Part:
     """A module whose forward is replaced. Subclasses define `compute`, with the arguments and results of the module.
 
-    skipped: modules inside it that are not called, with the dictionaries and names where they were found.
+    skipped: names of its children that are not called, nor what is inside them.
+    modules: the module and all that are not called. classes: their classes when the part was recognised.
     """
 
     kind = "part"
 
-    def __init__(self, module: nn.Module, skipped: list[tuple[nn.Module, str]] | None = None) -> None:
+    def __init__(self, module: nn.Module, skipped: Iterable[str] = ()) -> None:
         self.module = module
-        self._skipped = [(parent._modules, name, parent._modules[name]) for parent, name in skipped or ()]
-        modules = [module, *(child for _, _, child in self._skipped)]
-        self.classes = [type(each) for each in modules]
+        self._skipped = _places_of(module, skipped)
+        self.modules = [module, *(child for _, _, child in self._skipped)]
+        self.classes = [type(each) for each in self.modules]
         self._class_forwards = ClassForwards(self.classes)
         mark(type(self).forward)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def is_whole(self) -> bool:
+        """Whether the modules that are not called are where they were when it was recognised."""
+        return all(children.get(name) is child for children, name, child in self._skipped)
+
     def is_ready(self) -> bool:
-        """Whether nothing that belongs to it has been replaced or hooked by other code since it was recognised."""
-        for modules, name, child in self._skipped:
-            if child is not None and (modules.get(name) is not child or not is_bare(child)):
-                return False
-        return not foreign_forward(self.module) and not self._class_forwards.changed()
+        """Whether it computes what its module would: other code has hooked or changed nothing that it passes over, and
+        nothing is in training mode."""
+        if list(map(type, self.modules)) != self.classes or any(each.training for each in self.modules):
+            return False
+        bare = all(is_bare(child) for _, _, child in self._skipped)
+        return bare and not foreign_forward(self.module) and not self._class_forwards.changed()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*args, **kwargs) if in_packed_step() else self.plain(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _places_of(module: nn.Module, names: Iterable[str]) -> list[tuple[dict[str, Any], str, nn.Module]]:
+    """These children and all modules inside them: the dictionary that has each, its name there, and the module."""
+    places: list[tuple[dict[str, Any], str, nn.Module]] = []
+    for name in names:
+        child = module._modules[name]
+        if child is not None:
+            places += [(module._modules, name, child), *_places_of(child, child._modules)]
+    return places
+
+
+def passes_through(module: nn.Module) -> bool:
+    """Whether the module returns what it gets, outside of training mode."""
+    return type(module) in (nn.Dropout, nn.Identity)
 
 
 def is_bare(module: nn.Module) -> bool:
@@ -165,7 +187,7 @@ class GatedPart(Part):
 
     def __init__(self, call: Call, inputs: list[str], down: str, order: int, activation: str) -> None:
         skipped = {child.name for child in call.children} - {*inputs, down}
-        super().__init__(call.module, [(call.module, name) for name in skipped])
+        super().__init__(call.module, skipped)
         self._inputs, self._down = inputs, down
         self._gate_is_second = order == 1
         self._activation = activation

@@ -40,8 +40,13 @@ class RotaryFunction:
 
 def rotary_functions(model: nn.Module) -> dict[str, RotaryFunction]:
     """Those of all modules in which classes of the model are defined, by the modules' names."""
-    names = sorted({type(module).__module__ for module in model.modules()})
+    names = sorted({name for module in model.modules() for name in names_of(module)})
     return {name: RotaryFunction(name) for name in names if name in sys.modules}
+
+
+def names_of(module: nn.Module) -> set[str]:
+    """The Python modules of its class and base classes, whose code may rotate."""
+    return {owner.__module__ for owner in type(module).__mro__}
 
 
 def _override(name: str, space: dict[str, Any], function: Function) -> Overrides:
