@@ -5,9 +5,8 @@
 
 `attention`: a call of the attention of one layer in an eager decode step, up to the driver: checks, our own choice of
 kernels, Triton's binder. `step`: `Engine.step` with graphs whose replay does nothing: scheduling, block tables, the
-step's inputs, sampling and its results, outputs. Both are medians in the fastest of some runs. What only a device adds
-is missing: the launch of each kernel and copy by the driver (2 to 4 microseconds each on common machines) and pinned
-memory.
+step's inputs, greedy tokens, outputs. Both are medians in the fastest of some runs. What only a device adds is missing:
+the launch of each kernel and copy by the driver (2 to 4 microseconds each on common machines) and pinned memory.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,8 +168,8 @@ def attention_call(rows: int, layers: int = 32) -> Callable[[], None]:
     return step
 
 
-def engine_step(rows: int, sampled: bool) -> Callable[[], None]:
-    """Steps of an engine in which `rows` requests decode."""
+def open_engine(rows: int) -> hf_paged.Engine:
+    """An engine in which `rows` greedy requests decode."""
     config = LlamaConfig(
         vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=32, max_position_embeddings=4096,
@@ -177,13 +177,18 @@ def engine_step(rows: int, sampled: bool) -> Callable[[], None]:
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     limits = {"max_num_seqs": 256, "async_scheduling": True, "max_num_batched_tokens": 8192}
     engine = hf_paged.Engine(model, {"num_blocks": rows * 70}, limits, cuda_graphs=True, prepack=False)
-    options = {"do_sample": True, "temperature": 0.8, "top_k": 0} if sampled else {"do_sample": False}
     for row in range(rows):
         prompt = [3 + (row * 7 + i * 13) % 120 for i in range(16 + row % 16)]
-        engine.add_request(prompt, GenerationConfig(max_new_tokens=MAX_TOKENS, eos_token_id=128, **options))
+        engine.add_request(prompt, GenerationConfig(max_new_tokens=MAX_TOKENS, eos_token_id=128, do_sample=False))
     while engine.stats().graph_replays < 3:
         engine.step()
-    return engine.step
+    return engine
+
+
+def step_of_generate(engine: hf_paged.Engine) -> None:
+    """A step as `Engine.generate` runs it, which reads the outputs at the end only."""
+    with engine._lock:
+        engine._step()
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
@@ -192,14 +197,16 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         if "attention" in args.parts:
             found[f"attention, {rows} rows, a layer"] = round(median_us(attention_call(rows), 50) / 32, 1)
         if "step" in args.parts:
-            found[f"step, {rows} rows, greedy"] = median_us(engine_step(rows, False), args.steps)
-            found[f"step, {rows} rows, sampled"] = median_us(engine_step(rows, True), args.steps)
+            engine = open_engine(rows)
+            found[f"step, {rows} rows"] = median_us(engine.step, args.steps)
+            found[f"step, {rows} rows, without outputs"] = median_us(partial(step_of_generate, engine), args.steps)
+            engine.close()
     return found
 
 
 def profile(args: argparse.Namespace) -> None:
     for part in args.parts:
-        work = attention_call(args.rows[0]) if part == "attention" else engine_step(args.rows[0], args.sampled)
+        work = attention_call(args.rows[0]) if part == "attention" else open_engine(args.rows[0]).step
         profiler = cProfile.Profile()
         profiler.runcall(median_us, work, args.steps)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
@@ -211,7 +218,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--sampled", action="store_true", help="profile requests that sample")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

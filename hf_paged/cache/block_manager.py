@@ -167,6 +167,11 @@ class BlockManager:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative")
         allocator, size = self.allocator, self.block_size
         table = self._tables.get(seq_id) or _Table()
+        if num_tokens == 1 and table.num_tokens % size:  # most appends: a slot in a block of its own
+            last = table.blocks[-1]
+            if allocator.ref_counts[last] == 1 and last not in self.cached_blocks:
+                table.num_tokens += 1
+                return []
         blocks, length = table.blocks, table.num_tokens + num_tokens
         last = blocks[-1] if num_tokens and table.num_tokens % size else NULL_BLOCK  # about to be written
         is_shared = last != NULL_BLOCK and allocator.ref_counts[last] > 1

@@ -5,6 +5,7 @@ Knows tensors and lengths, never sequences or requests.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -186,8 +187,8 @@ class DecodeStep:
         if tables != self.tables or seq_lens != [length + 1 for length in self.seq_lens]:
             return False
         self.seq_lens = seq_lens
-        for array in (self.arrays.positions, self.arrays.seq_lens, *self.arrays.slots):
-            array += 1
+        for numbers in (self.arrays.positions, self.arrays.seq_lens, *self.arrays.slots):
+            numbers += 1
         self.metadata = [replace(each, max_seq_len=max(seq_lens)) for each in self.metadata]
         for scratch in (each.scratch for each in self.metadata):
             repeatable = scratch.get(REPEATABLE)
@@ -223,9 +224,11 @@ def step_arrays(
         positions = np.arange(int(starts[-1])) + np.repeat(ends - lengths - starts[:-1], lengths)
     tables, slot_arrays = [], []
     for group in block_tables:
-        table = np.zeros((len(group), max(map(len, group), default=0) or 1), dtype=np.int32)
-        for row, blocks in zip(table, group):
-            row[: len(blocks)] = blocks
+        width = max(map(len, group), default=0) or 1
+        table = np.zeros((len(group), width), dtype=np.int32)
+        rows_of_table = memoryview(table.reshape(-1))  # memory is copied in a third of numpy's time for a short row
+        for start, blocks in zip(range(0, table.size, width), group):
+            rows_of_table[start : start + len(blocks)] = blocks if type(blocks) is array else array("i", blocks)
         slots = table[rows, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
         tables.append(table)

@@ -35,6 +35,9 @@ NORM_KINDS = (
 )
 
 
+MAX_SIZE = 32_768  # of a row to be normalised, which one program keeps in registers
+
+
 class Norm(NamedTuple):
     """weight, bias: [size] or None, of the dtype of the rows."""
 

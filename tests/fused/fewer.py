@@ -33,9 +33,15 @@ def on_cpu(patch: pytest.MonkeyPatch, *, by_torch: bool = False) -> None:
 
 
 def add_norm(
-    rows: torch.Tensor, residual: torch.Tensor | None = None, *, before: Norm | None = None, after: Norm | None = None
+    rows: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    before: Norm | None = None,
+    after: Norm | None = None,
+    scale: float | None = None,
 ) -> Rows:
     total = rows if before is None else definitions.normalise(rows, before)
+    total = total if scale is None else total * scale
     total = total if residual is None else residual + total
     return Rows(None if residual is None else total, None if after is None else definitions.normalise(total, after))
 

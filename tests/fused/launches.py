@@ -27,6 +27,8 @@ from hf_paged.kernels import ops
 from hf_paged.model.packed import PackedModel
 from tests.fused import fewer
 
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm"}
+
 
 class Counter(TorchDispatchMode):
     """names: the launches so far. attentions: how many there were before each attention."""
@@ -115,7 +117,9 @@ def _main(names: list[str]) -> None:
             fewer.on_cpu(patch, by_torch=True)
             found = fused_model.fused_parts(model)
         parts = {} if found is None else dict(found.counts())
-        line = {"type": name, "eager": round(mean(eager), 1), "now": round(mean(now), 1), "parts": parts}
+        products = [[each for each in layer if each in PRODUCTS] for layer in now]
+        numbers = {"eager": mean(eager), "now": mean(now), "products": mean(products)}
+        line = {"type": name, **{key: round(value, 1) for key, value in numbers.items()}, "parts": parts}
         print(json.dumps(line), flush=True)
         if names:
             print(now[0])

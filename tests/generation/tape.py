@@ -7,6 +7,7 @@ of launches is tested in `tests/kernels/test_triton.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -86,8 +87,9 @@ def _taped_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def as_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, recorded as one operation. What it returns may have attributes that are tensors."""
+    """The function, recorded as one operation. It returns tensors, or a tuple of them."""
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return _tapes[-1].add(lambda: function(*args, **kwargs)) if _tapes else function(*args, **kwargs)

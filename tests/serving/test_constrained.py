@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +20,11 @@ from pydantic import BaseModel, Field
 
 import hf_paged
 from hf_paged.cli.main import main
+from hf_paged.serving import grammars
 from hf_paged.serving.answer_format import AnswerFormat
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, QA, Running, plain, serving, text_of, tokenizer
+from tests.waiting import until
 
 QUESTION: list[Any] = [{"role": "user", "content": "What does str.capitalize() do?"}]
 SCHEMA = {
@@ -197,12 +202,56 @@ def test_hostile_grammars_do_no_harm(server: Running, monkeypatch: pytest.Monkey
             answer = server.post("/v1/chat/completions", **body)
             found[name] = answer.status_code
             if name == "slow to follow":
+                process = server.service._grammars._process._process.pid
                 assert "within 0.25 seconds" in answer.json()["error"]["message"]
+            if name == "size":  # before it is compiled
+                assert "65536 bytes" in answer.json()["error"]["message"]
+    children = Path(f"/proc/{process}/task/{process}/children")  # what compiled them has ended too
+    until(lambda: not children.exists() or not children.read_text())
     refused = ("slow to follow", "parentheses", "schemas", "numbers", "size")
     assert set(found.values()) <= {200, 400} and all(found[name] == 400 for name in refused), found
     assert server.http.get("/health").status_code == 200
     body = {"messages": QUESTION, "structured_outputs": {"choice": ["still", "there"]}}
     assert server.post("/v1/chat/completions", **body).status_code == 200
+
+
+LIMITED = """
+import os
+from hf_paged.serving.compiler_process import _limit
+
+def spin():
+    while True:
+        pass
+
+for seconds, work in (60, lambda: bytearray(2**29)), (0.05, spin):
+    if (child := os.fork()) == 0:
+        _limit(seconds, 2**26)
+        try:
+            work()
+        except MemoryError:
+            os._exit(3)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_the_kernel_limits_what_is_compiled() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120)
+    memory, time = map(int, done.stdout.split())
+    assert memory == 3 and time in (-signal.SIGPROF, -signal.SIGALRM), done.stderr
+
+
+def test_few_grammars_wait_for_the_compiler(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(word: str) -> Any:
+        fields = {"structured_outputs": {"choice": [word]}}
+        return server.post("/v1/chat/completions", messages=QUESTION, max_tokens=3, **fields)
+
+    assert ask("compiled").status_code == 200
+    monkeypatch.setattr(grammars, "_MAX_WAITING", 0)
+    answer = ask("another one")
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "queue_full"
+    assert ask("compiled").status_code == 200  # it need not wait
 
 
 def test_the_process_that_compiles_may_die(server: Running) -> None:

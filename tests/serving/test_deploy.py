@@ -1,27 +1,31 @@
-"""What lies beside the server: the dashboard names metrics that exist, and the pages for newcomers flags that exist."""
+"""What lies beside the server: image, containers, dashboard and pages name flags, extras, ports, metrics that exist."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 import yaml
 
 from hf_paged.cli.main import app
+from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.serving.settings import Settings
 from tests.serving.harness import Running
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "hf-paged.json").read_text())
-FLAGS = {
-    name
-    for parameter in typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
-    for name in (*parameter.opts, *parameter.secondary_opts)
-}
+PARAMETERS = {each.name: each for each in typer.main.get_command(app).commands["serve"].params}  # type: ignore[attr-defined]
+FLAGS = {name for each in PARAMETERS.values() for name in (*each.opts, *each.secondary_opts)}
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+PORT = 8000
 
 
 def strings(value: Any) -> list[str]:
@@ -59,20 +63,36 @@ def test_the_dashboard_uses_our_datasource() -> None:
 
 
 def test_the_compose_file_names_what_exists() -> None:
-    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    for service in compose["services"].values():
+    for service in COMPOSE["services"].values():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
-            assert source in compose["volumes"] or (DEPLOY / source).exists(), source
-        assert set(service.get("secrets", [])) <= set(compose["secrets"])
-    server = compose["services"]["server"]
+            assert source in COMPOSE["volumes"] or (DEPLOY / source).exists(), source
+        assert set(service.get("secrets", [])) <= set(COMPOSE["secrets"])
+    server = COMPOSE["services"]["server"]
     assert {word for word in server["command"] if word.startswith("--")} <= FLAGS
     assert (DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]).exists()
     assert server["command"][0].removeprefix("/models/") in {each.name for each in (ROOT / "examples").iterdir()}
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["server:8000"]}]
+    assert job["static_configs"] == [{"targets": [f"server:{PORT}"]}] and server["ports"] == [
+        f"127.0.0.1:{PORT}:{PORT}"
+    ]
+    secret = job["authorization"]["credentials_file"].removeprefix("/run/secrets/")
+    assert secret in COMPOSE["services"]["prometheus"]["secrets"]
+    key = PARAMETERS["api_key"].envvar
+    assert COMPOSE["secrets"][secret] == {"environment": key} and list(server["environment"]) == [key]
+    assert int(server["stop_grace_period"].removesuffix("s")) > PARAMETERS["drain_seconds"].default
     gpu = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())
     assert set(gpu["services"]["server"]["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", dockerfile(), re.M))
+
+
+def test_grafana_finds_the_dashboard() -> None:
+    grafana = COMPOSE["services"]["grafana"]
+    folders = {volume.split(":")[1]: DEPLOY / volume.split(":")[0] for volume in grafana["volumes"]}
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/hf-paged.yaml").read_text())["providers"]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert str(home.parent) == provider["options"]["path"]
+    assert (folders[str(home.parent)] / home.name).is_file()
+    assert (folders["/etc/grafana/provisioning"] / "datasources").is_dir()
 
 
 def dockerfile() -> str:
@@ -86,6 +106,42 @@ def test_the_image_copies_what_exists() -> None:
     assert set(sources) == kept
     entry = json.loads(re.findall(r"^ENTRYPOINT (.*)$", dockerfile(), re.M)[0])
     assert entry[:2] == ["hf-paged", "serve"] and {word for word in entry if word.startswith("--")} <= FLAGS
+    assert entry[entry.index("--port") + 1] == str(PORT)
+    assert re.findall(r"^EXPOSE (.*)$", dockerfile(), re.M) == [str(PORT)]
+    assert PARAMETERS["api_key"].envvar in dockerfile()
+
+
+def test_the_image_installs_what_exists(server: Running) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = "".join((DEPLOY / name).read_text() for name in ("Dockerfile", "kuberay.yaml"))
+    extras = set(re.findall(r"EXTRA=([\w-]+)", named))
+    assert extras == {"serve", "ray"} and extras <= set(project["optional-dependencies"])
+    assert "hf-paged" in project["scripts"]
+    assert len(re.findall(r"^torch==", (ROOT / "constraints.txt").read_text(), re.M)) == 1
+    (checked,) = re.findall(r"urlopen\('http://127.0.0.1:(\d+/\w+)'", dockerfile())
+    port, path = checked.split("/")
+    assert port == str(PORT) and httpx.get(f"{server.url}/{path}").status_code == 200
+
+
+@pytest.mark.parametrize("file", ["deploy/kuberay.yaml", "docs/ray.md"])
+def test_the_applications_for_ray_have_fields_that_exist(file: str) -> None:
+    """Read without Ray, which is no dependency of the tests."""
+    text = (ROOT / file).read_text()
+    if file.endswith(".md"):
+        (text,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    content = yaml.safe_load(text)
+    content = yaml.safe_load(content["spec"]["serveConfigV2"]) if "spec" in content else content
+    (application,) = content["applications"]
+    module, _, function = application["import_path"].partition(":")
+    parsed = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
+    defined = {each.name: each for each in parsed.body if isinstance(each, ast.ClassDef | ast.FunctionDef)}
+    fields = {each.target.id for each in defined["AppArgs"].body if isinstance(each, ast.AnnAssign)}  # type: ignore[union-attr]
+    args = application["args"]
+    assert function in defined and set(args) <= fields
+    CacheConfig(**args.get("cache", {})), SchedulerConfig(**args.get("scheduler", {}))
+    given = args["settings"]
+    Settings(**{**given, "names": tuple(given["names"]), "api_keys": tuple(given["api_keys"])})
+    assert content["http_options"]["port"] == PORT
 
 
 @pytest.mark.parametrize("page", ["from-vllm.md", "from-tgi.md"])

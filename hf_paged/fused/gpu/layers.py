@@ -32,7 +32,10 @@ class Norms:
 
 
 class LayerPart(Part):
-    """r = x + after_attention(attention(before_attention(x))); result = r + after_mlp(mlp(before_mlp(r)))."""
+    """r = x + after_attention(attention(before_attention(x))); result = r + after_mlp(mlp(before_mlp(r))).
+
+    Both sums may have a constant factor, an attribute of the layer, before what is added to x and r.
+    """
 
     kind = "layer"
 
@@ -41,6 +44,7 @@ class LayerPart(Part):
         names = [(call.module, name) for name, child in call.module._modules.items() if child in skipped]
         super().__init__(call.module, names)
         self._norms, self._rows, self._passed = found.norms, found.rows, found.passed
+        self._scale = found.scale
         self._attention, self._mlp = found.attention.name, found.mlp.name
         self._attention_rows = found.attention_rows
         self._rest: tuple[Any, ...] | None = call.output[1:] if isinstance(call.output, tuple) else None
@@ -60,16 +64,19 @@ class LayerPart(Part):
         shape, flat = x.shape, x.reshape(-1, x.shape[-1])
         rows = x if first is None else add_norm(flat, after=first).out.view(shape)  # type: ignore[union-attr]
         attended = self._attend(rows, args, kwargs).reshape(flat.shape)
-        both = add_norm(attended, flat, before=after, after=before)
+        scale = getattr(self.module, self._scale) if self._scale else None
+        both = add_norm(attended, flat, before=after, after=before, scale=scale)
         assert both.total is not None
         residual, rows = both.total, both.total if both.out is None else both.out
         mlp: Any = self.module._modules[self._mlp]
         if last is not None:
-            result = add_norm(_first(mlp(rows.view(shape))).reshape(flat.shape), residual, before=last).total
+            added = _first(mlp(rows.view(shape))).reshape(flat.shape)
+            result = add_norm(added, residual, before=last, scale=scale).total
         elif (part := self._part_of(mlp)) is not None:
-            result = part.add_to(residual, rows)
+            result = part.add_to(residual, rows, scale)
         else:
-            result = residual + _first(mlp(rows.view(shape))).reshape(flat.shape)
+            added = _first(mlp(rows.view(shape))).reshape(flat.shape)
+            result = residual + (added if scale is None else added * scale)
         assert result is not None
         out = result.view(shape)
         return out if self._rest is None else (out, *self._rest)
@@ -105,7 +112,7 @@ def _first(out: Any) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class _Found:
     """passed: the arguments of the attention but the rows: name or index, place among the layer's arguments, or None
-    and the constant value."""
+    and the constant value. scale: the attribute by which what is added to the rows is multiplied; "" if by none."""
 
     norms: Norms
     rows: Place
@@ -113,6 +120,7 @@ class _Found:
     attention_rows: Place
     mlp: Call
     passed: list[tuple[Place, Place | None, Any]]
+    scale: str = ""
 
 
 def layer_part(call: Call) -> LayerPart | None:
@@ -137,22 +145,31 @@ def _find(call: Call) -> _Found | None:
         return None
     if len(mlp.args) != 1 or mlp.kwargs or not isinstance(mlp.input, torch.Tensor):
         return None
-    if set(call.names) - {"add", "add_"}:  # such as a multiplier that is 1 as yet
+    if set(call.names) - {"add", "add_", "mul"} or call.names.count("mul") not in (0, 2):
         return None
-    wanted = _norms(x, attention, mlp, norms, out)
+    scales = _scales(call.module) if "mul" in call.names else [""]
+    found = ((scale, _norms(x, attention, mlp, norms, out, scale and getattr(call.module, scale))) for scale in scales)
+    scale, wanted = next((each for each in found if each[1] is not None), ("", None))
     rows = _place_of_rows(call, x)
     attention_rows = _place_of_rows(attention, attention.input)
     passed = _passed(call, attention, attention_rows)
     if wanted is None or rows is None or attention_rows is None or passed is None:
         return None
-    return _Found(wanted, rows, attention, attention_rows, mlp, passed)
+    return _Found(wanted, rows, attention, attention_rows, mlp, passed, scale)
 
 
 def _rest_is_constant(call: Call) -> bool:
     return not isinstance(call.output, tuple) or all(item is None for item in call.output[1:])
 
 
-def _norms(x: torch.Tensor, attention: Call, mlp: Call, norms: list[Call], out: torch.Tensor) -> Norms | None:
+def _scales(layer: nn.Module) -> list[str]:
+    """Attributes that may be the factor. A factor of any other kind may be 1 as yet, and a trial would not show it."""
+    return [name for name, value in vars(layer).items() if "multiplier" in name and isinstance(value, float)]
+
+
+def _norms(
+    x: torch.Tensor, attention: Call, mlp: Call, norms: list[Call], out: torch.Tensor, scale: Any
+) -> Norms | None:
     """The norms by what flows through them; None if the layer's results are not those of a LayerPart."""
     attended = attention.result
     if not isinstance(attended, torch.Tensor) or attended.shape != x.shape or mlp.input.shape != x.shape:
@@ -166,7 +183,8 @@ def _norms(x: torch.Tensor, attention: Call, mlp: Call, norms: list[Call], out: 
         return None
     if not same_memory(attention.input if before is None else before.input, x):
         return None
-    residual = x + (attended if after is None else after.output)
+    factor = scale or 1.0
+    residual = x + (attended if after is None else after.output) * factor
     if not are_alike(residual, mlp.input if before_mlp is None else before_mlp.input):
         return None
     if not are_alike(residual + (mlp.result if after_mlp is None else after_mlp.result), out):

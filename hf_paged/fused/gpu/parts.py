@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_paged.fused.gpu.trace import Call, same_memory
 from hf_paged.integration.attention import in_packed_step
-from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, Norm, NormKind, are_alike, are_close, normalise
+from hf_paged.kernels.rows import ACTIVATIONS, MAX_SIZE, NORM_KINDS, Norm, NormKind, are_alike, are_close, normalise
 from hf_paged.model.overrides import ClassForwards, foreign_forward, mark
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,10 +88,16 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
     if module._modules or not is_bare(module) or not set(module._parameters) <= {"weight", "bias"}:
         return None
     weights = [weight for weight in module._parameters.values() if weight is not None]
-    if dtype not in DTYPES or any(type(w) is not nn.Parameter or w.shape != (size,) for w in weights):
+    if (
+        dtype not in DTYPES
+        or size > MAX_SIZE
+        or any(type(w) is not nn.Parameter or w.shape != (size,) for w in weights)
+    ):
+        return None
+    if any(weight.dtype != dtype or not weight.is_contiguous() for weight in weights):
         return None
     eps = _epsilon(module)
-    if math.isnan(eps) or any(weight.dtype != dtype or not weight.is_contiguous() for weight in weights):
+    if math.isnan(eps):
         return None
     device = weights[0].device if weights else torch.device("cpu")
     key = type(module), type(module).forward, dtype, size, eps, len(weights), device
@@ -168,15 +174,16 @@ class GatedPart(Part):
         out: torch.Tensor = self._child(self._down)(self._inner(rows))
         return out
 
-    def add_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """residual + the MLP's result for `rows`; may write it into `residual`."""
+    def add_to(self, residual: torch.Tensor, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """residual + scale * the MLP's result for `rows`; may write it into `residual`."""
         inner, down = self._inner(rows), self._child(self._down)
         weight = down._parameters.get("weight")
         if _is_linear(down) and type(weight) is nn.Parameter and down.bias is None:
-            residual.view(-1, residual.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), weight.t())
+            flat, alpha = residual.view(-1, residual.shape[-1]), 1.0 if scale is None else scale
+            flat.addmm_(inner.view(-1, inner.shape[-1]), weight.t(), alpha=alpha)
             return residual
         result: torch.Tensor = down(inner)
-        return residual + result
+        return residual + (result if scale is None else result * scale)
 
     def _child(self, name: str) -> Any:
         return self.module._modules[name]

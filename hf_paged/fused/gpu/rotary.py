@@ -48,16 +48,20 @@ def _override(name: str, space: dict[str, Any], function: Function) -> Overrides
     """Calls that it does not know go to the function."""
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != 4 or kwargs or not in_packed_step() or not _fits(*args):
+        if not in_packed_step() or len(args) not in (3, 4) or not _is_known(kwargs):
             return function(*args, **kwargs)
-        query, key, cos, sin = args
-        signature = name, function, query.dtype, cos.dtype, query.device, query.shape[-1], cos.shape[-1]
-        if signature not in _kinds and not _is_capturing(query):
-            _kinds[signature] = _probe(function, query, cos)
+        *heads, cos, sin = args
+        tokens_first = kwargs.get("unsqueeze_dim") == 2  # [1, num_tokens, heads, dims]
+        if not _fits(heads, cos, sin, tokens_first):
+            return function(*args, **kwargs)
+        x = heads[0]
+        signature = name, function, len(heads), tokens_first, x.dtype, cos.dtype, x.device, x.shape[-1], cos.shape[-1]
+        if signature not in _kinds and not _is_capturing(x):
+            _kinds[signature] = _probe(function, heads, cos, tokens_first, kwargs)
         kind = _kinds.get(signature)
         if kind is None:
-            return function(query, key, cos, sin)
-        return _rotate(query, key, cos, sin, kind)
+            return function(*args, **kwargs)
+        return _rotate(heads, cos, sin, kind, tokens_first)
 
     return Overrides([Patch(space, _NAME, mark(rotated, function), function)])
 
@@ -66,52 +70,60 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _fits(query: Any, key: Any, cos: Any, sin: Any) -> bool:
-    if not all(isinstance(x, torch.Tensor) for x in (query, key, cos, sin)):
+def _is_known(kwargs: dict[str, Any]) -> bool:
+    return not kwargs or (list(kwargs) == ["unsqueeze_dim"] and kwargs["unsqueeze_dim"] in (1, 2))
+
+
+def _fits(heads: list[Any], cos: Any, sin: Any, tokens_first: bool) -> bool:
+    if not all(isinstance(x, torch.Tensor) and x.dim() > 2 for x in (*heads, cos, sin)):
         return False
-    tokens, dim = query.shape[-2:]
-    shape = (1, tokens, cos.shape[-1])
+    dtype, dim, tokens = heads[0].dtype, heads[0].shape[-1], cos.shape[-2]
     return bool(
-        query.dim() == key.dim() == 4
-        and query.shape[0] == 1
-        and key.shape == (1, key.shape[1], tokens, dim)
-        and cos.shape == sin.shape == shape
+        all(x.dim() == 4 and x.shape[0] == 1 and x.shape[1 if tokens_first else 2] == tokens for x in heads)
+        and all(x.shape[3] == dim and x.dtype == dtype and x.stride(3) == 1 for x in heads)
+        and cos.shape == sin.shape == (1, tokens, cos.shape[-1])
         and cos.stride() == sin.stride()
-        and query.dtype == key.dtype
-        and query.stride(3) == key.stride(3) == cos.stride(2) == 1
+        and cos.stride(2) == 1
     )
 
 
+def _rows(heads: torch.Tensor, tokens_first: bool) -> torch.Tensor:
+    return heads[0] if tokens_first else heads[0].transpose(0, 1)
+
+
 def _rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind
-) -> tuple[torch.Tensor, torch.Tensor]:
+    heads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind, tokens_first: bool
+) -> Any:
     from hf_paged.kernels.triton.rotary import rotate
 
-    rows = query[0].transpose(0, 1), key[0].transpose(0, 1)
-    turned_query, turned_key = rotate(*rows, angles=(cos[0], sin[0]), kind=kind)
-    assert turned_key is not None
-    return turned_query.transpose(0, 1)[None], turned_key.transpose(0, 1)[None]
+    rows = [_rows(x, tokens_first) for x in heads]
+    query, key = rows[0], rows[1] if len(rows) == 2 else rows[0][:, :0]
+    results = rotate(query, key, angles=(cos[0], sin[0]), kind=kind)
+    turned = [x if tokens_first else x.transpose(0, 1) for x in results if x is not None]
+    return (turned[0][None], turned[1][None]) if len(heads) == 2 else turned[0][None]
 
 
 @torch.no_grad()
-def _probe(function: Function, like: torch.Tensor, angles: torch.Tensor) -> RotaryKind | None:
-    """How the function rotates heads of this size by angles of this number; None if in no way that we know."""
+def _probe(
+    function: Function, like: list[torch.Tensor], angles: torch.Tensor, tokens_first: bool, kwargs: dict[str, Any]
+) -> RotaryKind | None:
+    """How the function rotates such heads by so many angles; None if in no way that we know."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    dim, count = like.shape[-1], angles.shape[-1]
-    query, key = (random(1, 7, heads, dim).to(like).transpose(1, 2) for heads in (4, 2))
+    dim, count = like[0].shape[-1], angles.shape[-1]
+    heads = [random(1, 7, number, dim).to(like[0]) for number in (4, 2)[: len(like)]]
+    heads = heads if tokens_first else [x.transpose(1, 2) for x in heads]
     cos, sin = random(1, 7, count).to(angles), random(1, 7, count).to(angles)
-    expected = function(query, key, cos, sin)
+    expected = function(*heads, cos, sin, **kwargs)
+    expected = [expected] if len(like) == 1 else list(expected)
     for kind in ROTARY_KINDS:
         turned = count * (2 if kind.doubles else 1)
         if turned > dim or turned % 2:
             continue
-        actual = [
-            rotate_by_torch(x[0].transpose(0, 1), cos[0], sin[0], kind).transpose(0, 1)[None] for x in (query, key)
-        ]
-        if all(map(are_alike, actual, expected)):
+        results = [rotate_by_torch(_rows(x, tokens_first), cos[0], sin[0], kind) for x in heads]
+        if all(are_alike(r, _rows(e, tokens_first)) for r, e in zip(results, expected, strict=True)):
             return kind
     return None

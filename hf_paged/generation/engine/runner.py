@@ -248,17 +248,20 @@ class Runner:
         inner: list[tuple[Sequence, range]] = []
         places: list[int] = []  # in `tokens`, of the positions in `inner`
         for seq, count in plan:
-            first = seq.num_computed_tokens
+            first, known = seq.num_computed_tokens, seq.token_ids
+            end = first + count
             if seq.group.scored_from is not None:
-                own = _inner(seq, first, first + count)
+                own = _inner(seq, first, end)
                 inner.append((seq, own))
                 places += [len(tokens) - first + position for position in own]
-            tokens += seq.token_ids[first : first + count]
-            if first + count > len(seq.token_ids):
+            if end > len(known):
                 assert sampled is not None
+                tokens += known[first:]
                 pending.append((len(tokens), sampled.rows[seq]))
                 tokens.append(0)
-            if first + count == seq.num_tokens:
+            else:
+                tokens += known[first:end]
+            if end == len(known) + seq.num_pending:  # `seq.num_tokens`, hundreds of times in a step
                 seqs.append(seq)
                 rows.append(len(tokens) - 1)
         step = step_arrays(

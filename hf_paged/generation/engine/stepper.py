@@ -146,7 +146,7 @@ class Stepper:
                 continue
             self._changed[request] = None
             self.generated_tokens += 1
-            if seq in top:
+            if top and seq in top:
                 request.sample.top_logprobs.append(top[seq])
             if request.accept(token, logprob, processed, bool(stopped)) is None:
                 seq.token_ids.append(token)

@@ -107,7 +107,7 @@ class SampledTokens:
 
     def read(self) -> list[SampledToken]:
         """Wait for the tokens and return them."""
-        return list(map(SampledToken, self._due, *self._numbers.lists()))
+        return list(map(SampledToken._make, zip(self._due, *self._numbers.lists())))
 
 
 def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:
@@ -159,6 +159,9 @@ def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, 
     alike: dict[object, list[_Planned]] = {}
     for each in due:
         request = each.request
+        if request.is_plain_greedy:
+            alike.setdefault(_PLAIN_GREEDY, []).append(_Planned(each, _NO_EDITS, True))
+            continue
         try:
             chain = request.chain(width)
             edits = chain.edits(each.seq.token_ids) if chain.has_editors else _NO_EDITS

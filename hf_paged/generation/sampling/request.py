@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs, View
+from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores, of_one_request
@@ -72,17 +72,17 @@ class Sample:
     def completion(self, request: Request, num_delivered: int) -> CompletionOutput:
         """It as it stands now. num_delivered: how many of its tokens the reader has got before."""
         if self.seq is None:
-            tokens = View(self.token_ids, 0, len(self.token_ids))
+            tokens = self.token_ids, 0, len(self.token_ids)
         else:
-            tokens = View(self.seq.token_ids, self.seq.num_prompt_tokens, len(self.seq.token_ids))
+            tokens = self.seq.token_ids, self.seq.num_prompt_tokens, len(self.seq.token_ids)
         processed, top = self.processed_logprobs, self.top_logprobs
         return CompletionOutput(
             self.index,
             [
                 tokens,
-                View(self.logprobs, 0, len(self.logprobs)),
-                View(processed, 0, len(processed)) if request.keeps_processed else None,
-                View(top, 0, len(top)) if request.num_top is not None else None,
+                (self.logprobs, 0, len(self.logprobs)),
+                (processed, 0, len(processed)) if request.keeps_processed else None,
+                (top, 0, len(top)) if request.num_top is not None else None,
             ],
             self.cumulative_logprob,
             None,
@@ -234,6 +234,8 @@ class SingleRequest(Request):
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
         self._chain: Chain | None = None
+        self.is_plain_greedy = False
+        """Its tokens are the argmax of the model's own logits, and nothing else is wanted. Known with its chain."""
         # For each criterion; empty: the criteria must always be called.
         self._endings: list[frozenset[int]] | None = None
         self._num_streamed = 0
@@ -241,7 +243,9 @@ class SingleRequest(Request):
     def chain(self, width: int) -> Chain:
         """Its processors for rows of `width` scores, which are known with the first row only."""
         if self._chain is None:
-            self._chain = self._new_chain(width, self.do_sample, draws=self.do_sample)
+            self._chain = chain = self._new_chain(width, self.do_sample, draws=self.do_sample)
+            processes = chain.own or chain.warpers or chain.has_editors
+            self.is_plain_greedy = not (self.do_sample or self.keeps_processed or processes)
         return self._chain
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,11 @@ def target_of(device: torch.device) -> Target:
     return Target("cuda", properties.major * 10 + properties.minor, properties.multi_processor_count)
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether Triton runs a kernel there: on the process's current device."""
+    return device.type == "cpu" or device.index == torch.cuda.current_device()
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch. `args`: every kernel argument by name; `options`: num_warps and num_stages."""
@@ -55,10 +61,40 @@ class Launch:
 
         Returns triton's compiled kernel, which can be run again on equally aligned tensors; None in the interpreter.
         """
-        if device.type == "cpu" or device.index == torch.cuda.current_device():
+        if is_current(device):
             return self.kernel[self.grid](**self.args, **self.options)
         with torch.cuda.device(device):
             return self.kernel[self.grid](**self.args, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A compiled kernel with its arguments in order, to be run again: Triton takes longer to find it by all arguments.
+
+    tensors: (place in `args`, name) of the arguments that differ from run to run. They are None in `args`, which would
+    keep them alive.
+    """
+
+    run: Callable[..., None]
+    args: list[Any]
+    tensors: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def of(cls, launch: Launch, compiled: Any, kept: frozenset[str] = frozenset()) -> Ready:
+        """compiled: what the launch has returned. kept: names of tensors that are the same in every run."""
+        names = [parameter.name for parameter in launch.kernel.params]
+        given = [launch.args[name] for name in names]
+        own = [isinstance(arg, torch.Tensor) and name not in kept for name, arg in zip(names, given)]
+        tensors = tuple((place, name) for place, name in enumerate(names) if own[place])
+        args = [None if is_own else arg for arg, is_own in zip(given, own)]
+        return cls(compiled[(*launch.grid, 1, 1)[:3]], args, tensors)
+
+    def run_on(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Run on the current device and stream. The tensors must be aligned to 16 bytes where those before were."""
+        args = self.args.copy()
+        for place, name in self.tensors:
+            args[place] = tensors[name]
+        self.run(*args)
 
 
 def next_power_of_2(n: int) -> int:

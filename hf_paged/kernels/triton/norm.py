@@ -53,8 +53,8 @@ def _normalised(
 
 @triton.jit
 def add_norm_kernel(
-    rows, residual, total, out, before, before_bias, before_eps, after, after_bias, after_eps,
-    row_stride, residual_stride,
+    rows, residual, total, out, before, before_bias, before_eps, after, after_bias, after_eps, scale,
+    row_stride, residual_stride, SCALES: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program r: row r. BEFORE, AFTER: the kinds of the norms before and after the addition, or None. Every result is
@@ -66,6 +66,8 @@ def add_norm_kernel(
     x = tl.load(rows + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if BEFORE is not None:
         x = _normalised(x, before, before_bias, before_eps, columns, inside, BEFORE, SIZE, dtype).to(tl.float32)
+    if SCALES:
+        x = (x * scale).to(dtype).to(tl.float32)
     if residual is not None:
         x += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
         x = x.to(dtype).to(tl.float32)
@@ -75,11 +77,13 @@ def add_norm_kernel(
         tl.store(out + row * SIZE + columns, y, mask=inside)
 
 
-MAX_SIZE = 32_768  # of a row, which one program keeps in registers
-
-
 def add_norm_launch(
-    rows: torch.Tensor, residual: torch.Tensor | None, results: Rows, before: Norm | None, after: Norm | None
+    rows: torch.Tensor,
+    residual: torch.Tensor | None,
+    results: Rows,
+    before: Norm | None,
+    after: Norm | None,
+    scale: float | None = None,
 ) -> Launch:
     """See `add_norm`."""
     size = rows.shape[1]
@@ -91,6 +95,7 @@ def add_norm_launch(
         "rows": rows, "residual": residual, "total": results.total,
         "out": results.out, "before": first.weight, "before_bias": first.bias, "before_eps": first.eps,
         "after": last.weight, "after_bias": last.bias, "after_eps": last.eps,
+        "scale": 1.0 if scale is None else scale, "SCALES": scale is not None,
         "row_stride": strides[0], "residual_stride": strides[1],
         "BEFORE": None if before is None else tuple(before.kind), "AFTER": None if after is None else tuple(after.kind),
         "SIZE": size, "BLOCK": block,
@@ -99,15 +104,21 @@ def add_norm_launch(
 
 
 def add_norm(
-    rows: torch.Tensor, residual: torch.Tensor | None = None, *, before: Norm | None = None, after: Norm | None = None
+    rows: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    before: Norm | None = None,
+    after: Norm | None = None,
+    scale: float | None = None,
 ) -> Rows:
-    """total = residual + before(rows), and after(total), in one launch; without a norm the rows themselves.
+    """total = residual + scale * before(rows), and after(total), in one launch; without a norm the rows themselves.
 
     rows, residual [num_rows, size], contiguous in their last dimension, of one dtype, which is that of the weights too.
+    size: at most `rows.MAX_SIZE`.
     """
     total = None if residual is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
     out = None if after is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
     results = Rows(total, out)
     if rows.shape[0]:
-        add_norm_launch(rows, residual, results, before, after).run(rows.device)
+        add_norm_launch(rows, residual, results, before, after, scale).run(rows.device)
     return results

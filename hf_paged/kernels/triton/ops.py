@@ -15,7 +15,7 @@ from hf_paged.kernels.metadata import REPEATABLE, SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton import tuning as triton_tuning
 from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, stride_unit, target_of
 from hf_paged.kernels.triton.plan import PLAN_KERNELS, make_plan
-from hf_paged.kernels.triton.repeat import Repeated, ready
+from hf_paged.kernels.triton.repeat import Repeated
 from hf_paged.kernels.triton.split import reduce_kernel, split_kernel
 from hf_paged.kernels.triton.tuning import Tile
 from hf_paged.kernels.triton.whole import whole_kernel
@@ -28,8 +28,8 @@ WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V an
 MAX_WHOLE_TILES = 4
 # Programs of the split kernel per core: one wave, with enough loads in flight to use the memory bandwidth.
 PROGRAMS_PER_CORE = 2
-# Elements of partial results that are loaded at once to be combined: 64 registers of a thread of four warps.
-COMBINED = 8192
+# Elements of partial results that are loaded at once to be combined: 32 registers of a thread of four warps.
+COMBINED = 4096
 _LOG2E = 1.4426950408889634
 
 
@@ -66,7 +66,7 @@ def paged_attention(
             launches.insert(0, write_kv_launch(key, value, key_cache, value_cache, metadata.slot_mapping))
     compiled = [launch.run(query.device) for launch in launches]
     if is_ordinary and launches and None not in compiled and REPEATABLE not in metadata.scratch:
-        again = [ready(*each) for each in zip(launches, compiled) if each[0].kernel not in PLAN_KERNELS]
+        again = [each for each in zip(launches, compiled) if each[0].kernel not in PLAN_KERNELS]
         options = scale, sliding_window, chunk_size, softcap
         metadata.scratch[REPEATABLE] = Repeated(again, inputs, out, options)
     return out if lse is None else (out, lse)

@@ -6,33 +6,15 @@ compiled kernel again by all arguments, would take ten times as long. Knows laun
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_paged.kernels.triton.launch import Launch
+from hf_paged.kernels.triton.launch import Launch, Ready, is_current
 from hf_paged.kernels.validation import layout_of
 
 _INPUTS = ("query", "key_cache", "value_cache", "key", "value")
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A compiled kernel with its arguments in order. own: (place in `args`, name) of each of the layer's tensors."""
-
-    run: Callable[..., None]
-    args: list[Any]
-    own: tuple[tuple[int, str], ...]
-
-
-def ready(launch: Launch, compiled: Any) -> _Ready:
-    """compiled: what the launch has returned."""
-    names = [parameter.name for parameter in launch.kernel.params]
-    grid = (*launch.grid, 1, 1)[:3]
-    own = tuple((place, name) for place, name in enumerate(names) if name in (*_INPUTS, "out"))
-    return _Ready(compiled[grid], [launch.args[name] for name in names], own)
+_OF_LAYER = frozenset((*_INPUTS, "out"))
 
 
 class Repeated:
@@ -41,10 +23,15 @@ class Repeated:
     __slots__ = ("_aligned", "_device", "_dtype", "_launches", "_layout", "_shape")
 
     def __init__(
-        self, launches: list[_Ready], inputs: tuple[torch.Tensor, ...], out: torch.Tensor, options: tuple[Any, ...]
+        self,
+        launches: list[tuple[Launch, Any]],
+        inputs: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
+        options: tuple[Any, ...],
     ) -> None:
-        """inputs, options: see `layout_of`."""
-        self._launches, self._layout, self._aligned = launches, layout_of(inputs, options), _alignment(inputs)
+        """launches: each with what it has returned. inputs, options: see `layout_of`."""
+        self._launches = [Ready.of(launch, run, frozenset(launch.args) - _OF_LAYER) for launch, run in launches]
+        self._layout, self._aligned = layout_of(inputs, options), _alignment(inputs)
         self._shape, self._dtype, self._device = out.shape, out.dtype, out.device
 
     def follow(self) -> bool:
@@ -68,15 +55,12 @@ class Repeated:
         # Triton compiles a kernel anew for addresses that are aligned to 16 bytes where others were not.
         if layout_of(inputs, options) != self._layout or _alignment(inputs) != self._aligned:
             return None
-        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+        if not is_current(self._device):
             return None
         out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         tensors = {"out": out, **dict(zip(_INPUTS, inputs))}
         for launch in self._launches:
-            args = launch.args.copy()  # in place, they would keep the layer's tensors alive
-            for place, name in launch.own:
-                args[place] = tensors[name]
-            launch.run(*args)
+            launch.run_on(tensors)
         return out
 
 

@@ -7,11 +7,13 @@ logits; never requests.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+from hf_paged.kernels.triton.launch import Launch, Ready, is_current, next_power_of_2
 
 PIECE = 8192  # scores of a program
 
@@ -67,6 +69,10 @@ def greedy_launches(
     ]
 
 
+_prepared: dict[tuple[Any, ...], list[Ready]] = {}  # launches by all that they depend on but addresses
+_MAX_PREPARED = 1024
+
+
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [num_rows, vocab] of any floating dtype, contiguous in its last dimension -> the most likely tokens (the
     first of equal ones) int64 [num_rows] and their log-probabilities fp32 [num_rows], NaN where the logits are."""
@@ -75,7 +81,17 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
     size = num_rows * triton.cdiv(logits.shape[1], PIECE)
     scratch = [torch.empty(size, dtype=dtype, device=device) for dtype in (torch.float32, torch.float32, torch.int32)]
-    if num_rows:
-        for launch in greedy_launches(logits, best, logprobs, scratch):
-            launch.run(device)
+    if not num_rows:
+        return best, logprobs
+    key = logits.shape, logits.stride(0), logits.dtype, device, logits.data_ptr() % 16 == 0
+    prepared = _prepared.get(key)
+    if prepared is not None and is_current(device):
+        tensors = dict(zip(("peaks", "totals", "places"), scratch), logits=logits, best=best, logprobs=logprobs)
+        for ready in prepared:
+            ready.run_on(tensors)
+        return best, logprobs
+    launches = greedy_launches(logits, best, logprobs, scratch)
+    compiled = [launch.run(device) for launch in launches]
+    if None not in compiled and len(_prepared) < _MAX_PREPARED:
+        _prepared[key] = [Ready.of(*each) for each in zip(launches, compiled)]
     return best, logprobs
