@@ -58,11 +58,14 @@ def bytes_of_step(model: Any, batch: int, context: int) -> int:
     return int(weights + batch * context * kv)
 
 
-def open_engine(model: Any, batch: int, context: int, steps: int) -> hf_paged.Engine:
+def open_engine(model: Any, batch: int, steps: int, args: argparse.Namespace) -> hf_paged.Engine:
     """An engine in which `batch` requests decode; their prompts have been computed."""
+    context = args.context
     tokens = context + WARM_STEPS + steps + 2
     blocks = batch * (-(-tokens // 16) + 1)
-    engine = hf_paged.Engine(model, {"num_blocks": blocks}, {"prefix_caching": False})
+    engine = hf_paged.Engine(
+        model, {"num_blocks": blocks}, {"prefix_caching": False}, fuse=False if args.no_fuse else None
+    )
     generator = torch.Generator().manual_seed(0)
     for _ in range(batch):
         ids = torch.randint(1, model.config.vocab_size, (context,), generator=generator)
@@ -74,7 +77,7 @@ def open_engine(model: Any, batch: int, context: int, steps: int) -> hf_paged.En
 
 
 def measure(model: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    with open_engine(model, batch, args.context, args.steps) as engine:
+    with open_engine(model, batch, args.steps, args) as engine:
         # Requests whose prompts came first have decoded meanwhile and end first; the last to start sets the limit.
         for _ in range(WARM_STEPS // 2):
             engine.step()
@@ -95,7 +98,7 @@ def measure(model: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
 def profile(model: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Kernels (on a CPU: operations) of one step, by name: how often they run a layer, and their time a step."""
     steps = min(args.steps, 10)
-    with open_engine(model, batch, args.context, steps + WARM_STEPS) as engine:
+    with open_engine(model, batch, steps + WARM_STEPS, args) as engine:
         for _ in range(WARM_STEPS):
             engine.step()
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -140,6 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step instead of timing steps")
+    parser.add_argument("--no-fuse", action="store_true", help="leave decoder layers to torch but for their attention")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     args.seed = 0

@@ -57,8 +57,12 @@ part_engine() {
 }
 
 part_profile() {
-  timeout "$limit" "$python" benchmarks/decode_step.py --device cuda --model 8b --batch 8 --profile \
-    --json "$out/profile.json"
+  local status=0
+  timeout 240 "$python" benchmarks/decode_step.py --device cuda --model 8b --batch 8 --profile \
+    --json "$out/profile.json" || status=1
+  timeout 240 "$python" benchmarks/decode_step.py --device cuda --model 8b --batch 1 8 64 --no-fuse \
+    --json "$out/decode-step-no-fuse.json" || status=1
+  return "$status"
 }
 
 failed=()

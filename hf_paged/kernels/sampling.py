@@ -139,11 +139,39 @@ def draws_natively(device: torch.device) -> bool:
     return ops.default_impl(device) == "native" and native_ops.draws_like_torch()
 
 
+def removes_unsorted(device: torch.device) -> bool:
+    """Whether top-p sorts no row. For rows without a seed, whose tokens no other program draws."""
+    return ops.default_impl(device) == "triton"
+
+
+def keep_nucleus_unsorted(scores: torch.Tensor, top_p: Sequence[float]) -> None:
+    """scores fp32 [num_rows, vocab] on a GPU: what top-p removes from row i becomes -inf, apart from rounding."""
+    from hf_paged.kernels.triton import nucleus  # without a GPU there may be no triton
+
+    removed = to_device(1 - np.array(top_p, dtype=np.float32), scores.device)
+    nucleus.keep_nucleus_unsorted(scores, removed)
+
+
+def rehearse(logits: torch.Tensor) -> None:
+    """Run the kernels that a step of an engine may need for logits [num_rows, vocab], so that they are compiled."""
+    greedy(logits)
+    if removes_unsorted(logits.device):
+        keep_nucleus_unsorted(logits.float(), [0.5] * len(logits))
+
+
 def sample_top_p(
     scores: torch.Tensor, warpers: Sequence[Any], generators: Sequence[torch.Generator | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `sample_tokens` (one token a row, int64 [num_rows]) after a top-p warper of transformers for each row, where
-    `draws_natively`. A row for which that is not certain without sorting it, one in hundreds, goes the warper's way."""
+    `draws_natively`. A row for which that is not certain without sorting it, one in hundreds, goes the warper's way.
+
+    Where `removes_unsorted`, no row is sorted, and `scores` are changed in place. Sums of probabilities are rounded
+    otherwise than the warper's.
+    """
+    if removes_unsorted(scores.device):
+        keep_nucleus_unsorted(scores, [warper.top_p for warper in warpers])
+        tokens, invalid = sample_tokens(scores, generators)
+        return tokens.squeeze(1), invalid
     each = [torch.default_generator if g is None else g for g in generators]
     tokens, undecided = native_ops.draw_top_p(scores, [warper.top_p for warper in warpers], each)
     invalid = scores.new_zeros(len(scores))

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.kernels.metadata import SHORT_QUERY, step_arrays
-from hf_paged.kernels.sampling import greedy
+from hf_paged.kernels.sampling import rehearse
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
@@ -86,7 +86,7 @@ class WarmUp:
             step = replace(step, max_seq_len=2**30, shares=rehearsal.shares)
         ids = torch.zeros(sum(query_lens), dtype=torch.int64, device=device)
         wanted = None if rehearsal.query_lens[0] == 1 else ids[-1:]  # decode steps take the logits of all tokens
-        greedy(self._packed.forward(ids, ids, step.metadata(device), wanted))
+        rehearse(self._packed.forward(ids, ids, step.metadata(device), wanted))
 
 
 def warm_up(

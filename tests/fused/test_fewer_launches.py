@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.kernels import ops
+from hf_paged.kernels.triton import gate, norm, rotary
 from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
 from tests.architectures.tiny import tiny_model
@@ -170,6 +171,53 @@ def test_behaviour_that_few_tokens_do_not_show(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setitem(space, ROTARY, scaling)
         assert kinds(scaled) == {"MLP", "layer", "norm"}
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_kernels_that_fail_or_give_something_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> torch.Tensor:
+        raise RuntimeError("no assembler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gate, "gated", fails)
+        assert kinds(copy.deepcopy(models.shared("llama"))) == {"attention", "layer", "norm"}
+    assert "2 layers (of 2 attentions); LlamaMLP: RuntimeError: no assembler" in caplog.text
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(rotary, "rotate", lambda *args, **kwargs: fewer.rotate(*args, **kwargs | {"angles": None}))
+        assert kinds(copy.deepcopy(models.shared("llama"))) == {"MLP", "layer", "norm"}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            norm, "add_norm", lambda rows, *added, **norms: fewer.add_norm(rows, *(x * 2 for x in added), **norms)
+        )
+        assert kinds(copy.deepcopy(models.shared("gemma3"))) == {"attention", "MLP", "norm"}
+    assert not caplog.text
+
+
+class Positional(nn.Module):
+    """A layer that passes what it gets by place."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.one, self.two, self.attend, self.mix = (
+            layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn, layer.mlp
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        angles, mask, cache = kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
+        x = x + self.attend(self.one(x), angles, mask, cache)[0]
+        return x + self.mix(self.two(x))
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_arguments_by_place_and_other_names() -> None:
+    model = copy.deepcopy(models.shared("llama"))
+    expected = by_generate(model)
+    model.model.layers = nn.ModuleList(map(Positional, model.model.layers))
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert kinds(model) == ALL | {"norm"} and run(engine) == expected
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import host_step
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import REPEATABLE
 from hf_paged.kernels.triton.launch import Launch
+from hf_paged.kernels.triton.sampling import greedy
 from tests.kernels.cases import Case, make_batch
 
 CASES = {
@@ -76,9 +77,38 @@ def compared(name: str) -> dict[str, Any]:
     return {"name": name, "equal": equal, "bound": bound[::2], "each": bound[1]}
 
 
+def greedy_launches() -> dict[str, Any]:
+    """Greedy tokens of two steps, of rows that are not aligned to 16 bytes, and of more rows.
+
+    args: whether the launcher gets the logits and the results of each call.
+    """
+    bound: list[int] = []
+    launched: list[tuple[Any, ...]] = []
+    run = Launch.run
+
+    def counted(self: Launch, device: torch.device) -> Any:
+        bound[-1] += 1
+        return run(self, device)
+
+    args = []
+    memory = torch.empty(8, 40_000, dtype=torch.bfloat16)
+    with (
+        mock.patch.object(host_step.Compiled, "run", lambda self, *args: launched.append(args)),
+        mock.patch.object(Launch, "run", counted),
+    ):
+        for logits in (memory[:4], memory[2:6], memory.view(-1)[4:160_004].view(4, -1), memory):
+            bound.append(0)
+            launched.clear()
+            results = greedy(logits)
+            pieces, best = launched
+            args.append(any(x is logits for x in pieces) and all(any(x is each for x in best) for each in results))
+    return {"name": "greedy", "bound": bound, "args": args}
+
+
 if __name__ == "__main__":
     with ExitStack() as stack:
         for patch in host_step.launches():
             stack.enter_context(patch)
         for name in CASES:
             print(json.dumps(compared(name)))
+        print(json.dumps(greedy_launches()))

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from hf_paged.kernels import ops, sampling
 from hf_paged.kernels.triton import launch as triton_launch
+from hf_paged.kernels.triton import nucleus
 from hf_paged.kernels.triton import sampling as triton_sampling
 
 GPU = torch.cuda.is_available()
@@ -44,6 +46,40 @@ def test_greedy(vocab: int, dtype: torch.dtype) -> None:
     assert torch.equal(logits.gather(1, tokens[:, None]), logits.gather(1, best[:, None]))
     assert torch.equal(tokens, (logits == logits.amax(-1, keepdim=True)).int().argmax(-1))  # the first of equal ones
     torch.testing.assert_close(logprobs, wanted, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999])
+@interpreted
+def test_top_p_without_sorting(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers' warper keeps with exact sums, apart from scores at the limit; of equal ones the last."""
+    monkeypatch.setattr(nucleus, "BLOCK", 64)
+    scores = torch.randn(9, 203, generator=torch.Generator().manual_seed(0)) * 3
+    scores[1] = scores[1].mul(2).round().div(2)
+    scores[2], scores[3, 3:], scores[4] = 0.5, -INF, -INF
+    scores[5, 7], scores[6, 150], scores[7, :] = NAN, INF, scores[7].abs().neg() - 200
+    kept = nucleus.keep_nucleus_unsorted(scores.to(DEVICE, copy=True), torch.full((9,), 1 - top_p, device=DEVICE)).cpu()
+    ascending, order = scores.double().sort(dim=1, stable=True)
+    sums = ascending.softmax(1).cumsum(1)
+    removed = sums <= 1 - top_p
+    removed[:, -1] = False
+    at_limit = (sums - (1 - top_p)).abs() < 1e-5
+    at_limit[:, -1] = False
+    wanted = scores.masked_fill(torch.empty_like(removed).scatter(1, order, removed), -INF)
+    differs = (kept != wanted) & ~(kept.isnan() & wanted.isnan())
+    assert not (differs & ~torch.empty_like(removed).scatter(1, order, at_limit)).any()
+    assert int((kept[2] > -INF).sum()) == max(1, round(203 * top_p)) and kept[2, -1] == 0.5
+
+
+@interpreted
+def test_rows_without_a_seed_are_drawn_from_what_top_p_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops._default_impl, DEVICE, "triton")
+    scores = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).mul(3).to(DEVICE)
+    scores[3, 5] = NAN
+    warpers = [TopPLogitsWarper(top_p) for top_p in (0.1, 0.5, 0.9, 0.5)]
+    kept = torch.cat([warper(None, row[None]) for warper, row in zip(warpers, scores)])
+    for _ in range(4):
+        tokens, invalid = sampling.sample_top_p(scores.clone(), warpers, [None] * 4)
+        assert (kept.gather(1, tokens[:, None]) > -INF)[:3].all() and invalid.isnan().tolist() == [False] * 3 + [True]
 
 
 @interpreted

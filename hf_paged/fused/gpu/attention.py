@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from hf_paged.fused.gpu.parts import NormOf, Part, norm_of
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of, same_memory
 from hf_paged.integration.attention import HANDLE, LayerHandle, attention_forward
-from hf_paged.kernels.rows import ROTARY_KINDS, RotaryKind, are_alike, are_close, normalise
+from hf_paged.kernels.rows import ROTARY_KINDS, RotaryKind, are_alike, normalise
 from hf_paged.kernels.rows import rotate as rotate_by_torch
 from hf_paged.model.packed import PackedCache
 
@@ -80,7 +81,9 @@ class AttentionPart(Part):
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         rows, cache, mask = (at(p, args, kwargs) for p in (self._places.rows, self._places.cache, self._places.mask))
         angles = None if self._places.angles is None else at(self._places.angles, args, kwargs)
-        if not isinstance(cache, PackedCache) or not self._fits(cache, rows, angles):
+        if not isinstance(cache, PackedCache) or not isinstance(rows, torch.Tensor):
+            return self.plain(*args, **kwargs)
+        if not self._fits(cache, rows, angles):
             return self.plain(*args, **kwargs)
         module = self.module
         projected = {name: module._modules[name](rows) for name in self._linears}  # type: ignore[misc]
@@ -148,10 +151,7 @@ def _name_of_parameter(module: nn.Module, tensor: Any) -> str:
 
 
 def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
-    """The part for a module that attended through us, if all it computed before and after is known; else None.
-
-    Call it within the recorded step: the part is tried on the same arguments.
-    """
+    """The part for a module that attended through us, if all it computed before and after is known; else None."""
     if call.reads != 1 or call.key is None or call.value is None or not cache.handles:
         return None
     handle, rows = cache.handles[-1], call.input
@@ -168,12 +168,14 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     sources, rotary = found
     if rotary is None:
         places = replace(places, angles=None)
-    part = AttentionPart(call, places, sources, rotary, handle, last.name)
-    expected, own = _written(handle, cache), call.result
-    actual = part.compute(*call.args, **call.kwargs)
-    actual = actual[0] if isinstance(actual, tuple) else actual
-    again = _written(handle, cache)
-    return part if all(map(_are_near, (actual, *again), (own, *expected))) else None
+    return AttentionPart(call, places, sources, rotary, handle, last.name)
+
+
+def written(cache: PackedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the K and V that the last layer of the step has written."""
+    handle = cache.handles[-1]
+    key, value = (kv.flatten(0, 1)[handle.metadata.slot_mapping] for kv in handle.kv)
+    return key, value
 
 
 _OPERATIONS = {"mul", "neg", "cat", "add", "sub", "stack", "_to_copy", "clone", "copy_", "index", "index_select"}
@@ -193,28 +195,24 @@ def _rest_is_constant(call: Call) -> bool:
     return not isinstance(call.output, tuple) or all(item is None for item in call.output[1:])
 
 
-def _are_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    return are_close(actual, expected, 1e-4 if expected.dtype == torch.float32 else 0.04)
-
-
-def _written(handle: LayerHandle, cache: PackedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the K and V that the step has written."""
-    slots = handle.metadata.slot_mapping
-    key, value = (kv.flatten(0, 1)[slots] for kv in handle.kv)
-    return key, value
-
-
 def _places_of(call: Call, rows: Any) -> Places | None:
     if not isinstance(rows, torch.Tensor) or rows.dim() != 3:
         return None
     num_tokens = rows.shape[1]
     found = place_of(call, lambda x: x is rows), place_of(call, lambda x: isinstance(x, PackedCache))
-    mask: Place | None = "attention_mask" if "attention_mask" in call.kwargs else None
-    if mask is None:
-        mask = place_of(call, lambda x: type(x).__name__ == "MaskPattern")
+    mask = _place_of_mask(call)
     if found[0] is None or found[1] is None or mask is None:
         return None
     return Places(found[0], found[1], mask, place_of(call, lambda x: are_angles(x, num_tokens)))
+
+
+def _place_of_mask(call: Call) -> Place | None:
+    """Where the module gets its mask, which is None in a causal layer."""
+    if "attention_mask" in call.kwargs:
+        return "attention_mask"
+    names = list(inspect.signature(type(call.module).forward).parameters)[1:]
+    index = names.index("attention_mask") if "attention_mask" in names else len(call.args)
+    return index if index < len(call.args) else None
 
 
 def _sources_of(

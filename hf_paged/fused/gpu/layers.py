@@ -84,7 +84,7 @@ class LayerPart(Part):
     def _attend(self, rows: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         attention: Any = self.module._modules[self._attention]
         passed = {name: value if place is None else at(place, args, kwargs) for name, place, value in self._passed}
-        positional = [passed.pop(i) for i in range(len(passed)) if i in passed]
+        positional = [passed.pop(i) for i in sorted(name for name in passed if isinstance(name, int))]
         if isinstance(self._attention_rows, int):
             positional.insert(self._attention_rows, rows)
         else:

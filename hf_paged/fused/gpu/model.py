@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn.modules import module as _module
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.fused.gpu.attention import AttentionPart, attention_part
+from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
 from hf_paged.fused.gpu.layers import layer_part
 from hf_paged.fused.gpu.parts import NormPart, Part, activation_part, gated_part, norm_of
 from hf_paged.fused.gpu.rotary import rotary_functions
 from hf_paged.fused.gpu.trace import Call, Trace
+from hf_paged.kernels.rows import are_close
 from hf_paged.model.devices import device_of
 from hf_paged.model.overrides import Overrides, Patch
 from hf_paged.model.packed import PackedModel
@@ -69,7 +70,7 @@ class FusedParts:
         self._classes = list(dict.fromkeys(owner for part in self._parts for owner in part.classes))
         self._overrides = Overrides()
         self._rotary = rotary_functions(model)
-        log.info("%s: %s", type(model).__name__, self)
+        log.log(logging.WARNING if found.errors else logging.INFO, "%s: %s", type(model).__name__, self)
 
     def __str__(self) -> str:
         return self._summary
@@ -114,7 +115,7 @@ class _Finder:
     def __init__(self, model: nn.Module) -> None:
         self._found: dict[nn.Module, Part] = {}
         self._attentions: set[nn.Module] = set()
-        self._errors: list[str] = []
+        self.errors: list[str] = []
         memory = PagedMemory(TRIAL_TOKENS, 1)
         self._cache = PackedModel(model, memory).cache
         trace = Trace(model, self._cache, self._finished)
@@ -129,7 +130,7 @@ class _Finder:
             with torch.no_grad(), trace:
                 packed.forward(ids, _positions(model).to(device), metadata)
         except PROBE_ERRORS as error:  # a model need not run on so many tokens
-            self._errors.append(first_line(error))
+            self.errors.append(first_line(error))
 
     @property
     def parts(self) -> list[Part]:
@@ -139,16 +140,18 @@ class _Finder:
         """One line: what is computed by our kernels, and for how many of the attentions."""
         counts = Counter(part.kind for part in self.parts)
         text = ", ".join(f"{count} {kind}s" for kind, count in counts.items()) or "nothing"
-        error = f"; {self._errors[0]}" if self._errors else ""
+        error = f"; {self.errors[0]}" if self.errors else ""
         return f"computed in fewer launches: {text} (of {len(self._attentions)} attentions){error}"
 
     def _finished(self, call: Call) -> None:
         handles = len(self._cache.handles)
         try:
             part = self._part_of(call)
+            if part is not None and not self._is_right(part, call):
+                part = None
         except Exception as error:  # a foreign module may raise anything when it is tried; then it stays as it is
             part = None
-            self._errors.append(f"{type(call.module).__name__}: {first_line(error)}")
+            self.errors.append(f"{type(call.module).__name__}: {first_line(error)}")
         del self._cache.handles[handles:]
         if part is not None:
             self._found[call.module] = part
@@ -168,6 +171,15 @@ class _Finder:
         # torch computes its own norms in one launch already.
         is_called = len(call.args) == 1 and not call.kwargs and type(call.module) not in (nn.LayerNorm, nn.RMSNorm)
         return NormPart(norm) if is_called else None
+
+    def _is_right(self, part: Part, call: Call) -> bool:
+        """Whether the part gives what its module gave. It is tried within the recorded step, on the same arguments."""
+        attends = isinstance(part, AttentionPart)
+        expected = [call.result, *(written(self._cache) if attends else ())]
+        result = part.compute(*call.args, **call.kwargs)
+        actual = [result[0] if isinstance(result, tuple) else result, *(written(self._cache) if attends else ())]
+        tolerance = 1e-4 if call.result.dtype == torch.float32 else 0.04
+        return all(are_close(one, other, tolerance) for one, other in zip(actual, expected, strict=True))
 
 
 def _positions(model: Any) -> torch.Tensor:

@@ -67,16 +67,16 @@ _probed: dict[tuple[Any, ...], NormKind | None] = {}
 
 
 class NormOf:
-    """The norm that a module computes, with its current weight."""
+    """The norm that a module computes, with its current weight and epsilon."""
 
-    def __init__(self, module: nn.Module, eps: float, kind: NormKind, size: int) -> None:
+    def __init__(self, module: nn.Module, kind: NormKind, size: int) -> None:
         self.module = module
         self.size = size
-        self._eps, self._kind = eps, kind
+        self._kind = kind
 
     def __call__(self) -> Norm:
         parameters = self.module._parameters
-        return Norm(parameters.get("weight"), parameters.get("bias"), self._eps, self._kind)
+        return Norm(parameters.get("weight"), parameters.get("bias"), _epsilon(self.module), self._kind)
 
     def takes(self, rows: torch.Tensor) -> bool:
         weight = self.module._parameters.get("weight")
@@ -104,7 +104,7 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
     if key not in _probed:
         _probed[key] = _probe_norm(module, size, dtype, eps, device)
     kind = _probed[key]
-    return None if kind is None else NormOf(module, eps, kind, size)
+    return None if kind is None else NormOf(module, kind, size)
 
 
 def _epsilon(module: nn.Module) -> float:

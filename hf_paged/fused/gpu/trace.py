@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hf_paged.integration.attention import packed_cache
 from hf_paged.kernels import ops
 from hf_paged.model.overrides import Overrides, Patch, mark
 from hf_paged.model.packed import PackedCache
@@ -113,7 +114,8 @@ class Trace(TorchDispatchMode):
 
     def _recorder(self, module: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._paused:
+            # Another thread may use the model meanwhile.
+            if self._paused or packed_cache.get() is not self._cache:
                 return type(module).forward(module, *args, **kwargs)
             call = Call(module, args, kwargs, self._stack[-1])
             self._stack[-1].children.append(call)

@@ -22,7 +22,7 @@ from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores, of_one_request
 from hf_paged.generation.sampling.scores import PromptScores
 from hf_paged.kernels.metadata import to_device
-from hf_paged.kernels.sampling import draws_natively
+from hf_paged.kernels.sampling import draws_natively, removes_unsorted
 
 NOT_FINITE = "the model's logits are NaN"
 NOTHING_LEFT = "after the logits processors no token has a probability"
@@ -181,7 +181,7 @@ class Request:
         return checked_scores(self.processors(self._rows(), scores), scores)
 
     def _new_chain(self, width: int, *options: object, draws: bool) -> Chain:
-        """The processors for rows of `width` scores. draws: a token is drawn from each row."""
+        """The processors for rows of `width` scores. draws: `sample_top_p` draws a token from each row, if it can."""
         chain = chain_of(
             self.processors,
             width,
@@ -189,7 +189,7 @@ class Request:
             self.keeps_processed,
             callers=self._own_processors,
             on_cpu=self.device.type == "cpu",
-            is_drawn=draws and not self.keeps_processed and draws_natively(self.device),
+            is_drawn=draws and not self.keeps_processed,
         )
         if not chain.own and not self.criteria:
             self.keeps_history, self._history = False, None
@@ -243,7 +243,8 @@ class SingleRequest(Request):
     def chain(self, width: int) -> Chain:
         """Its processors for rows of `width` scores, which are known with the first row only."""
         if self._chain is None:
-            self._chain = chain = self._new_chain(width, self.do_sample, draws=self.do_sample)
+            unsorted = draws_natively(self.device) or (self.generator is None and removes_unsorted(self.device))
+            self._chain = chain = self._new_chain(width, self.do_sample, draws=self.do_sample and unsorted)
             processes = chain.own or chain.warpers or chain.has_editors
             self.is_plain_greedy = not (self.do_sample or self.keeps_processed or processes)
         return self._chain
@@ -340,6 +341,7 @@ class ForkingRequest(Request):
     def chains(self, width: int, *, draws: bool = False) -> list[Chain]:
         """The processors of each sample or beam. They know its tokens so far."""
         if self._chains is None:
+            draws = draws and draws_natively(self.device)
             self._chains = [self._new_chain(width, draws=draws)] * self.num_rows
         return self._chains
 
