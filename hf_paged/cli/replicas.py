@@ -99,11 +99,13 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
             include_dashboard=False,
             log_to_driver=given["log_level"].value == "debug",
         )
-    stop = threading.Event()
+    stop, has_begun = threading.Event(), False
     try:
         _on_signals(_interrupt)  # Ray has set handlers of its own
         serve.start(http_options={"host": host, "port": port})
-        serve.run(build_app(args), name=_APP, route_prefix="/")
+        app = build_app(args)
+        has_begun = True
+        serve.run(app, name=_APP, route_prefix="/")
         _on_signals(lambda *_: stop.set())
         log.info("running on http://%s:%d (Ctrl-C ends it), %d replicas", host, port, args.replicas)
         stop.wait()
@@ -111,7 +113,10 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
     finally:
         _on_signals(signal.SIG_IGN)
         try:
-            serve.delete(_APP)
+            if has_begun:  # else an application of that name is another program's
+                serve.delete(_APP)
+        except Exception:  # what ended the server is raised
+            log.exception("the application could not be deleted")
         finally:
             ray.shutdown()
     return 0

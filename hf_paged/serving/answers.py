@@ -48,8 +48,8 @@ class Outcome:
     cause: BaseException | None = None
 
     def note(self, outputs: Iterable[RequestOutput]) -> None:
-        """Outputs that have changed."""
-        for metrics in (output.metrics for output in outputs):
+        """Outputs that have changed. What they say changes with the first token and at the end only."""
+        for metrics in (each.metrics for each in outputs if each.finished or self.first_token_seconds is None):
             if (waited := metrics.queue_time) is not None:
                 self.queue_seconds = max(waited, self.queue_seconds or 0.0)
             if (first := metrics.time_to_first_token) is not None:

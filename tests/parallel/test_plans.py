@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.generation.engine import parallel, sizing
+from hf_paged.generation.engine.plan import Forward
 from hf_paged.generation.engine.ranks import check_heads
+from hf_paged.kernels.metadata import StepArrays, step_arrays
 from tests import models
 from tests.generation.test_engine import config, solo
 
@@ -132,6 +136,23 @@ def test_a_plan_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     with follower, driver:
         driver.generate(models.prompts(*[50] * 64), config("greedy", max_new_tokens=4))
     assert max(line.num_bytes[-3:]) < 16_384 // 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("wanted", [None, [0]])
+def test_a_forward_is_pickled_with_aligned_arrays(count: int, wanted: list[int] | None) -> None:
+    tables = [[[index, 7] for index in range(count)]] * 2
+    rows = None if wanted is None else np.array(wanted)
+    tokens = np.arange(2 * count)[::2]  # not contiguous
+    sent = Forward(tokens, step_arrays(tables, [20] * count, [1] * count, 16), rows, b"adapters")
+    got = pickle.loads(pickle.dumps(sent))
+    for name in (field.name for field in dataclasses.fields(StepArrays)):
+        theirs, ours = getattr(got.step, name), getattr(sent.step, name)
+        np.testing.assert_equal(theirs, ours)
+        for array in theirs if isinstance(theirs, list) else [theirs] if isinstance(theirs, np.ndarray) else []:
+            assert array.flags.aligned and array.flags.writeable
+    np.testing.assert_equal((got.tokens, got.wanted, got.adapters), (sent.tokens, sent.wanted, sent.adapters))
+    assert got.tokens.dtype == sent.tokens.dtype
 
 
 def test_what_a_follower_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,15 @@ class Forward:
         if self.wanted is not None:
             arrays.append(self.wanted)
         forms = [(array.dtype.char, array.shape) for array in arrays]
+        data = bytearray()
+        for array in arrays:
+            data += array.tobytes()
+            data += bytes(-len(data) % _ALIGNMENT)
         numbers = [getattr(step, name) for name in _NUMBERS]
-        return _forward, (forms, bytearray().join(arrays), len(step.block_tables), numbers, self.adapters)
+        return _forward, (forms, data, len(step.block_tables), numbers, self.adapters)
 
 
+_ALIGNMENT = 8  # bytes, of the largest elements
 _ARRAYS = ("positions", "seq_lens", "query_start_loc")
 _NUMBERS = [field.name for field in fields(StepArrays) if field.name not in (*_ARRAYS, "block_tables", "slots")]
 
@@ -52,7 +57,7 @@ def _forward(
     start = 0
     for dtype, shape in forms:
         arrays.append(np.ndarray(shape, dtype, data, start))
-        start += arrays[-1].nbytes
+        start += -(-arrays[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
     tables, rest = len(_ARRAYS), len(_ARRAYS) + 2 * groups
     step = StepArrays(
         **dict(zip(_ARRAYS, arrays)),
