@@ -119,7 +119,7 @@ def test_an_open_server_needs_a_key() -> None:
 def test_the_command_refuses_before_it_loads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hf_paged.serving.server.run_server", lambda *args, **options: 0)  # it would serve for ever
+    monkeypatch.setattr("hf_paged.serving.server.Server.run", lambda self, sockets: None)  # it would serve for ever
     for argv, words in {
         ("--host", "0.0.0.0"): "--api-key",
         ("--api-key", " "): "API key is empty",
