@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hmac
-import socket
 import subprocess
 import sys
 import threading
@@ -117,7 +116,10 @@ def test_an_open_server_needs_a_key() -> None:
         check_exposure(host, (), allow_no_key=False)
 
 
-def test_the_command_refuses_before_it_loads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_before_it_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hf_paged.serving.server.Server.run", lambda self, sockets: None)  # it would serve for ever
     for argv, words in {
         ("--host", "0.0.0.0"): "--api-key",
         ("--api-key", " "): "API key is empty",
@@ -165,10 +167,9 @@ def test_bodies_have_a_limit_of_size() -> None:
 
 def test_bodies_have_a_limit_of_time() -> None:
     with serving(limits=Limits(body_seconds=0.05)) as running:
-        host, port = running.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
-            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+        slow = running.connect()
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+        assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_fan_out_has_limits(server: Running) -> None:

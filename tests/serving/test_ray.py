@@ -81,6 +81,52 @@ def test_the_application() -> None:
 
 
 @needs_ray
+def test_the_ingress_asks_for_the_key() -> None:
+    """Before any replica is asked, with the settings that the application has given it."""
+    import asyncio
+    from types import SimpleNamespace
+    from typing import Any
+
+    from hf_paged.serving.ray import Ingress, build_app
+
+    fields = {"api_keys": ["k"], "limits": {"body": 5}}
+    _, settings, _ = build_app({"checkpoint": str(CHECKPOINT), "settings": fields})._bound_deployment.init_args
+    asked: list[Any] = []
+
+    async def answer(request: Any) -> Any:
+        asked.append(request)
+        head = {"type": "http.response.start", "status": 200, "headers": []}
+        for messages in ((), (head, {"type": "http.response.body", "body": b"", "more_body": False})):
+            yield SimpleNamespace(replica="r", messages=messages)
+
+    async def status_of(path: str, key: bytes, body: bytes = b"{}") -> int:
+        engines: Any = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=answer))
+        ingress, sent = Ingress(engines, settings, 60.0), list[Any]()
+        headers = [(b"authorization", b"Bearer " + key), (b"content-length", b"%d" % len(body))]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        given = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return given.pop() if given else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        response: Any = await ingress(SimpleNamespace())  # type: ignore[arg-type]
+        await asyncio.wait_for(response(scope, receive, send), 60)
+        return int(sent[0]["status"])
+
+    async def run() -> None:
+        for path in ("/v1/completions", "/v1/models", "/metrics", "/no/such/route"):
+            assert await status_of(path, b"wrong") == 401
+        assert await status_of("/v1/completions", b"k", b"x" * 6) == 413
+        assert not asked
+        assert await status_of("/v1/completions", b"k") == 200 and len(asked) == 1
+
+    asyncio.run(run())
+
+
+@needs_ray
 def test_the_ingress_needs_no_torch() -> None:
     """It starts in a second or two, and takes little memory."""
     code = "import sys, hf_paged.serving.ray; print('torch' in sys.modules)"
