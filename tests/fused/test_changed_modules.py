@@ -126,6 +126,12 @@ def test_a_factor_of_the_sums() -> None:
             assert kinds(changed) == ALL | {"norm"} and computes_as_plain(engine, changed)
 
 
+def test_the_scaling_of_an_attention(model: Any, engine: Engine) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 4
+    assert computes_as_plain(engine, model)
+
+
 def test_an_attention_of_two_layers(model: Any) -> None:
     shared = model.model.layers[0].self_attn
     model.model.layers[1].self_attn = shared

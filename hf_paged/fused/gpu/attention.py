@@ -74,6 +74,7 @@ class AttentionPart(Part):
         self._linears = list(dict.fromkeys(source.linear for source in sources))
         self._layer_idx = handle.layer_idx
         self._options = {name: value for name, value in handle.options.items() if name != "s_aux"}
+        self._scaling = _name_of_factor(call.module, handle.options["scaling"])
         self._sinks = _name_of_parameter(call.module, handle.options["s_aux"])
         self._rest: tuple[Any, ...] | None = call.output[1:] if isinstance(call.output, tuple) else None
 
@@ -91,7 +92,8 @@ class AttentionPart(Part):
         query = self._rotate(heads, angles, handle).transpose(0, 1).unsqueeze(0)
         setattr(query, HANDLE, handle)
         sinks = module._parameters[self._sinks] if self._sinks else None
-        attended, _ = attention_forward(module, query, query, query, mask, s_aux=sinks, **self._options)
+        options = self._options | ({"scaling": getattr(module, self._scaling)} if self._scaling else {})
+        attended, _ = attention_forward(module, query, query, query, mask, s_aux=sinks, **options)
         out = module._modules[self._out](attended.flatten(2))  # type: ignore[misc]
         return out if self._rest is None else (out, *self._rest)
 
@@ -144,6 +146,11 @@ def _name_of_parameter(module: nn.Module, tensor: Any) -> str:
     if tensor is None:
         return ""
     return next(name for name, parameter in module._parameters.items() if parameter is tensor)
+
+
+def _name_of_factor(module: nn.Module, factor: Any) -> str:
+    """The name of the module's attribute that is the number `factor`; "" if none is, as when it is computed."""
+    return next((name for name, value in vars(module).items() if isinstance(value, float) and value is factor), "")
 
 
 # -- recognition -----------------------------------------------------------------------------------------------------
