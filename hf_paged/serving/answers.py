@@ -46,14 +46,19 @@ class Outcome:
     first_token_seconds: float | None = None
     status: str = "unfinished"
     cause: BaseException | None = None
+    _begun: set[str] = field(default_factory=set)  # requests that have their first token
 
     def note(self, outputs: Iterable[RequestOutput]) -> None:
-        """Outputs that have changed. What they say changes with the first token and at the end only."""
-        for metrics in (each.metrics for each in outputs if each.finished or self.first_token_seconds is None):
+        """Outputs that have changed. The times of a request change until its first token and at its end only."""
+        for output in outputs:
+            if output.request_id in self._begun and not output.finished:
+                continue
+            metrics = output.metrics
             if (waited := metrics.queue_time) is not None:
                 self.queue_seconds = max(waited, self.queue_seconds or 0.0)
             if (first := metrics.time_to_first_token) is not None:
                 self.first_token_seconds = min(first, self.first_token_seconds or first)
+                self._begun.add(output.request_id)
             self.preemptions += metrics.num_preemptions  # known when the request has finished
 
 

@@ -11,6 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.responses import Response
 
+from hf_paged.generation.engine.outputs import RequestMetrics, RequestOutput
 from hf_paged.serving import answers, schema
 from hf_paged.serving.answer_format import AnswerFormat
 from hf_paged.serving.grammars import CompilerProcess
@@ -75,6 +76,20 @@ def test_long_answers_do_not_become_text_on_the_event_loop(
     assert answer.status_code == 200 and on_loop
     # With a stop string, each step's tokens are read when they are there.
     assert max(on_loop) <= (1 if "stop" in fields else 0)
+
+
+def test_the_log_has_the_longest_wait_of_all_prompts() -> None:
+    def output(name: str, *, finished: bool = False, **times: float) -> RequestOutput:
+        metrics = RequestMetrics(10.0, num_preemptions=int(finished), **times)  # type: ignore[arg-type]
+        return RequestOutput(name, [1], [], finished, metrics)
+
+    outcome = answers.Outcome(prompt_tokens=2)
+    outcome.note([output("a", start_time=11.0)])
+    outcome.note([output("a", start_time=11.0, first_token_time=12.0)])
+    outcome.note([output("a", start_time=11.0, first_token_time=12.0), output("b", start_time=15.0)])
+    assert (outcome.queue_seconds, outcome.first_token_seconds) == (5.0, 2.0)
+    outcome.note([output("b", start_time=15.0, first_token_time=16.0, finished=True)])
+    assert (outcome.queue_seconds, outcome.first_token_seconds, outcome.preemptions) == (5.0, 2.0, 1)
 
 
 def test_a_compiler_that_does_not_start(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
