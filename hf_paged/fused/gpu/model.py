@@ -15,7 +15,7 @@ from torch.nn.modules import module as _module
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
 from hf_paged.fused.gpu.layers import LayerPart, layer_part
-from hf_paged.fused.gpu.parts import NormPart, Part, activation_part, gated_part, norm_of
+from hf_paged.fused.gpu.parts import NormPart, Part, activation_part, chain_part, gated_part, norm_of
 from hf_paged.fused.gpu.rotary import names_of, rotary_functions
 from hf_paged.fused.gpu.trace import Call, Trace
 from hf_paged.kernels.rows import are_close
@@ -228,7 +228,7 @@ class _Finder:
             return attention_part(call, self._cache)
         norm = norm_of(call.module, rows.shape[-1], rows.dtype)
         if norm is None:
-            return gated_part(call) if call.children else activation_part(call)
+            return (gated_part(call) or chain_part(call)) if call.children else activation_part(call)
         # torch computes its own norms in one launch already.
         is_called = len(call.args) == 1 and not call.kwargs and type(call.module) not in (nn.LayerNorm, nn.RMSNorm)
         return NormPart(norm) if is_called else None
