@@ -224,11 +224,7 @@ def step_arrays(
         positions = np.arange(int(starts[-1])) + np.repeat(ends - lengths - starts[:-1], lengths)
     tables, slot_arrays = [], []
     for group in block_tables:
-        width = max(map(len, group), default=0) or 1
-        table = np.zeros((len(group), width), dtype=np.int32)
-        rows_of_table = memoryview(table.reshape(-1))  # memory is copied in a third of numpy's time for a short row
-        for start, blocks in zip(range(0, table.size, width), group):
-            rows_of_table[start : start + len(blocks)] = blocks if type(blocks) is array else array("i", blocks)
+        table = table_matrix(group)
         slots = table[rows, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
         tables.append(table)
@@ -245,6 +241,32 @@ def step_arrays(
         max_seq_len=max(seq_lens, default=0),
         shares=any(_share(table, ends, block_size) for table in tables),
     )
+
+
+def next_decode(last: StepArrays, block_tables: list[np.ndarray], block_size: int) -> StepArrays:
+    """The step after `last`, a decode step: every sequence is one token longer. block_tables: one for each group."""
+    positions, seq_lens, rows = last.positions + 1, last.seq_lens + 1, last.query_start_loc[:-1]
+    blocks, offsets = np.divmod(positions, block_size)
+    return replace(
+        last,
+        positions=positions,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        slots=[table[rows, blocks].astype(np.int64) * block_size + offsets for table in block_tables],
+        max_seq_len=last.max_seq_len + 1,
+        # Only with a new block can more keys of two sequences be the same.
+        shares=last.shares if offsets.all() else any(_share(table, seq_lens, block_size) for table in block_tables),
+    )
+
+
+def table_matrix(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """Block tables as int32 [num_seqs, max_blocks]; 0 past the end of each."""
+    width = max(map(len, tables), default=0) or 1
+    matrix = np.zeros((len(tables), width), dtype=np.int32)
+    flat = memoryview(matrix.reshape(-1))  # memory is copied in a third of numpy's time for a short row
+    for start, blocks in zip(range(0, matrix.size, width), tables):
+        flat[start : start + len(blocks)] = blocks if type(blocks) is array else array("i", blocks)
+    return matrix
 
 
 def _share(table: np.ndarray, ends: np.ndarray, block_size: int) -> bool:

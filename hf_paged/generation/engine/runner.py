@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.generation.engine.packing import LateTokens, Packed, Packer, inner_positions
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.sequence import Plan, Sequence
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
-from hf_paged.kernels.metadata import step_arrays, to_device
+from hf_paged.kernels.metadata import to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
@@ -52,41 +52,6 @@ class StepResult:
     prompts: list[PromptLogits] = field(default_factory=list)
 
 
-class _LateTokens:
-    """Tokens of a step that only the device knows: `sampled[row]` belongs to `place`, for each pair (place, row)."""
-
-    def __init__(self, sampled: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-        self._sampled = sampled
-        self._where = np.array(pairs, dtype=np.int64).T.copy()
-
-    def __call__(self, ids: torch.Tensor) -> None:
-        """Write them into ids int64 [num_tokens] without waiting for the device."""
-        places, rows = to_device(self._where, ids.device)
-        ids.index_copy_(0, places, self._sampled.index_select(0, rows))
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Sequences with the same adapters as one forward. seqs: those whose next token is due, whose logits come first.
-
-    inner: sequences with logits that are wanted within their prompts, with the positions. late: the tokens that the
-    host does not know yet.
-    """
-
-    forward: Forward
-    seqs: list[Sequence]
-    inner: list[tuple[Sequence, range]]
-    late: _LateTokens | None
-
-    def result(self, logits: torch.Tensor) -> StepResult:
-        """logits [num_rows, vocab] of the forward."""
-        prompts, start = [], len(self.seqs)
-        for seq, own in self.inner:
-            prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
-            start += len(own)
-        return StepResult(self.seqs, logits[: len(self.seqs)] if self.seqs else None, prompts=prompts)
-
-
 class Runner:
     """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
@@ -107,6 +72,7 @@ class Runner:
         self._host_pools = host_pools
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
+        self._packer = Packer(memory)
         self.graphs = graphs
         # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
         # (`inference_mode(False)` would turn gradients on.)
@@ -238,49 +204,15 @@ class Runner:
 
     def _run_packed(self, sampled: SampledTokens | None, plan: Plan) -> StepResult:
         """One forward of sequences with the same adapters."""
-        packed = self._pack(sampled, plan)
-        return packed.result(self._compute(packed.forward, packed.late))
+        forward, packed = self._pack(sampled, plan)
+        return _result(packed, self._compute(forward, packed.late))
 
-    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> Packed:
-        tokens: list[int] = []
-        seqs, rows = [], []
-        pending: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
-        inner: list[tuple[Sequence, range]] = []
-        places: list[int] = []  # in `tokens`, of the positions in `inner`
-        for seq, count in plan:
-            first, known = seq.num_computed_tokens, seq.token_ids
-            end = first + count
-            if seq.group.scored_from is not None:
-                own = _inner(seq, first, end)
-                inner.append((seq, own))
-                places += [len(tokens) - first + position for position in own]
-            if end > len(known):
-                assert sampled is not None
-                tokens += known[first:]
-                pending.append((len(tokens), sampled.rows[seq]))
-                tokens.append(0)
-            else:
-                tokens += known[first:end]
-            if end == len(known) + seq.num_pending:  # `seq.num_tokens`, hundreds of times in a step
-                seqs.append(seq)
-                rows.append(len(tokens) - 1)
-        step = step_arrays(
-            [[manager.block_table(seq.seq_id) for seq, _ in plan] for manager in self.memory.managers],
-            [seq.num_computed_tokens + count for seq, count in plan],
-            [count for _, count in plan],
-            self.memory.block_size,
-        )
-        forward = Forward(
-            np.array(tokens, dtype=np.int64),
-            step,
-            # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
-            None if len(rows) == len(tokens) else np.array(rows + places, dtype=np.int64),
-            self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None,
-        )
-        late = _LateTokens(sampled.tokens, pending) if sampled is not None and pending else None
-        return Packed(forward, seqs, inner, late)
+    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> tuple[Forward, Packed]:
+        packed = self._packer.pack(plan, sampled)
+        adapters = self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None
+        return Forward(packed.tokens, packed.step, packed.wanted, adapters), packed
 
-    def _compute(self, forward: Forward, late: _LateTokens | None = None) -> torch.Tensor:
+    def _compute(self, forward: Forward, late: LateTokens | None = None) -> torch.Tensor:
         """The logits [num_rows, vocab] of the tokens that are wanted."""
         assert isinstance(self._model, PackedModel)
         if self.graphs is not None:
@@ -306,7 +238,7 @@ class Runner:
             logits = None
             for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
                 ids = torch.tensor(seq.token_ids[start:stop], device=self._device)
-                inner = _inner(seq, start, stop)
+                inner = inner_positions(seq, start, stop)
                 logits = model.forward(seq.seq_id, ids, start, keep=stop - inner.start if inner else 1)
                 if inner:
                     prompts.append(PromptLogits(seq, inner.start, logits[: len(inner)]))
@@ -332,6 +264,15 @@ def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device
     return model.dtype, device_of(model)
 
 
+def _result(packed: Packed, logits: torch.Tensor) -> StepResult:
+    """logits [num_rows, vocab] of the forward."""
+    prompts, start = [], len(packed.seqs)
+    for seq, own in packed.inner:
+        prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
+        start += len(own)
+    return StepResult(packed.seqs, logits[: len(packed.seqs)] if packed.seqs else None, prompts=prompts)
+
+
 def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:
     """Merge the results of parts of the plan, in the order of the plan."""
     logits = [result.logits for result in results if result.logits is not None]
@@ -344,12 +285,6 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
     joined = torch.cat(logits)
     in_order = joined[torch.tensor(order, device=joined.device)]
     return StepResult([seqs[row] for row in order], in_order, failed, prompts)
-
-
-def _inner(seq: Sequence, first: int, end: int) -> range:
-    """The positions from `first` to `end` whose logits are wanted and that another token of the prompt follows."""
-    wanted = seq.group.scored_from
-    return range(end, end) if wanted is None else range(max(first, wanted), min(end, seq.num_prompt_tokens - 1))
 
 
 def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:

@@ -72,6 +72,8 @@ class Stepper:
         self._fail = fail
         self._is_async = is_async
         self._sampled: SampledTokens | None = None  # in the last step; the host has not read them yet
+        # The sequences of the last step and their rows, if all requests have one sequence.
+        self._due: tuple[list[Sequence], list[DueRow]] = [], []
         self._logits: torch.Tensor | None = None  # workspace, fp32 [max_rows so far, vocab]
         self._stage = _Stage.SCHEDULE
         self.output: SchedulerOutput | None = None  # of the step in progress, or else of the last one
@@ -105,6 +107,7 @@ class Stepper:
     def close(self) -> None:
         """Discard the tokens that were sampled in the last step."""
         self._sampled = None
+        self._due = [], []
 
     # -- the parts of a step ------------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class Stepper:
         tokens, top = self._sampled.read(), self._sampled.read_top()
         self._stage = _Stage.UPDATE
         self._sampled = None
-        for (request, seq, _), token, logprob, processed, invalid, stopped in tokens:
+        for (request, seq, _), token, logprob, processed, invalid, stopped in zip(*tokens):
             if seq.finish_reason is not None:
                 continue  # aborted, or failed
             seq.num_pending = 0
@@ -163,9 +166,20 @@ class Stepper:
         self._scheduler.update(output)
         if result.logits is None:
             return
+        due, others = self._rows_of(result.seqs)
+        for request, rows in others.items():
+            own = slice(rows[0], rows[-1] + 1)
+            self._advance(request, result.seqs[own], self._in_fp32(result.logits[own]))
+        if due:
+            self._sample_together(due, result.logits)
+
+    def _rows_of(self, seqs: list[Sequence]) -> tuple[list[DueRow], dict[ForkingRequest, list[int]]]:
+        """The rows of requests with one sequence, and those of each other request. Row i belongs to seqs[i]."""
+        if seqs == self._due[0] and not any(seq.finish_reason for seq in seqs):  # most steps
+            return self._due[1], {}
         due: list[DueRow] = []
         others: dict[ForkingRequest, list[int]] = {}  # rows of one request are neighbours
-        for row, seq in enumerate(result.seqs):
+        for row, seq in enumerate(seqs):
             if seq.finish_reason is not None:
                 continue  # ended with the token before
             request = self._request_of(seq)
@@ -174,11 +188,8 @@ class Stepper:
             else:
                 assert isinstance(request, ForkingRequest)
                 others.setdefault(request, []).append(row)
-        for request, rows in others.items():
-            own = slice(rows[0], rows[-1] + 1)
-            self._advance(request, result.seqs[own], self._in_fp32(result.logits[own]))
-        if due:
-            self._sample_together(due, result.logits)
+        self._due = (seqs, due) if len(due) == len(seqs) else ([], [])
+        return due, others
 
     def _request_of(self, seq: Sequence) -> Request:
         return self._requests[seq.group.request_id]
@@ -202,7 +213,7 @@ class Stepper:
             self._fail_all([request.group], _described(error), error)
         for request, seq, _ in due:
             # A token that reaches the length limit is not computed.
-            seq.num_pending = int(request.length + 1 < request.max_length)
+            seq.num_pending = 1 if request.length + 1 < request.max_length else 0
 
     def _in_fp32(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy that this step may change, in reused memory: fresh pages cost more than the copying.
