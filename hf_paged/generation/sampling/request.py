@@ -171,18 +171,14 @@ class Request:
             delivered[self] = (completions[0].num_tokens,) if is_one else tuple([c.num_tokens for c in completions])
         if self._shown_prompt is None:
             self._shown_prompt = self.prompt_token_ids[:]
-        prompt = self.prompt_scores
-        return RequestOutput(
-            self.request_id,
-            self._shown_prompt,
-            completions,
-            self.metrics.finish_time is not None,
-            self.metrics,
-            self.error,
-            self.exception,
-            None if prompt is None else prompt.logprobs[:],  # the caller's own
-            None if prompt is None else prompt.top_logprobs[:],
+        metrics, scores = self.metrics, self.prompt_scores
+        is_finished = metrics.finish_time is not None
+        output = RequestOutput(
+            self.request_id, self._shown_prompt, completions, is_finished, metrics, self.error, self.exception
         )
+        if scores is not None:  # the lists are the caller's own
+            output.prompt_logprobs, output.prompt_top_logprobs = scores.logprobs[:], scores.top_logprobs[:]
+        return output
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
         """Run all processors on scores fp32 [num_rows, vocab], which may be changed. Raises ValueError if tokens cannot
