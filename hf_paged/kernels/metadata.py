@@ -6,7 +6,7 @@ Knows tensors and lengths, never sequences or requests.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -243,20 +243,79 @@ def step_arrays(
     )
 
 
-def next_decode(last: StepArrays, block_tables: list[np.ndarray], block_size: int) -> StepArrays:
-    """The step after `last`, a decode step: every sequence is one token longer. block_tables: one for each group."""
-    positions, seq_lens, rows = last.positions + 1, last.seq_lens + 1, last.query_start_loc[:-1]
-    blocks, offsets = np.divmod(positions, block_size)
-    return replace(
-        last,
-        positions=positions,
-        seq_lens=seq_lens,
-        block_tables=block_tables,
-        slots=[table[rows, blocks].astype(np.int64) * block_size + offsets for table in block_tables],
-        max_seq_len=last.max_seq_len + 1,
-        # Only with a new block can more keys of two sequences be the same.
-        shares=last.shares if offsets.all() else any(_share(table, seq_lens, block_size) for table in block_tables),
-    )
+class DecodeArrays:
+    """Makes the arrays of decode steps: one token for each sequence.
+
+    Most decode steps differ from the one before only in that every sequence is one token longer and some have one more
+    block. The arrays of such a step are made from the last ones, and the block tables are changed in place: by then the
+    device has its own copy of them, or a CPU has finished the step.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._keys: list[Any] = []
+        self._rewrites: list[int] = []
+        self._last: StepArrays | None = None
+
+    def step(
+        self,
+        keys: list[Any],
+        positions: list[int],
+        block_tables: Sequence[Callable[[Any], Sequence[int]]],
+        rewrites: list[int],
+        grows_only: list[bool],
+    ) -> StepArrays:
+        """The step of the tokens at these positions, one for each sequence.
+
+        keys: the sequences. block_tables: for each layer group a function from a key to the block ids. rewrites: for
+        each layer group a number that changes if any table has changed otherwise than at its ends. grows_only: for
+        each layer group, whether tables change only by new blocks as long as that number is the same.
+        """
+        last, now = self._last, np.array(positions, dtype=np.int64)
+        is_same = last is not None and keys == self._keys and rewrites == self._rewrites
+        if last is not None and is_same and bool((now == last.positions + 1).all()):
+            rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
+            tables = [
+                self._grown(table, keys, rows, now, blocks) if grows else table_matrix(list(map(blocks, keys)))
+                for table, blocks, grows in zip(last.block_tables, block_tables, grows_only, strict=True)
+            ]
+            step = self._next(last, tables, is_longer=bool(rows))
+        else:
+            lists = [list(map(blocks, keys)) for blocks in block_tables]
+            step = step_arrays(lists, [position + 1 for position in positions], [1] * len(keys), self._block_size)
+        self._keys, self._rewrites, self._last = keys, rewrites, step
+        return step
+
+    def _grown(
+        self,
+        table: np.ndarray,
+        keys: list[Any],
+        rows: list[int],
+        positions: np.ndarray,
+        blocks: Callable[[Any], Sequence[int]],
+    ) -> np.ndarray:
+        """The table with the new blocks of these rows."""
+        if rows:
+            columns = positions[rows] // self._block_size
+            if (width := int(columns.max()) + 1) > table.shape[1]:
+                table = np.pad(table, ((0, 0), (0, width - table.shape[1])))
+            table[rows, columns] = [blocks(keys[row])[-1] for row in rows]
+        return table
+
+    def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:
+        positions, seq_lens, rows = last.positions + 1, last.seq_lens + 1, last.query_start_loc[:-1]
+        size = self._block_size
+        blocks, offsets = np.divmod(positions, size)
+        return replace(
+            last,
+            positions=positions,
+            seq_lens=seq_lens,
+            block_tables=tables,
+            slots=[table[rows, blocks].astype(np.int64) * size + offsets for table in tables],
+            max_seq_len=last.max_seq_len + 1,
+            # Only with a new block can two sequences have more keys in common.
+            shares=any(_share(table, seq_lens, size) for table in tables) if is_longer else last.shares,
+        )
 
 
 def table_matrix(tables: Sequence[Sequence[int]]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Packer: a step made from the arrays of the last one equals the step made anew."""
+"""How a runner packs steps: a step made from the arrays of the last one equals the step made anew."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ import pytest
 import torch
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.generation.engine.packing import LateTokens, Packed, Packer
+from hf_paged.generation.engine.runner import Packed, Runner, _LateTokens
 from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.kernels.metadata import DecodeArrays
+from tests import models
 
 BLOCK_SIZE = 4
+
+
+def packer_of(memory: PagedMemory) -> Any:
+    return Runner(SimpleNamespace(model=models.shared("llama")), memory, [], SimpleNamespace(seen=False))  # type: ignore[arg-type]
+
+
+def pack(runner: Any, plan: Plan, sampled: Any = None) -> Packed:
+    packed: Packed = runner._pack(sampled, plan)[1]
+    return packed
 
 
 def started(memory: PagedMemory, num_tokens: int, name: str = "r") -> Sequence:
@@ -41,7 +52,7 @@ def computed(memory: PagedMemory, seqs: list[Sequence]) -> None:
 
 
 def assert_same(memory: PagedMemory, packed: Packed, plan: Plan) -> None:
-    expected = Packer(memory).pack(plan, None)
+    expected = pack(packer_of(memory), plan)
     assert packed.tokens.tolist() == expected.tokens.tolist() and packed.seqs == expected.seqs
     step, wanted = packed.step, expected.step
     for name in ("positions", "seq_lens", "query_start_loc"):
@@ -59,15 +70,20 @@ def assert_same(memory: PagedMemory, packed: Packed, plan: Plan) -> None:
 def test_a_step_made_from_the_last_one(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences begin, end, share blocks, lose and regain them, and change places, at random."""
     made = []
-    next_decode = Packer.pack.__globals__["next_decode"]
-    monkeypatch.setitem(Packer.pack.__globals__, "next_decode", lambda *args: made.append(1) or next_decode(*args))
+    following = DecodeArrays._next
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return following(*args, **kwargs)
+
+    monkeypatch.setattr(DecodeArrays, "_next", noted)
     draw = random.Random(0)
     memory = PagedMemory(BLOCK_SIZE, 400, windows=windows)
-    packer = Packer(memory)
+    packer = packer_of(memory)
     seqs = [started(memory, draw.randint(1, 9)) for _ in range(4)]
     for _ in range(300):
         plan = append(memory, seqs)
-        assert_same(memory, packer.pack(plan, None), plan)
+        assert_same(memory, pack(packer, plan), plan)
         event = draw.random()
         if event < 0.05:  # the forward failed: the same step again
             for manager in memory.managers:
@@ -98,10 +114,10 @@ def test_a_common_prefix_is_found_when_it_becomes_long_enough() -> None:
     first = started(memory, 250)
     second = first.copy()
     memory.fork(first.seq_id, second.seq_id)
-    packer, found = Packer(memory), []
+    packer, found = packer_of(memory), []
     for _ in range(40):
         plan = append(memory, [first, second])
-        packed = packer.pack(plan, None)
+        packed = pack(packer, plan)
         assert_same(memory, packed, plan)
         found.append(packed.step.shares)
         computed(memory, [first, second])
@@ -109,7 +125,7 @@ def test_a_common_prefix_is_found_when_it_becomes_long_enough() -> None:
     third = first.copy()
     memory.fork(first.seq_id, third.seq_id)
     plan = append(memory, [first, third])
-    assert packer.pack(plan, None).step.shares
+    assert pack(packer, plan).step.shares
 
 
 def sampled(seqs: list[Sequence], tokens: list[int]) -> Any:
@@ -124,7 +140,7 @@ def test_tokens_that_only_the_device_knows(order: tuple[int, ...]) -> None:
     for seq in seqs:
         seq.num_pending, seq.num_computed_tokens = 1, 3
         memory.append([(seq.seq_id, 1)])
-    packed = Packer(memory).pack(append(memory, [seqs[row] for row in order]), last)
+    packed = pack(packer_of(memory), append(memory, [seqs[row] for row in order]), last)
     assert packed.late is not None and packed.wanted is None and packed.step.positions.tolist() == [3] * len(order)
     ids = torch.full((5,), -1)
     packed.late(ids)
@@ -136,7 +152,7 @@ def test_known_and_late_tokens_together() -> None:
     late, known = started(memory, 3), started(memory, 3)
     late.num_pending, late.num_computed_tokens = 1, 3
     memory.append([(late.seq_id, 1)])
-    packed = Packer(memory).pack(append(memory, [late, known]), sampled([late], [7]))
+    packed = pack(packer_of(memory), append(memory, [late, known]), sampled([late], [7]))
     ids = torch.from_numpy(packed.tokens).clone()
     assert packed.late is not None
     packed.late(ids)
@@ -149,12 +165,12 @@ def test_a_chunk_of_one_token_is_no_decode_step() -> None:
     seq.num_computed_tokens = 2
     for manager in memory.managers:
         manager.crop(seq.seq_id, 2)
-    packed = Packer(memory).pack(append(memory, [seq]), None)
+    packed = pack(packer_of(memory), append(memory, [seq]))
     assert packed.seqs == [] and packed.tokens.tolist() == [102]
     assert packed.wanted is not None and packed.wanted.dtype == np.int64 and not len(packed.wanted)
 
 
 def test_late_tokens_of_some_rows() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
-    LateTokens(torch.tensor([5, 6]), [(3, 0), (1, 1)])(ids)
+    _LateTokens(torch.tensor([5, 6]), [(3, 0), (1, 1)])(ids)
     assert ids.tolist() == [0, 6, 0, 5]

@@ -13,10 +13,9 @@ from typing import Any
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import RankError
-from hf_paged.generation.engine.packing import Packed
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
-from hf_paged.generation.engine.runner import Runner, StepResult
+from hf_paged.generation.engine.runner import Packed, Runner, StepResult
 from hf_paged.generation.engine.sequence import Plan
 from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.engine.tables import SchedulerOutput

@@ -5,23 +5,23 @@ Knows block tables and tokens; never queues, requests or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.generation.engine.packing import LateTokens, Packed, Packer, inner_positions
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.sequence import Plan, Sequence
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
-from hf_paged.kernels.metadata import to_device
+from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
@@ -52,6 +52,42 @@ class StepResult:
     prompts: list[PromptLogits] = field(default_factory=list)
 
 
+class _LateTokens:
+    """Tokens of a step that only the device knows.
+
+    where: pairs (place in the step, index in `sampled`) of tokens; None: the step has all of them, in their order.
+    """
+
+    def __init__(self, sampled: torch.Tensor, where: list[tuple[int, int]] | None) -> None:
+        self._sampled = sampled
+        self._where = None if where is None else np.array(where, dtype=np.int64).T.copy()
+
+    def __call__(self, ids: torch.Tensor) -> None:
+        """Write them into ids int64 [at least num_tokens] without waiting for the device."""
+        if self._where is None:
+            ids[: len(self._sampled)].copy_(self._sampled)
+        else:
+            places, rows = to_device(self._where, ids.device)
+            ids.index_copy_(0, places, self._sampled.index_select(0, rows))
+
+
+class Packed(NamedTuple):
+    """Sequences as one forward.
+
+    tokens int64 [num_tokens]. step: their positions, slots and block tables. seqs: the sequences whose next token is
+    due, whose logits come first. wanted int64 [num_rows]: the tokens whose logits are wanted; None for all, in a pure
+    decode step. inner: sequences with logits that are wanted within their prompts, with the positions. late: the tokens
+    that the host does not know yet.
+    """
+
+    tokens: np.ndarray
+    step: StepArrays
+    seqs: list[Sequence]
+    wanted: np.ndarray | None = None
+    inner: Iterable[tuple[Sequence, range]] = ()
+    late: _LateTokens | None = None
+
+
 class Runner:
     """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
@@ -72,7 +108,7 @@ class Runner:
         self._host_pools = host_pools
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
-        self._packer = Packer(memory)
+        self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
         # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
         # (`inference_mode(False)` would turn gradients on.)
@@ -208,11 +244,75 @@ class Runner:
         return _result(packed, self._compute(forward, packed.late))
 
     def _pack(self, sampled: SampledTokens | None, plan: Plan) -> tuple[Forward, Packed]:
-        packed = self._packer.pack(plan, sampled)
+        packed = self._pack_decodes(plan, sampled) or self._pack_any(plan, sampled)
         adapters = self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None
         return Forward(packed.tokens, packed.step, packed.wanted, adapters), packed
 
-    def _compute(self, forward: Forward, late: LateTokens | None = None) -> torch.Tensor:
+    def _pack_decodes(self, plan: Plan, sampled: SampledTokens | None) -> Packed | None:
+        """A step of the last token of each sequence; None if it is anything else, or the host knows some of the tokens
+        only."""
+        seqs = [seq for seq, count in plan if count == 1]
+        if len(seqs) < len(plan):
+            return None
+        missing = [len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens for seq in seqs]
+        num_late = sum([seq.num_pending for seq in seqs])
+        if missing.count(1) < len(seqs) or num_late not in (0, len(seqs)):
+            return None
+        managers = self.memory.managers
+        step = self._decode_arrays.step(
+            [seq.seq_id for seq in seqs],
+            [seq.num_computed_tokens for seq in seqs],
+            [manager.block_table for manager in managers],
+            [manager.rewrites for manager in managers],
+            [manager.sliding_window is None for manager in managers],
+        )
+        if not num_late:
+            return Packed(np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64), step, seqs)
+        assert sampled is not None
+        where = None if seqs == sampled.seqs else [(place, sampled.rows[seq]) for place, seq in enumerate(seqs)]
+        late = _LateTokens(sampled.tokens, where)
+        return Packed(np.zeros(len(seqs), dtype=np.int64), step, seqs, late=late)
+
+    def _pack_any(self, plan: Plan, sampled: SampledTokens | None) -> Packed:
+        tokens: list[int] = []
+        seqs, rows = [], []
+        late: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
+        inner: list[tuple[Sequence, range]] = []
+        places: list[int] = []  # in `tokens`, of the positions in `inner`
+        for seq, count in plan:
+            first, known = seq.num_computed_tokens, seq.token_ids
+            end = first + count
+            if seq.group.scored_from is not None:
+                own = _inner(seq, first, end)
+                inner.append((seq, own))
+                places += [len(tokens) - first + position for position in own]
+            if end > len(known):
+                assert sampled is not None
+                tokens += known[first:]
+                late.append((len(tokens), sampled.rows[seq]))
+                tokens.append(0)
+            else:
+                tokens += known[first:end]
+            if end == len(known) + seq.num_pending:  # `seq.num_tokens`, hundreds of times in a step
+                seqs.append(seq)
+                rows.append(len(tokens) - 1)
+        step = step_arrays(
+            [[manager.block_table(seq.seq_id) for seq, _ in plan] for manager in self.memory.managers],
+            [seq.num_computed_tokens + count for seq, count in plan],
+            [count for _, count in plan],
+            self.memory.block_size,
+        )
+        return Packed(
+            np.array(tokens, dtype=np.int64),
+            step,
+            seqs,
+            # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
+            None if len(rows) == len(tokens) else np.array(rows + places, dtype=np.int64),
+            inner,
+            _LateTokens(sampled.tokens, late) if sampled is not None and late else None,
+        )
+
+    def _compute(self, forward: Forward, late: _LateTokens | None = None) -> torch.Tensor:
         """The logits [num_rows, vocab] of the tokens that are wanted."""
         assert isinstance(self._model, PackedModel)
         if self.graphs is not None:
@@ -238,7 +338,7 @@ class Runner:
             logits = None
             for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
                 ids = torch.tensor(seq.token_ids[start:stop], device=self._device)
-                inner = inner_positions(seq, start, stop)
+                inner = _inner(seq, start, stop)
                 logits = model.forward(seq.seq_id, ids, start, keep=stop - inner.start if inner else 1)
                 if inner:
                     prompts.append(PromptLogits(seq, inner.start, logits[: len(inner)]))
@@ -285,6 +385,12 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
     joined = torch.cat(logits)
     in_order = joined[torch.tensor(order, device=joined.device)]
     return StepResult([seqs[row] for row in order], in_order, failed, prompts)
+
+
+def _inner(seq: Sequence, first: int, end: int) -> range:
+    """The positions from `first` to `end` whose logits are wanted and that another token of the prompt follows."""
+    wanted = seq.group.scored_from
+    return range(end, end) if wanted is None else range(max(first, wanted), min(end, seq.num_prompt_tokens - 1))
 
 
 def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.sampling.batch import DueRow, SampledTokens, sample_batch
+from hf_paged.generation.sampling.batch import DueRow, DueRows, SampledTokens, sample_batch
 from hf_paged.generation.sampling.request import (
     NOT_FINITE,
     NOTHING_LEFT,
@@ -72,8 +72,7 @@ class Stepper:
         self._fail = fail
         self._is_async = is_async
         self._sampled: SampledTokens | None = None  # in the last step; the host has not read them yet
-        # The sequences of the last step and their rows, if all requests have one sequence.
-        self._due: tuple[list[Sequence], list[DueRow]] = [], []
+        self._due = DueRows([])  # of the last step, if all of its sequences were due
         self._logits: torch.Tensor | None = None  # workspace, fp32 [max_rows so far, vocab]
         self._stage = _Stage.SCHEDULE
         self.output: SchedulerOutput | None = None  # of the step in progress, or else of the last one
@@ -107,7 +106,7 @@ class Stepper:
     def close(self) -> None:
         """Discard the tokens that were sampled in the last step."""
         self._sampled = None
-        self._due = [], []
+        self._due = DueRows([])
 
     # -- the parts of a step ------------------------------------------------------------------------------------
 
@@ -170,13 +169,13 @@ class Stepper:
         for request, rows in others.items():
             own = slice(rows[0], rows[-1] + 1)
             self._advance(request, result.seqs[own], self._in_fp32(result.logits[own]))
-        if due:
+        if due.rows:
             self._sample_together(due, result.logits)
 
-    def _rows_of(self, seqs: list[Sequence]) -> tuple[list[DueRow], dict[ForkingRequest, list[int]]]:
+    def _rows_of(self, seqs: list[Sequence]) -> tuple[DueRows, dict[ForkingRequest, list[int]]]:
         """The rows of requests with one sequence, and those of each other request. Row i belongs to seqs[i]."""
-        if seqs == self._due[0] and not any(seq.finish_reason for seq in seqs):  # most steps
-            return self._due[1], {}
+        if seqs == self._due.seqs and not any(seq.finish_reason for seq in seqs):  # most steps
+            return self._due, {}
         due: list[DueRow] = []
         others: dict[ForkingRequest, list[int]] = {}  # rows of one request are neighbours
         for row, seq in enumerate(seqs):
@@ -188,8 +187,9 @@ class Stepper:
             else:
                 assert isinstance(request, ForkingRequest)
                 others.setdefault(request, []).append(row)
-        self._due = (seqs, due) if len(due) == len(seqs) else ([], [])
-        return due, others
+        rows = DueRows(due)
+        self._due = rows if len(due) == len(seqs) else DueRows([])
+        return rows, others
 
     def _request_of(self, seq: Sequence) -> Request:
         return self._requests[seq.group.request_id]
@@ -205,13 +205,13 @@ class Stepper:
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
-    def _sample_together(self, due: list[DueRow], logits: torch.Tensor) -> None:
+    def _sample_together(self, due: DueRows, logits: torch.Tensor) -> None:
         self._sampled, failed = sample_batch(due, logits, self._in_fp32)
         if self._sampled is not None:
             self._sampled.add_top(logits)
         for request, error in failed:
             self._fail_all([request.group], _described(error), error)
-        for request, seq, _ in due:
+        for request, seq, _ in due.rows:
             # A token that reaches the length limit is not computed.
             seq.num_pending = 1 if request.length + 1 < request.max_length else 0
 

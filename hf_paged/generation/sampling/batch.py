@@ -47,6 +47,15 @@ class DueRow(NamedTuple):
     row: int
 
 
+class DueRows:
+    """The rows of a step, for `sample_batch`. Give it the same object as long as they are the same."""
+
+    def __init__(self, rows: list[DueRow]) -> None:
+        self.rows = rows
+        self.seqs = [each.seq for each in rows]
+        self.alike: dict[object, list[_Planned]] | None = None  # see `_alike`; None: it may differ from step to step
+
+
 class _Planned(NamedTuple):
     """A due row and the edits of its scores (see `Chain.edits`; empty if it has no editors).
 
@@ -96,10 +105,10 @@ class TokenColumns(NamedTuple):
 class SampledTokens:
     """The tokens sampled in one step, int64 [n], on the device: of these sequences, in this order."""
 
-    def __init__(self, due: list[DueRow], columns: _Columns, stopped: torch.Tensor | None) -> None:
+    def __init__(self, due: DueRows, columns: _Columns, stopped: torch.Tensor | None) -> None:
         self.tokens = columns.tokens
-        self.seqs = [each.seq for each in due]
-        self._due = due
+        self.seqs = due.seqs
+        self._due = due.rows
         self._top: tuple[list[DueRow], TopTokens] | None = None
         others = (*columns[1:], stopped)
         self._is_sent = [values is not None for values in others]
@@ -131,15 +140,12 @@ class SampledTokens:
         return TokenColumns(self._due, tokens, *(next(values) if is_sent else repeat(0.0) for is_sent in self._is_sent))
 
 
-def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:
+def sample_batch(due: DueRows, logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:
     """logits [*, vocab] -> the sampled tokens, and the requests whose own processors or criteria raised.
 
     to_fp32: makes an fp32 copy that may be overwritten. The failed requests must be ended.
     """
     failed: Failures = []
-    if all([each.request.is_plain_greedy for each in due]):  # most steps
-        columns = _greedy([each.row for each in due], logits, to_fp32)
-        return SampledTokens(due, columns, _extend_histories(due, columns.tokens, failed)), failed
     max_rows = max(1, (_CPU_BYTES if logits.device.type == "cpu" else _GPU_BYTES) // (4 * logits.shape[1]))
     done: list[DueRow] = []
     parts: list[_Columns] = []
@@ -158,13 +164,13 @@ def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tu
         return None, failed
     columns = _joined(parts)
     stopped = _extend_histories(done, columns.tokens, failed)
-    return SampledTokens(done, columns, stopped), failed
+    return SampledTokens(due if done == due.rows else DueRows(done), columns, stopped), failed
 
 
 def _extend_histories(done: list[DueRow], tokens: torch.Tensor, failed: Failures) -> torch.Tensor | None:
     """Append each token to the history of its request; returns fp32 [n], 1 where a criterion ends the request. None:
     no request has a history."""
-    if not any([request.keeps_history for request, _, _ in done]):
+    if not any(request.keeps_history for request, _, _ in done):
         return None
     stopped = torch.zeros(len(tokens), device=tokens.device)
     ended = {request for request, _ in failed}
@@ -181,16 +187,20 @@ _PLAIN_GREEDY = object()
 _NO_EDITS: list[list[Edit]] = []
 
 
-def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, list[_Planned]]:
+def _alike(due: DueRows, width: int, failed: Failures) -> dict[object, list[_Planned]]:
     """The rows that can be sampled together, by what they have in common. width: number of scores in a row."""
+    if due.alike is not None:
+        return due.alike
     alike: dict[object, list[_Planned]] = {}
-    for each in due:
+    has_editors = False
+    for each in due.rows:
         request = each.request
         if request.is_plain_greedy:
             alike.setdefault(_PLAIN_GREEDY, []).append(_Planned(each, _NO_EDITS, True))
             continue
         try:
             chain = request.chain(width)
+            has_editors |= chain.has_editors
             edits = chain.edits(each.seq.token_ids) if chain.has_editors else _NO_EDITS
             unprocessed = not (request.do_sample or request.keeps_processed or chain.own or chain.warpers)
             planned = _Planned(each, edits, unprocessed and not any(edits))
@@ -199,6 +209,8 @@ def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, 
             continue
         key = _PLAIN_GREEDY if planned.is_plain_greedy else chain.sampling_key
         alike.setdefault(key, []).append(planned)
+    if not has_editors and not failed:
+        due.alike = alike
     return alike
 
 
