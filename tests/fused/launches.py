@@ -27,7 +27,7 @@ from hf_paged.kernels import ops
 from hf_paged.model.packed import PackedModel
 from tests.fused import fewer
 
-PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm"}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "product"}
 
 
 class Counter(TorchDispatchMode):
