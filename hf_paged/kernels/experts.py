@@ -7,6 +7,7 @@ with these definitions.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ def product(
     num_pairs = assignment.pairs.numel()
     out = rows.new_empty(num_pairs, projection.outputs // (1 if gate is None else 2))
     starts = assignment.starts.tolist()
-    for expert, (start, end) in enumerate(zip(starts, starts[1:])):
+    for expert, (start, end) in enumerate(itertools.pairwise(starts)):
         pairs = assignment.pairs[start:end].long()
         weight = projection.weight[expert]
         result = rows[pairs * rows.shape[0] // num_pairs] @ (weight if projection.is_transposed else weight.T)

@@ -33,7 +33,9 @@ class ExpertsPart(Part):
 
     kind = "expert mixture"
 
-    def __init__(self, call: Call, places: tuple[Place, Place, Place], gate: GateKind, numbers: tuple[str, str]) -> None:
+    def __init__(
+        self, call: Call, places: tuple[Place, Place, Place], gate: GateKind, numbers: tuple[str, str]
+    ) -> None:
         super().__init__(call.module, call.module._modules)
         self._places, self._gate, (self._alpha, self._limit) = places, gate, numbers
         self._apply_gate = type(call.module)._apply_gate

@@ -213,8 +213,8 @@ class _Finder:
         expected = [*part.compared(call.output), *(written(self._cache) if attends else ())]
         for output in part.trials(call):
             actual = [*part.compared(output), *(written(self._cache) if attends else ())]
-            tolerance = 1e-4 if expected[0].dtype == torch.float32 else 0.04
-            if not all(are_close(one, other, tolerance) for one, other in zip(actual, expected, strict=True)):
+            if not all(are_close(*both, 1e-4 if both[1].dtype == torch.float32 else 0.04)
+                       for both in zip(actual, expected, strict=True)):  # fmt: skip
                 return False
         return True
 
