@@ -4,9 +4,10 @@
     python benchmarks/host_step.py --parts step --rows 256 --profile  # where the time goes
 
 `attention`: a call of the attention of one layer in an eager decode step, up to the driver: checks, our own choice of
-kernels, Triton's binder. `step`: `Engine.step` with graphs whose replay does nothing: scheduling, block tables, the
-step's inputs, greedy tokens, outputs. Both are medians in the fastest of some runs. What only a device adds is missing:
-the launch of each kernel and copy by the driver (2 to 4 microseconds each on common machines) and pinned memory.
+kernels, Triton's binder. `fused`: likewise, each of the four launches of such a layer beside its attention. `step`:
+`Engine.step` with graphs whose replay does nothing: scheduling, block tables, the step's inputs, greedy tokens,
+outputs. All are medians in the fastest of some runs. What only a device adds is missing: the launch of each kernel and
+copy by the driver (2 to 4 microseconds each on common machines) and pinned memory.
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ import hf_paged
 from hf_paged.fused import overrides
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import step_arrays
+from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import sampling as triton_sampling
+from hf_paged.kernels.triton.gate import gated
+from hf_paged.kernels.triton.norm import add_norm
+from hf_paged.kernels.triton.rotary import rotate
 from hf_paged.model import graphs
 
+PARTS = ["attention", "fused", "step"]
 WARM_CALLS = 20
 MAX_TOKENS = 1000
+LAYERS = 32
 BLOCKS = 10
 
 
@@ -142,7 +149,7 @@ def median_us(work: Callable[[], Any], calls: int) -> float:
     return round(min(medians) * 1e6, 1)
 
 
-def attention_call(rows: int, layers: int = 32) -> Callable[[], None]:
+def attention_call(rows: int, layers: int = LAYERS) -> Callable[[], None]:
     """All layers of an eager decode step of a model like Llama-3-8B; `layers` calls."""
     heads, kv_heads, head_dim, length, block_size = 32, 8, 128, 1024, 16
     blocks = length // block_size
@@ -168,10 +175,28 @@ def attention_call(rows: int, layers: int = 32) -> Callable[[], None]:
     return step
 
 
+def fused_calls(rows: int) -> dict[str, Callable[[], Any]]:
+    """The launches of a layer of Llama-3-8B that are neither products nor attention."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    residual, hidden, gate, up = empty(rows, 4096), empty(rows, 4096), empty(rows, 14_336), empty(rows, 14_336)
+    query, key, value = (empty(rows, heads, 128) for heads in (32, 8, 8))
+    angles, after = (empty(rows, 128), empty(rows, 128)), Norm(empty(4096), None, 1e-5, NormKind(rounds_first=True))
+    into = (empty(64, 16, 8, 128), empty(64, 16, 8, 128), empty(rows, dtype=torch.int64))
+    return {
+        "norm": partial(add_norm, hidden, after=after),
+        "rotate and write": partial(rotate, query, key, angles=angles, kind=RotaryKind(), value=value, into=into),
+        "add and norm": partial(add_norm, hidden, residual, after=after),
+        "gate": partial(gated, gate, up, "silu"),
+    }
+
+
 def open_engine(rows: int) -> hf_paged.Engine:
     """An engine in which `rows` greedy requests decode."""
     config = LlamaConfig(
-        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=128, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=32, max_position_embeddings=4096,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
@@ -195,7 +220,9 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rows in args.rows:
         if "attention" in args.parts:
-            found[f"attention, {rows} rows, a layer"] = round(median_us(attention_call(rows), 50) / 32, 1)
+            found[f"attention, {rows} rows, a layer"] = round(median_us(attention_call(rows), 50) / LAYERS, 1)
+        if "fused" in args.parts:
+            found |= {f"{name}, {rows} rows": median_us(call, 2000) for name, call in fused_calls(rows).items()}
         if "step" in args.parts:
             engine = open_engine(rows)
             found[f"step, {rows} rows"] = median_us(engine.step, args.steps)
@@ -205,8 +232,15 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def profile(args: argparse.Namespace) -> None:
+    rows = args.rows[0]
+
+    def fused() -> None:
+        for call in calls.values():
+            call()
+
     for part in args.parts:
-        work = attention_call(args.rows[0]) if part == "attention" else open_engine(args.rows[0]).step
+        calls = fused_calls(rows)
+        work = {"attention": attention_call(rows), "fused": fused}.get(part) or open_engine(rows).step
         profiler = cProfile.Profile()
         profiler.runcall(median_us, work, args.steps)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
@@ -214,7 +248,7 @@ def profile(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["attention", "step"], default=["attention", "step"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--profile", action="store_true")

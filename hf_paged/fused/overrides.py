@@ -11,7 +11,7 @@ from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
 from hf_paged.fused.cpu.decoder import NativeDecoder, native_decoder
 from hf_paged.fused.cpu.norms import native_layers
 from hf_paged.fused.cpu.weights import LinearLayers, layers_for_calls, layers_for_engine
-from hf_paged.fused.gpu.model import FusedParts, fused_parts, obstacle
+from hf_paged.fused.gpu.model import FusedParts, fused_parts, is_on_gpu, obstacle
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel
 
@@ -21,10 +21,15 @@ def overrides_for_engine(model: Any, prepack: bool | None, fuse: bool | None = N
 
     Raises ValueError for prepack=True if the weights cannot be packed, for fuse=True if no part of the model is known.
     """
-    linears = layers_for_engine(model, prepack)
+    on_gpu = is_on_gpu(model)
+    linears = layers_for_engine(model, None if on_gpu else prepack)
     parts = None if fuse is False else fused_parts(model)
     if fuse and not parts:
         raise ValueError(f"fuse=True: {obstacle(model) or 'no part of the model is known'}; leave it out")
+    packed = parts.pack() if parts and prepack is not False else 0
+    if on_gpu and prepack and not packed:
+        reason = "no weights of the model can be placed side by side" if parts else "no part of the model is known"
+        raise ValueError(f"prepack=True: {reason}; leave it out")
     return _overrides(model, linears, native_decoder(model, linears), parts)
 
 

@@ -1,4 +1,7 @@
-"""Counts the launches of a decode step on a CPU: `python launches.py [types]` prints a table of all native types.
+"""Counts the launches of a decode step on a CPU: `python launches.py [types]` prints a line for each native type and
+enters it in `benchmarks/results/launches.json`; `--names` prints the launches of a layer instead.
+
+now: in an engine, which places the weights of layers that read the same rows side by side; apart: in `generate`.
 
 A launch is an operation of torch that is neither a view nor an allocation, or one of `fewer.OPERATIONS`; attention
 counts as two (split and reduce) and a separate write of K and V as one. On a GPU a few operations take more launches
@@ -27,6 +30,7 @@ from hf_paged.kernels import ops
 from hf_paged.model.packed import PackedModel
 from tests.fused import fewer
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "launches.json"
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "product"}
 
 
@@ -49,8 +53,8 @@ class Counter(TorchDispatchMode):
         return [self.names[start:end] for start, end in zip(self.attentions, self.attentions[1:])]
 
 
-def count(model: Any, *, fused: bool) -> list[list[str]]:
-    """The launches between the attentions of a decode step of two sequences."""
+def count(model: Any, *, fused: bool, packed: bool = False) -> list[list[str]]:
+    """The launches between the attentions of a decode step of two sequences. packed: after `FusedParts.pack`."""
     memory, counter = PagedMemory(4, growable=True), Counter()
     attend = ops.paged_attention
 
@@ -73,19 +77,21 @@ def count(model: Any, *, fused: bool) -> list[list[str]]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         fewer.on_cpu(patch, by_torch=True)
         parts = fused_model.fused_parts(model) if fused else None
-        packed = PackedModel(model, memory, [] if parts is None else [parts])
+        if packed and parts is not None:
+            parts.pack()
+        step = PackedModel(model, memory, [] if parts is None else [parts])
         for length in (5, 1):
             memory.append([(0, length), (1, length)])
             metadata, positions = memory.step_metadata([0, 1], [length, length], model.device)
             ids = torch.arange(2 * length) + 7
             if length > 1:
-                packed.forward(ids, positions, metadata)
+                step.forward(ids, positions, metadata)
                 continue
             patch.setattr(ops, "paged_attention", attention)
             for module, name in fewer.OPERATIONS:
                 patch.setattr(module, name, launch(getattr(module, name)))
             with counter:
-                packed.forward(ids, positions, metadata)
+                step.forward(ids, positions, metadata)
     return counter.layers()
 
 
@@ -93,7 +99,26 @@ def mean(layers: list[list[str]]) -> float:
     return sum(map(len, layers)) / max(len(layers), 1)
 
 
-def _main(names: list[str]) -> None:
+def _numbers(model: Any) -> dict[str, Any]:
+    eager, apart = (mean(count(model, fused=fused)) for fused in (False, True))
+    now = count(model, fused=True, packed=True)
+    with pytest.MonkeyPatch.context() as patch:
+        fewer.on_cpu(patch, by_torch=True)
+        found = fused_model.fused_parts(model)
+    products = [[each for each in layer if each in PRODUCTS] for layer in now]
+    numbers = {"eager": eager, "apart": apart, "now": mean(now), "products": mean(products)}
+    parts = {} if found is None else dict(found.counts())
+    return {**{key: round(value, 1) for key, value in numbers.items()}, "parts": parts}
+
+
+def _enter(lines: dict[str, dict[str, Any]]) -> None:
+    """Add the lines to the file, or replace those of these types."""
+    table = json.loads(RESULTS.read_text()) | lines
+    rows = [f" {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
+    RESULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def _main(args: list[str]) -> None:
     import warnings
 
     warnings.simplefilter("ignore")
@@ -104,6 +129,7 @@ def _main(names: list[str]) -> None:
     from tests.architectures.tiny import tiny_model
 
     logging.set_verbosity_error()
+    names = [arg for arg in args if arg != "--names"]
     for name in names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
             model = tiny_model(name)
@@ -112,17 +138,12 @@ def _main(names: list[str]) -> None:
         except Exception:  # a type that does not run here at all
             continue
         model = model.to(torch.bfloat16)
-        eager, now = (count(model, fused=fused) for fused in (False, True))
-        with pytest.MonkeyPatch.context() as patch:
-            fewer.on_cpu(patch, by_torch=True)
-            found = fused_model.fused_parts(model)
-        parts = {} if found is None else dict(found.counts())
-        products = [[each for each in layer if each in PRODUCTS] for layer in now]
-        numbers = {"eager": mean(eager), "now": mean(now), "products": mean(products)}
-        line = {"type": name, **{key: round(value, 1) for key, value in numbers.items()}, "parts": parts}
-        print(json.dumps(line), flush=True)
-        if names:
-            print(now[0])
+        if "--names" in args:
+            print(name, *count(model, fused=True)[0])
+            continue
+        line = _numbers(model)
+        print(name, json.dumps(line), flush=True)
+        _enter({name: line})
 
 
 if __name__ == "__main__":

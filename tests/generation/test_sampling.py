@@ -24,7 +24,6 @@ from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.sampling import (
     _in_one,
     draw,
-    exponentials,
     greedy,
     keep_largest,
     keep_nucleus,
@@ -386,15 +385,3 @@ def test_several_draws_without_replacement_are_those_of_multinomial(count: int) 
         expected = torch.multinomial(torch.softmax(scores, -1), count, generator=theirs)
         assert sample_tokens(scores, mine, count)[0].equal(expected)
     assert mine.get_state().equal(theirs.get_state())
-
-
-def test_random_numbers_of_all_rows_without_a_seed_at_once() -> None:
-    like, seeds = torch.empty(4, 9), (None, 3, None, 5)
-    torch.manual_seed(0)
-    generators = [None if seed is None else torch.Generator().manual_seed(seed) for seed in seeds]
-    found = exponentials(like, generators, at_once=True)
-    torch.manual_seed(0)
-    assert found[[0, 2]].equal(torch.empty(2, 9).exponential_(1))
-    for row, seed in enumerate(seeds):
-        if seed is not None:
-            assert found[row].equal(torch.empty(9).exponential_(1, generator=torch.Generator().manual_seed(seed)))

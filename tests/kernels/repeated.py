@@ -7,9 +7,12 @@ Runs in a process of its own without TRITON_INTERPRET. A driver that does nothin
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +25,9 @@ import host_step
 
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import REPEATABLE
-from hf_paged.kernels.triton.launch import Launch
+from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
+from hf_paged.kernels.triton import gate, norm, rotary
+from hf_paged.kernels.triton.launch import Launch, RowLaunches
 from hf_paged.kernels.triton.sampling import greedy
 from tests.kernels.cases import Case, make_batch
 
@@ -105,6 +110,123 @@ def greedy_launches() -> dict[str, Any]:
     return {"name": "greedy", "bound": bound, "args": args}
 
 
+def empty(*shape: int, aligned: bool = True, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    memory = torch.empty(math.prod(shape) + 4, dtype=dtype)
+    return memory[0 if aligned else 4 :][: math.prod(shape)].view(shape)
+
+
+def calls_of_norm() -> Iterator[Callable[[], Any]]:
+    """Each differs from those before it in one thing; the second of two equal ones repeats the first one's launch."""
+    weight, other, kind = empty(64), empty(64), NormKind(rounds_first=True)
+    usual = Norm(weight, None, 1e-6, kind)
+    norms = [
+        usual,
+        usual,
+        Norm(other, None, 1e-6, kind),
+        Norm(other, None, 1e-5, kind),
+        Norm(weight, None, 1e-6, NormKind()),
+    ]
+    norms += [
+        Norm(weight, other, 1e-6, kind),
+        Norm(None, None, 1e-6, kind),
+        Norm(empty(64, dtype=torch.float32), None, 1e-6, kind),
+    ]
+    for each in norms:
+        yield partial(norm.add_norm, empty(8, 64), after=each)
+    wide = empty(8, 128)
+    for rows in (
+        empty(9, 64),
+        empty(1, 64),
+        wide[:1, :64],
+        wide[:, :64],
+        empty(8, 64, aligned=False),
+        empty(8, 32),
+        wide,
+    ):
+        after = usual._replace(weight=weight[: rows.shape[1]] if rows.shape[1] < 64 else empty(rows.shape[1]))
+        yield partial(norm.add_norm, rows, after=after)
+        yield partial(norm.add_norm, rows, empty(*rows.shape), after=after)
+    for options in ({"scale": 0.5}, {"scale": 0.25}, {"before": usual}, {"before": usual, "after": usual}):
+        yield partial(norm.add_norm, empty(8, 64), empty(8, 64), **options)
+
+
+def calls_of_gate() -> Iterator[Callable[[], Any]]:
+    both = empty(8, 128)
+    for activation in ("silu", "silu", "gelu"):
+        yield partial(gate.gated, empty(8, 64), empty(8, 64), activation)
+    for rows in (both[:, :64], both[:1, :64], empty(3, 64), empty(8, 64, aligned=False), empty(8, 32), empty(8, 2048)):
+        yield partial(gate.gated, rows, empty(*rows.shape), "silu")
+        yield partial(gate.gated, empty(*rows.shape), rows, "silu")
+
+
+def calls_of_rotary() -> Iterator[Callable[[], Any]]:
+    usual: dict[str, Any] = {
+        "tokens": 8, "heads": (4, 2), "dim": 32, "v_dim": 32, "blocks": 5, "block_size": 16, "angles": 32,
+        "kind": RotaryKind(), "norms": (None, None), "packed": False, "writes": True, "aligned": True,
+    }  # fmt: skip
+    of_heads = Norm(empty(32), None, 1e-6, NormKind())
+    for changed in (
+        {}, {}, {"tokens": 9}, {"tokens": 1}, {"packed": True}, {"packed": True, "tokens": 1}, {"heads": (8, 2)},
+        {"heads": (4, 1)}, {"dim": 64}, {"v_dim": 64}, {"blocks": 9}, {"block_size": 32}, {"angles": 16}, {"angles": 0},
+        {"kind": RotaryKind(is_interleaved=True)}, {"norms": (of_heads, of_heads)}, {"norms": (None, of_heads)},
+        {"norms": (of_heads, of_heads._replace(eps=1e-5))},
+        {"norms": (of_heads._replace(eps=1e-5), of_heads)}, {"writes": False}, {"writes": False, "tokens": 1},
+        {"aligned": False}, {"writes": False, "packed": True},
+    ):  # fmt: skip
+        yield _rotation(**usual | changed)
+
+
+def _rotation(
+    tokens: int, heads: tuple[int, int], dim: int, v_dim: int, blocks: int, block_size: int, angles: int,
+    kind: RotaryKind, norms: Any, packed: bool, writes: bool, aligned: bool,
+) -> Callable[[], Any]:  # fmt: skip
+    sizes = [heads[0] * dim, heads[1] * dim, heads[1] * v_dim]
+    projected = empty(tokens, sum(sizes)).split(sizes, -1) if packed else [empty(tokens, n) for n in sizes]
+    query, key, value = (x.unflatten(-1, (-1, d)) for x, d in zip(projected, (dim, dim, v_dim)))
+    slots = empty(tokens, dtype=torch.int64)
+    into = (empty(blocks, block_size, heads[1], dim), empty(blocks, block_size, heads[1], v_dim), slots)
+    cos = empty(tokens, angles, aligned=aligned)
+    return partial(
+        rotary.rotate, query, key, angles=(cos, empty(tokens, angles)) if angles else None, kind=kind, norms=norms,
+        value=value if writes else None, into=into if writes else None,
+    )  # fmt: skip
+
+
+def kept_launches(module: Any, calls: Iterable[Callable[[], Any]]) -> dict[str, Any]:
+    """Calls as they come, and then each without what the calls before it have left.
+
+    unequal: the indices of calls for which Triton's launcher gets other arguments, or another compiled kernel.
+    """
+    launched: list[tuple[Any, ...]] = []
+    found: dict[str, Any] = {"name": module.__name__.split(".")[-1], "unequal": [], "again": []}
+    bound: list[int] = []
+    run = Launch.run
+
+    def recorded(self: host_step.Compiled, *args: Any) -> None:
+        launched.append((id(self), *args[:3], *args[9:]))
+
+    def named(args: tuple[Any, ...], results: Any) -> list[Any]:
+        outs = [results] if isinstance(results, torch.Tensor) else results
+        places = {x.data_ptr(): index for index, x in enumerate(outs) if x is not None}
+        return [places.get(x.data_ptr(), x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in args]
+
+    def counted(self: Launch, device: torch.device) -> Any:
+        bound.append(1)
+        return run(self, device)
+
+    with mock.patch.object(host_step.Compiled, "run", recorded), mock.patch.object(Launch, "run", counted):
+        for index, call in enumerate(calls):
+            bound.clear()
+            results = call()
+            if not bound:
+                found["again"].append(index)
+            with mock.patch.object(module, "_launches", RowLaunches()):
+                fresh = call()
+            if named(launched[-2], results) != named(launched[-1], fresh):
+                found["unequal"].append(index)
+    return found
+
+
 if __name__ == "__main__":
     with ExitStack() as stack:
         for patch in host_step.launches():
@@ -112,3 +234,5 @@ if __name__ == "__main__":
         for name in CASES:
             print(json.dumps(compared(name)))
         print(json.dumps(greedy_launches()))
+        for module, calls in ((norm, calls_of_norm()), (gate, calls_of_gate()), (rotary, calls_of_rotary())):
+            print(json.dumps(kept_launches(module, calls)))

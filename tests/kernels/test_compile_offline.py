@@ -124,10 +124,14 @@ def test_nothing_is_compiled_or_captured_after_the_warm_up() -> None:
 def test_a_step_prepares_the_launches_of_its_layers_once() -> None:
     """The layers after the first do without our choice of kernels and Triton's binder; its launcher gets what it would
     get with them. A tensor with another alignment needs another machine code."""
-    *runs, greedy = [json.loads(line) for line in offline(script="repeated.py").splitlines()]
+    *runs, greedy, norm, gate, rotary = [json.loads(line) for line in offline(script="repeated.py").splitlines()]
     assert greedy == {"name": "greedy", "bound": [2, 0, 2, 2], "args": [True] * 4}
     assert [run["name"] for run in runs] == ["lean", "shared", "whole", "mixed", "window"]
     assert all(run["equal"] == [True] * 3 for run in runs)
     # Launches of a layer: K/V is written; attention; its parts are combined; prompts have a launch of their own.
     assert [run["each"] for run in runs] == [2, 3, 2, 4, 2]
+    # Kernels between attentions are kept for all layers and steps: other numbers of rows, weights and blocks.
+    assert norm == {"name": "norm", "unequal": [], "again": [1, 2, 8]}
+    assert gate == {"name": "gate", "unequal": [], "again": [1, 7, 8, 12, 14]}
+    assert rotary == {"name": "rotary", "unequal": [], "again": [1, 2, 5, 10]}
     assert [run["bound"] for run in runs] == [[3, 0, 2], [6, 0, 3], [2, 0, 2], [7, 0, 4], [3, 0, 2]]

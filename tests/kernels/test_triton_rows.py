@@ -79,7 +79,12 @@ def test_rows_of_zeros_and_no_rows() -> None:
 def test_gates(activation: str, dtype: torch.dtype) -> None:
     both = random(2, 2 * 1100, dtype=dtype) * 3
     gate, up = both.chunk(2, -1)
-    check(gated(gate, up, activation), ACTIVATIONS[activation](gate) * up)
+    expected = ACTIVATIONS[activation](gate) * up
+    check(gated(gate, up, activation), expected)
+    actual = gated(gate, up.clone(), activation)  # rows of other distances
+    check(actual, expected)
+    if dtype == torch.float16:  # without the rounding of the activation, every fifth product is an ulp off
+        assert (actual != expected).float().mean() < 0.08
     gate[0, 0], up[0, 1] = torch.nan, torch.inf
     actual = gated(gate, up, activation)
     assert actual[0, 0].isnan() and not actual[0, 2:].isnan().any()

@@ -370,10 +370,11 @@ def test_a_conversation_finds_its_prefix(server: Running) -> None:
             {"role": "user", "content": f"Explain the if statement, part {turn}."},
         ]
     assert cached[1] >= 16 and cached[2] > cached[1]
-    other = server.client.chat.completions.create(
-        model=NAME, messages=messages, max_tokens=5, extra_body={"cache_salt": "mine"}
-    )
-    assert other.usage.prompt_tokens_details.cached_tokens == 0
+    for salt, is_found in (("mine", False), ("yours", False), ("mine", True)):
+        other = server.client.chat.completions.create(
+            model=NAME, messages=messages, max_tokens=5, extra_body={"cache_salt": salt}
+        )
+        assert (other.usage.prompt_tokens_details.cached_tokens > 0) == is_found
 
 
 def test_continue_final_message(server: Running) -> None:

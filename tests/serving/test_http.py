@@ -230,10 +230,23 @@ def test_a_full_queue_is_429() -> None:
         stream = running.client.completions.create(model=NAME, prompt=PROMPT, stream=True)
         answer = running.post("/v1/completions", prompt=PROMPT)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1" and "1 requests" in message(answer)
+        assert answer.json()["error"]["code"] == "queue_full"
         gate.open()
         assert list(stream)
         assert running.post("/v1/completions", prompt=PROMPT).status_code == 200
         running.assert_idle()
+
+
+def test_prompts_that_do_not_all_have_a_place_are_429() -> None:
+    with serving(limits=Limits(in_flight=2)) as running:
+        gate = Gate(running.engine, 0)
+        stream = running.client.completions.create(model=NAME, prompt=PROMPT, stream=True)
+        answer = running.post("/v1/completions", prompt=["a", "b"], max_tokens=1)
+        assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
+        assert running.service.worker.num_in_flight == 1
+        gate.open()
+        assert list(stream)
+        assert running.post("/v1/completions", prompt=["a", "b"], max_tokens=1).status_code == 200
 
 
 def test_a_body_that_can_never_be_queued_is_400() -> None:
@@ -447,9 +460,10 @@ def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
 
 
 def test_requests_bring_no_templates(server: Running) -> None:
-    for kwargs in ({"chat_template": "{{ 1 }}"}, {"tokenize": True}, {"tools": []}):
-        answer = server.post("/v1/chat/completions", messages=HELLO, chat_template_kwargs=kwargs)
-        assert answer.status_code == 400
+    for name in ("chat_template", "tokenize", "tools", "documents", "conversation", "return_dict", "tokenizer_kwargs"):
+        answer = server.post("/v1/chat/completions", messages=HELLO, chat_template_kwargs={name: None})
+        assert answer.status_code == 400 and repr(name) in message(answer)
+        assert answer.json()["error"]["param"] == "chat_template_kwargs"
     assert server.post("/v1/chat/completions", messages=HELLO, chat_template="{{ 1 }}").status_code == 422
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as THEIR_TEMPLATES
 from transformers.utils.chat_parsing import ResponseParser
 
+from hf_paged.generation.engine.sequence import FinishReason
 from hf_paged.serving.answer_format import AnswerFormat, Calls, Tool
 from hf_paged.serving.parsing import lenient
+from hf_paged.serving.plan import completion_plan
+from hf_paged.serving.processors import OccurrencePenalty, StopText
+from hf_paged.serving.schema import CompletionRequest
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Ended, Running, serving
@@ -125,6 +130,20 @@ def test_a_deadline_before_the_engine_has_the_request(monkeypatch: pytest.Monkey
         go_on.set()
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline"
         running.assert_idle()
+
+
+def test_the_engine_gets_all_that_a_request_asks_for(server: Running) -> None:
+    service = server.service
+    settings = replace(service.settings, priorities=True, limits=Limits(request_seconds=75.0))
+    served = replace(service.served, settings=settings)
+    fields: dict[str, Any] = {"priority": 3, "echo": True, "logprobs": 2, "seed": 5, "max_tokens": 6, "stop": ["."]}
+    body = CompletionRequest(prompt=[5, 6, 7], presence_penalty=1.0, **fields)
+    (request,) = service.worker.prepare(completion_plan(body, served, None).submissions)
+    assert request.group.priority == 3 and request.time_limits == [(75.0, FinishReason.DEADLINE)]
+    assert request.num_top == 2 and request.prompt_scores is not None
+    assert request.max_length == 9 and request.generator is not None and request.generator.initial_seed() == 5
+    assert [type(each) for each in request.processors] == [OccurrencePenalty]
+    assert StopText in map(type, request.criteria)
 
 
 def test_a_client_that_goes_while_a_pause_holds_its_request_back(

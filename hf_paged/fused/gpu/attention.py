@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.fused.gpu.packing import LinearGroup
 from hf_paged.fused.gpu.parts import NormOf, Part, norm_of, passes_through
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of, same_memory
 from hf_paged.integration.attention import HANDLE, LayerHandle, attention_forward
@@ -71,7 +72,7 @@ class AttentionPart(Part):
     ) -> None:
         super().__init__(call.module, skipped)
         self._places, self._sources, self._rotary, self._out = places, sources, rotary or RotaryKind(), out
-        self._linears = list(dict.fromkeys(source.linear for source in sources))
+        self.group = LinearGroup(call.module, dict.fromkeys(source.linear for source in sources))
         self._layer_idx = handle.layer_idx
         self._options = {name: value for name, value in handle.options.items() if name != "s_aux"}
         self._scaling = _name_of_factor(call.module, handle.options["scaling"])
@@ -86,7 +87,8 @@ class AttentionPart(Part):
         if not self._fits(cache, rows, angles):
             return self.plain(*args, **kwargs)
         module = self.module
-        projected = {name: module._modules[name](rows) for name in self._linears}  # type: ignore[misc]
+        assert self.group is not None
+        projected = dict(zip(self.group.names, self.group(rows), strict=True))
         heads = [self._heads(source, projected) for source in self._sources]
         handle = cache.handle_for(self._layer_idx, rows.device)
         query = self._rotate(heads, angles, handle).transpose(0, 1).unsqueeze(0)

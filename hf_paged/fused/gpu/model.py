@@ -51,10 +51,15 @@ def fused_parts(model: nn.Module) -> FusedParts | None:
     return known[1]
 
 
+def is_on_gpu(model: Any) -> bool:
+    """Whether the model is on a device whose layers are computed so."""
+    return device_of(model).type == DEVICE_TYPE
+
+
 def obstacle(model: Any) -> str | None:
     """Why no part of the model is looked for; None if nothing prevents it."""
     device, mesh = device_of(model), getattr(model, "_device_mesh", None)
-    if device.type != DEVICE_TYPE:
+    if not is_on_gpu(model):
         return f"the model is on {device}"
     if mesh is not None and mesh.size() > 1:
         return f"the model is on {mesh.size()} ranks"
@@ -88,6 +93,31 @@ class FusedParts:
         """The number of parts of each kind."""
         return Counter(part.kind for part in self._parts)
 
+    def pack(self) -> int:
+        """Place weights of layers that read the same rows side by side, one part after another; returns the number of
+        parts that one product computes instead of several.
+
+        No other thread may compute with the model meanwhile.
+        """
+        model = self._model()
+        assert model is not None
+        self._weights.release_views()
+        groups = [part.group for part in self._parts if part.group is not None]
+        packed, moved = 0, 0
+        try:
+            for group in groups:
+                group.look()
+                was_one = group.is_one
+                packed += group.pack()
+                moved += group.is_one and not was_one
+                if moved and device_of(model).type == "cuda":
+                    torch.cuda.empty_cache()  # it would keep the memory of the weights before
+        except torch.OutOfMemoryError as error:
+            log.warning("%s: other weights stay where they are (%s)", type(model).__name__, first_line(error))
+        if moved:
+            log.info("%s: weights of %d parts were placed side by side, for one product", type(model).__name__, moved)
+        return packed
+
     def apply(self, user: object) -> None:
         """Until `undo`, our kernels compute these parts in packed steps of this thread."""
         model = self._model()
@@ -112,7 +142,7 @@ class FusedParts:
         """All on which it depends which parts are ready."""
         modules = [module for part in self._parts for module in part.modules]
         classes = list(map(type, modules))
-        forwards = [owner.forward for owner in dict.fromkeys(classes)]
+        forwards = [owner.forward for owner in dict.fromkeys([*classes, nn.Linear])]
         rotary = [function.is_own() for function in self._rotary.values()]
         return [self._weights.layout, classes, forwards, [module.training for module in modules], rotary]
 
@@ -123,6 +153,9 @@ class FusedParts:
         present = set(model.modules())
         self._parts = [part for part in self._parts if part.module in present and part.is_whole()]
         ready = [part for part in self._parts if part.is_ready() and self._has_own_rotary(part)]
+        for part in ready:
+            if part.group is not None:
+                part.group.look()
         self._overrides = Overrides(Patch(vars(part.module), "forward", part.forward) for part in ready)
         self._seen = self._state()
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.fused.gpu.packing import LinearGroup, is_linear
 from hf_paged.fused.gpu.trace import Call, same_memory
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.rows import ACTIVATIONS, MAX_SIZE, NORM_KINDS, Norm, NormKind, are_alike, are_close, normalise
@@ -31,6 +32,8 @@ class Part:
     """
 
     kind = "part"
+    group: LinearGroup | None = None
+    """Its linear layers that read the same rows, if there are any."""
 
     def __init__(self, module: nn.Module, skipped: Iterable[str] = ()) -> None:
         self.module = module
@@ -197,7 +200,7 @@ class GatedPart(Part):
     def __init__(self, call: Call, inputs: list[str], down: str, order: int, activation: str) -> None:
         skipped = {child.name for child in call.children} - {*inputs, down}
         super().__init__(call.module, skipped)
-        self._inputs, self._down = inputs, down
+        self.group, self._down = LinearGroup(call.module, inputs), down
         self._gate_is_second = order == 1
         self._activation = activation
 
@@ -209,7 +212,7 @@ class GatedPart(Part):
         """residual + scale * the MLP's result for `rows`; may write it into `residual`."""
         inner, down = self._inner(rows), self._child(self._down)
         weight = down._parameters.get("weight")
-        if _is_linear(down) and type(weight) is nn.Parameter and down.bias is None:
+        if is_linear(down) and type(weight) is nn.Parameter and down.bias is None:
             flat, alpha = residual.view(-1, residual.shape[-1]), 1.0 if scale is None else scale
             flat.addmm_(inner.view(-1, inner.shape[-1]), weight.t(), alpha=alpha)
             return residual
@@ -222,19 +225,13 @@ class GatedPart(Part):
     def _inner(self, rows: torch.Tensor) -> torch.Tensor:
         from hf_paged.kernels.triton.gate import gated
 
-        parts = [self._child(name)(rows) for name in self._inputs]
+        assert self.group is not None
+        parts = self.group(rows)
         gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
         if self._gate_is_second:
             gate, up = up, gate
         size = gate.shape[-1]
         return gated(_as_rows(gate, size), _as_rows(up, size), self._activation).view(*rows.shape[:-1], size)
-
-
-_linear_forward = nn.Linear.forward
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and is_bare(module) and nn.Linear.forward is _linear_forward
 
 
 def _as_rows(x: torch.Tensor, size: int) -> torch.Tensor:

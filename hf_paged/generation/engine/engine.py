@@ -41,7 +41,8 @@ Prompt = SequenceOf[int] | torch.Tensor
 class Engine(EngineCore):
     """Serves requests that arrive and end at any step, each with its own GenerationConfig.
 
-    Results equal those of `model.generate` for the same request alone. The engine does not change the model. Every
+    Results equal those of `model.generate` for the same request alone. The engine does not change the model, but on a
+    GPU it may move weights to other memory (`prepack`). Every
     method may be called from any thread; the thread that asks for outputs (`step`, `generate`, `stream`) runs the
     steps. In a forked child every method of the parent's engine raises RuntimeError: create an engine in the child.
 
@@ -53,8 +54,10 @@ class Engine(EngineCore):
     load, delete or activate adapters, and call the model yourself, only between steps.
 
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
-    of its fields. tokenizer: needed only for `stop_strings`. prepack: keep copies of the linear weights in the layout
-    that is fastest on a CPU (None = in bf16, if the memory suffices). Sums may then be in another order than torch's.
+    of its fields. tokenizer: needed only for `stop_strings`. prepack: on a CPU, keep copies of the linear weights in
+    the layout that is fastest there (None = in bf16, if the memory suffices). On a GPU, move linear weights that read
+    the same rows beside one another, for one product instead of several, without copies (None = where `fuse` knows
+    the layers; see docs/gpu.md). True = raise if nothing can be packed. Sums may then be in another order than torch's.
     fuse: compute what lies between matrix products and attention in fewer kernels, where the model's layers are known
     (None = on a CUDA device; True = raise if no layer is known). See docs/gpu.md for what may round differently.
     cuda_graphs: capture decode steps and replay them (None = on a CUDA device, with a warning if that is impossible;

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
 
 @triton.jit
@@ -48,6 +48,9 @@ def gate_kernel(
     tl.store(out + row * SIZE + columns, (x.to(dtype).to(tl.float32) * other).to(dtype), mask=inside)
 
 
+_launches = RowLaunches()
+
+
 def gate_launch(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str) -> Launch:
     """See `gated`; out [num_rows, size], contiguous."""
     num_rows, size = gate.shape
@@ -64,7 +67,10 @@ def gate_launch(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activat
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(gate) * up. gate, up [num_rows, size], contiguous in their last dimension, of one dtype; activation:
     one of `rows.ACTIVATIONS`."""
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    if out.numel():
-        gate_launch(gate, up, out, activation).run(gate.device)
+    out = gate.new_empty(gate.shape)
+    num_rows, size = gate.shape
+    if num_rows and size:
+        tensors: dict[str, torch.Tensor | None] = {"gate": gate, "up": up, "out": out}
+        options = size, activation
+        _launches.run(num_rows, gate.device, tensors, options, lambda: gate_launch(gate, up, out, activation))
     return out

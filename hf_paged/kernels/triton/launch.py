@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class Ready:
     run: Callable[..., None]
     args: list[Any]
     tensors: tuple[tuple[int, str], ...]
+    compiled: Any
+    grid: tuple[int, ...]
 
     @classmethod
     def of(cls, launch: Launch, compiled: Any, kept: frozenset[str] = frozenset()) -> Ready:
@@ -87,14 +90,61 @@ class Ready:
         own = [isinstance(arg, torch.Tensor) and name not in kept for name, arg in zip(names, given)]
         tensors = tuple((place, name) for place, name in enumerate(names) if own[place])
         args = [None if is_own else arg for arg, is_own in zip(given, own)]
-        return cls(compiled[(*launch.grid, 1, 1)[:3]], args, tensors)
+        grid = (*launch.grid, 1, 1)[:3]
+        return cls(compiled[grid], args, tensors, compiled, grid)
 
-    def run_on(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Run on the current device and stream. The tensors must be aligned to 16 bytes where those before were."""
+    def run_on(self, tensors: dict[str, torch.Tensor], num_rows: int | None = None) -> None:
+        """Run on the current device and stream. The tensors must be aligned to 16 bytes where those before were.
+
+        num_rows: the first size of the grid, if it is another one.
+        """
         args = self.args.copy()
         for place, name in self.tensors:
             args[place] = tensors[name]
-        self.run(*args)
+        run = self.run if num_rows is None else self.compiled[(num_rows, *self.grid[1:])]
+        run(*args)
+
+
+_MAX_KEPT = 1024
+_address_of, _stride_of, _dtype_of = torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("dtype")
+
+
+class RowLaunches:
+    """The launches of one kernel whose grid begins with the number of rows, kept to be run again with other tensors.
+
+    They are kept by all that a launch depends on but addresses and the number of rows, so that the layers of a model
+    share one, in steps of any size. Only launches whose tensors are all aligned to 16 bytes are kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], Ready] = {}
+
+    def run(
+        self,
+        num_rows: int,
+        device: torch.device,
+        tensors: dict[str, torch.Tensor | None],
+        options: tuple[Any, ...],
+        build: Callable[[], Launch],
+    ) -> None:
+        """Run the launch that `build` gives, or the one kept for such tensors and options, on `device`.
+
+        tensors: all of the launch's, by the names of its arguments. options: all else on which it depends but the
+        tensors' strides and dtypes, such as sizes; hashable. num_rows: at least 1.
+        """
+        given = {name: x for name, x in tensors.items() if x is not None}
+        present = given.values()
+        # The arguments for a single row do not have its strides, which are arbitrary.
+        key = num_rows == 1, device, options, *given, *map(_stride_of, present), *map(_dtype_of, present)
+        is_aligned = functools.reduce(or_, map(_address_of, present)) % 16 == 0
+        ready = self._kept.get(key) if is_aligned else None
+        if ready is not None and is_current(device):
+            ready.run_on(given, num_rows)
+            return
+        launch = build()
+        compiled = launch.run(device)
+        if compiled is not None and is_aligned and len(self._kept) < _MAX_KEPT:
+            self._kept[key] = Ready.of(launch, compiled)
 
 
 def next_power_of_2(n: int) -> int:

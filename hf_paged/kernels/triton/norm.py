@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hf_paged.kernels.rows import Norm, NormKind
-from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
 
 class Rows(NamedTuple):
@@ -77,6 +77,10 @@ def add_norm_kernel(
         tl.store(out + row * SIZE + columns, y, mask=inside)
 
 
+_NONE = Norm(None, None, 0.0, NormKind())
+_launches = RowLaunches()
+
+
 def add_norm_launch(
     rows: torch.Tensor,
     residual: torch.Tensor | None,
@@ -88,7 +92,7 @@ def add_norm_launch(
     """See `add_norm`."""
     size = rows.shape[1]
     block = next_power_of_2(size)
-    first, last = before or Norm(None, None, 0.0, NormKind()), after or Norm(None, None, 0.0, NormKind())
+    first, last = before or _NONE, after or _NONE
     # The stride of a single row is arbitrary; a kernel must not be compiled for each.
     strides = [size if x is None or len(x) == 1 else x.stride(0) for x in (rows, residual)]
     args = {
@@ -116,9 +120,18 @@ def add_norm(
     rows, residual [num_rows, size], contiguous in their last dimension, of one dtype, which is that of the weights too.
     size: at most `rows.MAX_SIZE`.
     """
-    total = None if residual is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
-    out = None if after is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+    total = None if residual is None else rows.new_empty(rows.shape)
+    out = None if after is None else rows.new_empty(rows.shape)
     results = Rows(total, out)
     if rows.shape[0]:
-        add_norm_launch(rows, residual, results, before, after, scale).run(rows.device)
+        first, last = before or _NONE, after or _NONE
+        tensors = {
+            "rows": rows, "residual": residual, "total": total, "out": out, "before": first.weight,
+            "before_bias": first.bias, "after": last.weight, "after_bias": last.bias,
+        }  # fmt: skip
+        kinds = before and before[2:], after and after[2:]  # with epsilons
+        _launches.run(
+            rows.shape[0], rows.device, tensors, (rows.shape[1], scale, kinds),
+            lambda: add_norm_launch(rows, residual, results, before, after, scale),
+        )  # fmt: skip
     return results

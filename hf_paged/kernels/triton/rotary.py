@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
-from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 from hf_paged.kernels.triton.norm import scaled
 
 
@@ -103,6 +103,7 @@ def rotate_kernel(
 
 
 _NO_NORM = Norm(None, None, 0.0, NormKind())
+_launches = RowLaunches()
 
 
 def rotate_launch(
@@ -169,10 +170,23 @@ def rotate(
     into: key cache, value cache and slots. Then the key and the value are written there instead, and the key that is
     returned is None. Other shapes as in `rotate_launch`.
     """
-    query_out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    key_out = torch.empty_like(key, memory_format=torch.contiguous_format) if into is None else None
+    query_out = query.new_empty(query.shape)
+    key_out = key.new_empty(key.shape) if into is None else None
     if query.shape[0]:
         outs = (query_out, key_out, None) if into is None else (query_out, *into[:2])
         slots = None if into is None else into[2]
-        rotate_launch(query, key, value, outs, slots, angles, kind, norms).run(query.device)
+        cos, sin = angles or (None, None)
+        tensors = {
+            "query": query, "key": key, "value": value, "query_out": outs[0], "key_out": outs[1], "value_out": outs[2],
+            "slots": slots, "cos": cos, "sin": sin,
+            "query_weight": norms[0] and norms[0].weight, "key_weight": norms[1] and norms[1].weight,
+        }  # fmt: skip
+        of_norms = norms[0] and norms[0][2:], norms[1] and norms[1][2:]  # epsilon and kind
+        # All sizes that the launch depends on.
+        sizes = query.shape[1:], key.shape[1], value is None or value.shape[2], outs[1].shape[1]
+        num_angles = cos is None or cos.shape[1]
+        _launches.run(
+            query.shape[0], query.device, tensors, (sizes, num_angles, kind, of_norms),
+            lambda: rotate_launch(query, key, value, outs, slots, angles, kind, norms),
+        )  # fmt: skip
     return query_out, key_out

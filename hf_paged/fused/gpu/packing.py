@@ -1,0 +1,133 @@
+"""Linear layers that read the same rows, computed by one product: their weights lie side by side in one tensor.
+
+The parameters stay the same objects; each becomes a view of its part. So no second copy of a weight is kept, and
+changes in place (optimizers, `load_state_dict`, weight syncs) need no care. Knows modules and tensors; never parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hf_paged.model.overrides import foreign_forward
+
+ALIGNMENT = 16  # of every part, in bytes: kernels load as many at once
+
+_linear_forward = nn.Linear.forward
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether calling the module would run nn.Linear's own forward and nothing else."""
+    return (
+        type(module) is nn.Linear
+        and not (module._forward_hooks or module._forward_pre_hooks or foreign_forward(module))
+        and nn.Linear.forward is _linear_forward
+    )
+
+
+class LinearGroup:
+    """Linear layers of one module, by name, that are called with the same rows.
+
+    One product computes them if `look` has found their weights side by side, else each is called as a module.
+    """
+
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        self.names = list(names)
+        self._children = module._modules
+        self._sizes: list[int] | None = None  # of the layers' results, where one product gives all
+
+    @property
+    def is_one(self) -> bool:
+        return self._sizes is not None
+
+    def look(self) -> None:
+        """Find out whether one product computes the layers. To be called when a layer or weight may have changed."""
+        columns = _columns(self._layers())
+        are_one = bool(columns) and all(map(_are_beside, columns))
+        self._sizes = [len(weight) for weight in columns[0]] if are_one else None
+
+    def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """rows [..., size] -> the layers' results [..., size of each], which may be views of one tensor."""
+        if self._sizes is None:
+            return [self._children[name](rows) for name in self.names]  # type: ignore[misc]
+        first: Any = self._children[self.names[0]]
+        total = sum(self._sizes)
+        bias = None if first.bias is None else first.bias.as_strided((total,), (1,))
+        weight = first.weight.as_strided((total, first.weight.shape[1]), first.weight.stride())
+        return list(functional.linear(rows, weight, bias).split(self._sizes, -1))
+
+    def pack(self) -> bool:
+        """Place the weights side by side; returns whether they are now, or were already.
+
+        They are left where they are if the layers are not plain ones of one dtype and device, or if other code uses
+        the memory of a weight: another module, a buffer, a tensor that a program keeps. Takes the memory of these
+        weights until those before are freed. Raises torch.OutOfMemoryError if there is none.
+        """
+        self.look()
+        columns = _columns(self._layers())
+        if self.is_one or not columns or not all(map(_may_move, columns)):
+            return self.is_one
+        for parameters in columns:
+            with torch.no_grad():
+                joined = torch.cat([parameter.detach() for parameter in parameters])
+            starts = itertools.accumulate((len(parameter) for parameter in parameters), initial=0)
+            for start, parameter in zip(starts, parameters):
+                parameter.data = joined[start : start + len(parameter)]
+        self.look()
+        return self.is_one
+
+    def _layers(self) -> list[nn.Linear]:
+        """The layers if all are plain ones; else none."""
+        layers = [self._children.get(name) for name in self.names]
+        return layers if all(map(is_linear, layers)) else []  # type: ignore[return-value]
+
+
+def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
+    """The weights of the layers, and their biases if all have one; nothing if they cannot be those of one layer."""
+    columns: list[list[Any]] = [[layer._parameters.get(name) for layer in layers] for name in ("weight", "bias")]
+    weights, biases = columns
+    if len(layers) < 2 or (any(bias is None for bias in biases) and any(bias is not None for bias in biases)):
+        return []
+    if biases[0] is None:
+        columns = [weights]
+    every = [parameter for column in columns for parameter in column]
+    plain = all(type(p) is nn.Parameter and p.is_contiguous() and p.numel() and not p.is_inference() for p in every)
+    if not plain or len({(p.dtype, p.device) for p in every}) > 1 or len({w.shape[1:] for w in weights}) > 1:
+        return []
+    is_like = biases[0] is None or all(bias.shape == weight.shape[:1] for bias, weight in zip(biases, weights))
+    return columns if is_like and weights[0].dim() == 2 else []
+
+
+def _are_beside(parameters: list[nn.Parameter]) -> bool:
+    """Whether they follow one another in one piece of memory."""
+    return all(
+        a.data_ptr() + a.nbytes == b.data_ptr() and _memory_of(a) == _memory_of(b)
+        for a, b in itertools.pairwise(parameters)
+    )
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _may_move(parameters: list[nn.Parameter]) -> bool:
+    """Whether nothing else uses their memory, and the parts would be aligned."""
+    own = {_memory_of(parameter): 0 for parameter in parameters}
+    for parameter in parameters:
+        own[_memory_of(parameter)] += 1
+    return (
+        len(set(map(id, parameters))) == len(parameters)
+        and all(parameter.nbytes % ALIGNMENT == 0 for parameter in parameters[:-1])
+        and all(_uses(parameter) == own[_memory_of(parameter)] for parameter in parameters)
+    )
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """The number of tensors, arrays and other objects that use its memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return count - 1  # the storage object that was just made

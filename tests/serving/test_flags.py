@@ -1,0 +1,116 @@
+"""Each flag of `hf-paged serve` reaches what it is for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from hf_paged import CacheConfig, SchedulerConfig
+from hf_paged.cli.main import main
+from hf_paged.serving import loading, server
+from hf_paged.serving.settings import Limits, Settings
+from tests.serving.harness import QA
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *argv: str) -> dict[str, Any]:
+    """What the command starts a server with."""
+    load, run, listen = MagicMock(return_value=("the engine", "its tokenizer")), MagicMock(return_value=0), MagicMock()
+    monkeypatch.setattr(logging, "basicConfig", MagicMock())
+    monkeypatch.setattr(loading, "load_engine", load)
+    monkeypatch.setattr(server, "run_server", run)
+    monkeypatch.setattr(server, "listen", listen)
+    assert main(["serve", QA, *argv]) == 0
+    engine, tokenizer, settings = run.call_args.args
+    assert (engine, tokenizer) == load.return_value and run.call_args.kwargs["sockets"] is listen.return_value
+    checkpoint, cache, scheduler = load.call_args.args
+    assert checkpoint == QA and run.call_args.kwargs["adapters"] == load.call_args.kwargs["adapters"]
+    names = ("drain_seconds", "log_level")
+    return {
+        "address": listen.call_args.args,
+        "settings": settings,
+        "cache": cache,
+        "scheduler": scheduler,
+        **load.call_args.kwargs,
+        **{name: run.call_args.kwargs[name] for name in names},
+    }
+
+
+def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(monkeypatch) == {
+        "address": ("127.0.0.1", 8000),
+        "settings": Settings(names=(QA,)),
+        "cache": CacheConfig(),
+        "scheduler": SchedulerConfig(),
+        "dtype": "auto",
+        "device": None,
+        "num_ranks": 1,
+        "adapters": {},
+        "drain_seconds": 30,
+        "log_level": "info",
+    }
+
+
+def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    template, response = tmp_path / "chat.jinja", tmp_path / "response.json"
+    template.write_text("{{ messages }}")
+    fields: dict[str, Any] = {"start_anchor": "<start>", "fields": {"content": {}}}
+    response.write_text(json.dumps(fields))
+    flags: dict[str, Any] = {
+        "host": "0.0.0.0",
+        "port": 8123,
+        "api-key": "a-key",
+        "served-model-name": "qa",
+        "adapter": f"sql={tmp_path}",
+        "dtype": "float32",
+        "device": "cpu",
+        "max-model-len": 500,
+        "max-num-seqs": 7,
+        "max-num-batched-tokens": 70,
+        "scheduling-policy": "priority",
+        "max-in-flight": 11,
+        "kv-cache-memory": "8MiB",
+        "swap-memory": "4MiB",
+        "block-size": 8,
+        "generation-config": "vllm",
+        "default-max-tokens": 13,
+        "max-logprobs": 3,
+        "max-request-seconds": 17.5,
+        "chat-template": template,
+        "response-template": response,
+        "max-grammar-seconds": 0.5,
+        "admin-key": "another",
+        "drain-seconds": 19,
+        "log-level": "error",
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
+    assert started(monkeypatch, *words, "--api-key", "b-key", "--no-enable-prefix-caching") == {
+        "address": ("0.0.0.0", 8123),
+        "settings": Settings(
+            names=("qa",),
+            api_keys=("a-key", "b-key"),
+            max_model_len=500,
+            defaults="vllm",
+            chat_template="{{ messages }}",
+            response_template=fields,
+            admin_key="another",
+            priorities=True,
+            limits=limits,
+        ),
+        "cache": CacheConfig(block_size=8, memory="8MiB", swap_memory="4MiB"),
+        "scheduler": SchedulerConfig(max_num_seqs=7, max_num_batched_tokens=70, prefix_caching=False),
+        "dtype": "float32",
+        "device": "cpu",
+        "num_ranks": 1,
+        "adapters": {"sql": str(tmp_path)},
+        "drain_seconds": 19,
+        "log_level": "error",
+    }
+    assert started(monkeypatch, "--gpu-memory-utilization", "0.5")["cache"] == CacheConfig(memory_fraction=0.5)
