@@ -130,3 +130,10 @@ def test_epsilons() -> None:
     found = parts.norm_of(InCode(), 64, torch.float32)
     assert found is not None and found().eps == 1e-6 and found().kind.is_centered
     assert parts.norm_of(Halves(), 64, torch.float32) is None
+
+
+def test_a_product_that_cannot_be_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer is tried with the part of its MLP too."""
+    model = new("nemotron")
+    monkeypatch.setattr(parts.MLPPart, "add_to", lambda self, residual, *_: residual.mul_(2))
+    assert "layer" not in kinds(model) and "MLP" in kinds(model)

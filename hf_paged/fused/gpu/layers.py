@@ -5,6 +5,7 @@ Its attention and its MLP are called as modules, whatever they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +49,24 @@ class LayerPart(Part):
 
     kind = "layer"
 
-    def __init__(self, call: Call, found: _Found) -> None:
+    def __init__(self, call: Call, found: _Found, mlp: Part | None) -> None:
         super().__init__(call.module, {child.name for child in call.children} - {found.attention.name, found.mlp.name})
         self._norms, self._rows, self._passed = found.norms, found.rows, found.passed
         self._scale, self._is_parallel = found.scale, found.norms.is_parallel
         self._attention, self._mlp = found.attention.name, found.mlp.name
         self._attention_rows = found.attention_rows
         self._rest: tuple[Any, ...] | None = call.output[1:] if isinstance(call.output, tuple) else None
+        self._found_mlp = mlp
+        self._tried: Part | None = None  # in a trial, where the MLP's own forward is in force
+
+    def trials(self, call: Call) -> Iterator[Any]:
+        """Without and with the part of the MLP."""
+        yield self.compute(*call.args, **call.kwargs)
+        self._tried = self._found_mlp
+        try:
+            yield self.compute(*call.args, **call.kwargs)
+        finally:
+            self._tried = self._found_mlp = None  # it would keep the weights of an MLP that is replaced
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         from hf_paged.kernels.triton.norm import add_norm
@@ -108,11 +120,10 @@ class LayerPart(Part):
             passed[self._attention_rows] = rows
         return _first(attention(*positional, **passed))  # type: ignore[arg-type]
 
-    @staticmethod
-    def _part_of(mlp: nn.Module) -> MLPPart | None:
+    def _part_of(self, mlp: nn.Module) -> MLPPart | None:
         """The part that computes the MLP in this step, if calling the MLP would run nothing else."""
         forward = vars(mlp).get("forward")
-        part = getattr(forward, "__self__", None)
+        part = self._tried or getattr(forward, "__self__", None)
         if mlp._forward_hooks or mlp._forward_pre_hooks or not is_override(forward):
             return None
         return part if isinstance(part, MLPPart) else None
@@ -140,10 +151,10 @@ class _Found:
     scale: str = ""
 
 
-def layer_part(call: Call) -> LayerPart | None:
-    """The part for a decoder layer of this form; None if it computed anything else."""
+def layer_part(call: Call, parts: Mapping[nn.Module, Part]) -> LayerPart | None:
+    """The part for a decoder layer of this form; None if it computed anything else. parts: those of modules in it."""
     found = _find(call)
-    return None if found is None else LayerPart(call, found)
+    return None if found is None else LayerPart(call, found, parts.get(found.mlp.module))
 
 
 def _find(call: Call) -> _Found | None:

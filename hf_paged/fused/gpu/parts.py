@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,15 @@ class Part:
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def trials(self, call: Call) -> Iterator[Any]:
+        """Results for the call's arguments, by every way in which the part may compute them."""
+        yield self.compute(*call.args, **call.kwargs)
+
+    @staticmethod
+    def compared(output: Any) -> list[torch.Tensor]:
+        """What must be equal in the output of a trial and that of the module."""
+        return [output[0] if isinstance(output, tuple) else output]
 
     def is_whole(self) -> bool:
         """Whether the modules that are not called are where they were when it was recognised."""

@@ -11,8 +11,26 @@ from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """x in fp32. ACTIVATION: one of `rows.ACTIVATIONS`."""
+    if ACTIVATION == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2z
+        x = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "sigmoid":
+        x = sigmoid(x)
+    else:
+        x = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN, as in torch
+        if ACTIVATION == "relu_squared":
+            x = x * x
+    return x
 
 
 @triton.jit
@@ -25,18 +43,7 @@ def gate_kernel(
     inside = columns < SIZE
     dtype: tl.constexpr = out.dtype.element_ty
     x = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        x = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2z
-        x = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "sigmoid":
-        x = _sigmoid(x)
-    else:
-        x = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN, as in torch
-        if ACTIVATION == "relu_squared":
-            x = x * x
+    x = activate(x, ACTIVATION)
     if up is not None:
         other = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
         x = x.to(dtype).to(tl.float32) * other
