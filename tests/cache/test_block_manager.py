@@ -37,6 +37,10 @@ def test_fork_takes_no_memory_and_shares_all() -> None:
     assert table(manager, "b") == table(manager, "a") == [0, 1]
     assert manager.allocator.num_used == 2
     assert (manager.num_shared_blocks, manager.num_logical_blocks, manager.num_filled_slots) == (2, 4, 6)
+    manager.fork("a", "c")
+    manager.crop("c", 5)
+    assert manager.num_filled_slots == 6
+    manager.free("c")
     manager.append("b", 4)  # copies its last block and takes another one: the paper's Figure 8
     assert table(manager, "a") == [0, 1]
     assert (manager.num_shared_blocks, manager.num_logical_blocks, manager.num_filled_slots) == (1, 5, 6 + 6)
