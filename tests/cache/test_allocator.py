@@ -150,10 +150,10 @@ def test_a_restart_forgets_what_was_touched() -> None:
     allocator = BlockAllocator(4)
     kept, freed = allocator.allocate(), allocator.allocate()
     allocator.free(freed)
-    with pytest.raises(ValueError, match="1 block.* used and 0 cached"):
+    with pytest.raises(ValueError, match=r"1 block.* used and 0 cached"):
         allocator.restart(2)
     allocator.free(kept, keep=True)
-    with pytest.raises(ValueError, match="0 block.* used and 1 cached"):
+    with pytest.raises(ValueError, match=r"0 block.* used and 1 cached"):
         allocator.restart(2)
     allocator.drop_cached(kept)
     allocator.restart(3)

@@ -154,6 +154,9 @@ def test_the_blocks_of_a_long_prefill_go_when_it_is_computed() -> None:
     manager.fork("a", "b")
     assert manager.num_shared_blocks == 2
     manager.check_integrity()
+    exact = manager_of(100, window=5)
+    exact.append("a", 40)
+    assert exact.drop_outside_window("a") == 9  # the token at position 40 attends to 36 and later
 
 
 def test_sharing_survives_a_swap_and_each_block_moves_once() -> None:
