@@ -338,6 +338,7 @@ def test_padding_of_a_step_with_prompts() -> None:
             memory.free(seq)
 
 
+@pytest.mark.usefixtures("mixed")
 def test_which_steps_with_prompts_are_replayed() -> None:
     """Those in which the host would be slower than the device."""
     costs = StepCosts()
@@ -348,6 +349,10 @@ def test_which_steps_with_prompts_are_replayed() -> None:
         shape = mixed_shape(count, 100)
         padding = shape.num_tokens - count
         assert min(count, 100) + padding <= shape.num_seqs and shape.num_rows >= min(count, 100) and padding < 64
+    with opened(models.shared("llama")) as engine:
+        steps, row = engine._runner.graphs, np.zeros(1, dtype=np.int64)
+        assert steps.mixed_tokens > 0 and steps.shape_of(steps.mixed_tokens, row, shares=False) is not None
+        assert steps.shape_of(steps.mixed_tokens + 1, row, shares=False) is None
 
 
 # -- Python where it is due ------------------------------------------------------------------------------------------
