@@ -333,6 +333,9 @@ def test_padding_of_a_step_with_prompts() -> None:
         assert metadata.seq_lens.tolist() == [7, 60, *[1] * 8, *[0] * 57]
         assert metadata.query_start_loc.tolist() == [0, 1, 56, *range(57, 65), *[64] * 57]
         assert metadata.slot_mapping.tolist() == [*step.slots[0], *[-1] * 8] and wanted.tolist() == [0, 55, 0]
+        assert metadata.max_query_len == 64 and metadata.shares
+        (decode,) = inputs.of(Shape(2, 2))[2]
+        assert decode.max_query_len == 1 and not decode.shares
         assert metadata.block_tables[2:10, 0].tolist() == [memory.managers[0].block_table("a")[-1]] * 8
         for seq in ("a", "b"):
             memory.free(seq)
