@@ -254,6 +254,12 @@ def test_auto_recomputes_what_fits_in_a_step_and_swaps_the_rest() -> None:
     assert after_preemption(long(8)) is SeqStatus.WAITING
     assert after_preemption(long(30)) is SeqStatus.SWAPPED
     assert after_preemption(long(3, kind="samples", width=2)) is SeqStatus.SWAPPED
+    engine = FakeEngine(config(preemption="auto", prefix_caching=False), num_blocks=20)
+    group = engine.group(engine.add(long(8)))
+    engine.step()
+    for budget, way in ((8, "recompute"), (7, "swap")):
+        engine.scheduler._token_budget = budget
+        assert group.live[0].num_computed_tokens == 8 and engine.scheduler._cheaper_way(group) == way
 
 
 def test_a_request_that_outgrows_the_pool_fails_alone() -> None:

@@ -439,6 +439,16 @@ def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None
         assert TapedGraphs.captures == 2 and engine.stats().graph_replays == 18
 
 
+def test_another_precision_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a setting of all models, which a graph would keep as it was."""
+    with opened(models.shared("llama"), scheduler=NO_PREFIXES) as engine:
+        generated(engine, models.prompts(5))
+        assert TapedGraphs.captures == 1
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        generated(engine, models.prompts(5))
+        assert TapedGraphs.captures == 2
+
+
 def test_weights_changed_in_place_are_the_same_weights() -> None:
     model = models.build("llama")
     prompts = models.prompts(5, 9)
