@@ -301,6 +301,26 @@ def test_pinned_blocks_do_not_leave_a_swapped_group_waiting_for_ever() -> None:
     assert engine.run()["a"] == solo(request)
 
 
+def test_other_weights_reach_swapped_groups_too() -> None:
+    engine = FakeEngine(config())
+    requests = [endless(prompt(9, 10 * i), 8, root=ROOT, request_id=str(i)) for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    assert engine.force_preempt("1", "swap")
+    scheduler = engine.scheduler
+    assert (scheduler.num_running, scheduler.num_swapped) == (2, 1) and len(scheduler.prefix_cache or ()) > 0
+    scheduler.forget_prefixes()
+    assert [group.cache_root for group in scheduler.groups] == [None] * 3 and len(scheduler.prefix_cache or ()) == 0
+    engine.forced += [engine.group(name) for name in ("0", "2", "1")]
+    scheduler.recompute_all()
+    assert (scheduler.num_running, scheduler.num_swapped, scheduler.num_waiting) == (0, 0, 3)
+    assert all(seq.num_computed_tokens == 0 for group in scheduler.groups for seq in group.live)
+    scheduler.check_integrity()
+    assert engine.run() == {request.request_id: solo(request) for request in requests}
+
+
 # -- sharing --------------------------------------------------------------------------------------------------------
 
 
