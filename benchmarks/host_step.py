@@ -51,6 +51,7 @@ from hf_paged.model import graphs
 PARTS = ["attention", "fused", "step"]
 WARM_CALLS = 20
 MAX_TOKENS = 1000
+LAYERS = 32
 BLOCKS = 10
 
 
@@ -148,7 +149,7 @@ def median_us(work: Callable[[], Any], calls: int) -> float:
     return round(min(medians) * 1e6, 1)
 
 
-def attention_call(rows: int, layers: int = 32) -> Callable[[], None]:
+def attention_call(rows: int, layers: int = LAYERS) -> Callable[[], None]:
     """All layers of an eager decode step of a model like Llama-3-8B; `layers` calls."""
     heads, kv_heads, head_dim, length, block_size = 32, 8, 128, 1024, 16
     blocks = length // block_size
@@ -195,7 +196,7 @@ def fused_calls(rows: int) -> dict[str, Callable[[], Any]]:
 def open_engine(rows: int) -> hf_paged.Engine:
     """An engine in which `rows` greedy requests decode."""
     config = LlamaConfig(
-        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=128, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=32, max_position_embeddings=4096,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
@@ -219,7 +220,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rows in args.rows:
         if "attention" in args.parts:
-            found[f"attention, {rows} rows, a layer"] = round(median_us(attention_call(rows), 50) / 32, 1)
+            found[f"attention, {rows} rows, a layer"] = round(median_us(attention_call(rows), 50) / LAYERS, 1)
         if "fused" in args.parts:
             found |= {f"{name}, {rows} rows": median_us(call, 2000) for name, call in fused_calls(rows).items()}
         if "step" in args.parts:

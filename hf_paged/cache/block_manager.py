@@ -69,6 +69,8 @@ class BlockManager:
         self.cached_blocks = cached_blocks
         self._tables: dict[SeqId, _Table] = {}
         self.num_copies = 0  # copy-on-writes so far
+        # How often a table has changed otherwise than by new blocks at its end and blocks that left the window.
+        self.rewrites = 0
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -158,11 +160,6 @@ class BlockManager:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative")
         allocator, size = self.allocator, self.block_size
         table = self._tables.get(seq_id) or _Table()
-        if num_tokens == 1 and table.num_tokens % size:  # most appends: a slot in a block of its own
-            last = table.blocks[-1]
-            if allocator.ref_counts[last] == 1 and last not in self.cached_blocks:
-                table.num_tokens += 1
-                return []
         blocks, length = table.blocks, table.num_tokens + num_tokens
         last = blocks[-1] if num_tokens and table.num_tokens % size else NULL_BLOCK  # about to be written
         is_shared = last != NULL_BLOCK and allocator.ref_counts[last] > 1
@@ -175,12 +172,27 @@ class BlockManager:
             allocator.free(last)
             copies.append(BlockCopy(last, blocks[-1]))
             self.num_copies += 1
+            self.rewrites += 1
         elif last in self.cached_blocks:
             allocator.forget(last)
         for _ in range(num_new):
             blocks.append(allocator.allocate())
         table.num_tokens = length
         self._tables[seq_id] = table
+        return copies
+
+    def append_all(self, appends: Sequence[tuple[SeqId, int]]) -> list[BlockCopy]:
+        """`append` for several sequences, whose blocks must be available (see `num_blocks_to_append_all`)."""
+        copies: list[BlockCopy] = []
+        tables, size = self._tables, self.block_size
+        ref_counts, cached_blocks = self.allocator.ref_counts, self.cached_blocks
+        for seq_id, num_tokens in appends:
+            if num_tokens == 1 and (table := tables.get(seq_id)) is not None and table.num_tokens % size:
+                last = table.blocks[-1]
+                if ref_counts[last] == 1 and last not in cached_blocks:  # most appends: a slot in a block of its own
+                    table.num_tokens += 1
+                    continue
+            copies += self.append(seq_id, num_tokens)
         return copies
 
     def drop_outside_window(self, seq_id: SeqId) -> int:
@@ -240,6 +252,7 @@ class BlockManager:
             raise ValueError(f"num_tokens={num_tokens}: sequence {seq_id!r} has {table.num_tokens}")
         if num_tokens < table.num_tokens and self._first_visible(num_tokens) < table.num_dropped:
             raise ValueError(f"num_tokens={num_tokens}: its blocks left the sliding window of {self.sliding_window}")
+        self.rewrites += 1
         keep = -(-num_tokens // self.block_size)
         while len(table.blocks) > keep:
             self._free_block(table.blocks.pop())
@@ -248,6 +261,7 @@ class BlockManager:
     def free(self, seq_id: SeqId) -> None:
         """Remove the sequence. Blocks are freed in reverse order, so that the end of a prefix is evicted first."""
         table = self._tables.pop(seq_id)
+        self.rewrites += 1
         for block_id in reversed(table.blocks[table.num_dropped :]):
             self._free_block(block_id)
 
@@ -286,6 +300,7 @@ class BlockManager:
         if new_id in self._tables:
             raise ValueError(f"sequence {new_id!r} exists already")
         self._tables[new_id] = self._tables.pop(old_id)
+        self.rewrites += 1
 
     def _free_block(self, block_id: int) -> None:
         self.allocator.free(block_id, keep=block_id in self.cached_blocks)

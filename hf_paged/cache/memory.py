@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_paged.cache.allocator import BlockAllocator
-from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
+from hf_paged.cache.block_manager import BlockManager, SeqId
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, step_arrays, to_device
@@ -105,10 +105,7 @@ class PagedMemory:
         for group in self.groups:
             self._reserve(group, group.manager.num_blocks_to_append_all(appends))
         for group in self.groups:
-            copies: list[BlockCopy] = []
-            for seq_id, num_tokens in appends:
-                copies += group.manager.append(seq_id, num_tokens)
-            if copies:
+            if copies := group.manager.append_all(appends):
                 group.pool.copy_blocks(copies)
 
     def _reserve(self, group: KVGroup, needed: int) -> None:

@@ -6,7 +6,7 @@ Knows tensors and lengths, never sequences or requests.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -224,11 +224,7 @@ def step_arrays(
         positions = np.arange(int(starts[-1])) + np.repeat(ends - lengths - starts[:-1], lengths)
     tables, slot_arrays = [], []
     for group in block_tables:
-        width = max(map(len, group), default=0) or 1
-        table = np.zeros((len(group), width), dtype=np.int32)
-        rows_of_table = memoryview(table.reshape(-1))  # memory is copied in a third of numpy's time for a short row
-        for start, blocks in zip(range(0, table.size, width), group):
-            rows_of_table[start : start + len(blocks)] = blocks if type(blocks) is array else array("i", blocks)
+        table = table_matrix(group)
         slots = table[rows, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
         tables.append(table)
@@ -245,6 +241,91 @@ def step_arrays(
         max_seq_len=max(seq_lens, default=0),
         shares=any(_share(table, ends, block_size) for table in tables),
     )
+
+
+class DecodeArrays:
+    """Makes the arrays of decode steps: one token for each sequence.
+
+    Most decode steps differ from the one before only in that every sequence is one token longer and some have one more
+    block. The arrays of such a step are made from the last ones, and the block tables are changed in place: by then the
+    device has its own copy of them, or a CPU has finished the step.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._keys: list[Any] = []
+        self._rewrites: list[int] = []
+        self._last: StepArrays | None = None
+
+    def step(
+        self,
+        keys: list[Any],
+        positions: list[int],
+        block_tables: Sequence[Callable[[Any], Sequence[int]]],
+        rewrites: list[int],
+        grows_only: list[bool],
+    ) -> StepArrays:
+        """The step of the tokens at these positions, one for each sequence.
+
+        keys: the sequences. block_tables: for each layer group a function from a key to the block ids. rewrites: for
+        each layer group a number that changes if any table has changed otherwise than at its ends. grows_only: for
+        each layer group, whether tables change only by new blocks as long as that number is the same.
+        """
+        last, now = self._last, np.array(positions, dtype=np.int64)
+        is_same = last is not None and keys == self._keys and rewrites == self._rewrites
+        if last is not None and is_same and bool((now == last.positions + 1).all()):
+            rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
+            tables = [
+                self._grown(table, keys, rows, now, blocks) if grows else table_matrix(list(map(blocks, keys)))
+                for table, blocks, grows in zip(last.block_tables, block_tables, grows_only, strict=True)
+            ]
+            step = self._next(last, tables, is_longer=bool(rows))
+        else:
+            lists = [list(map(blocks, keys)) for blocks in block_tables]
+            step = step_arrays(lists, [position + 1 for position in positions], [1] * len(keys), self._block_size)
+        self._keys, self._rewrites, self._last = keys, rewrites, step
+        return step
+
+    def _grown(
+        self,
+        table: np.ndarray,
+        keys: list[Any],
+        rows: list[int],
+        positions: np.ndarray,
+        blocks: Callable[[Any], Sequence[int]],
+    ) -> np.ndarray:
+        """The table with the new blocks of these rows."""
+        if rows:
+            columns = positions[rows] // self._block_size
+            if (width := int(columns.max()) + 1) > table.shape[1]:
+                table = np.pad(table, ((0, 0), (0, width - table.shape[1])))
+            table[rows, columns] = [blocks(keys[row])[-1] for row in rows]
+        return table
+
+    def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:
+        positions, seq_lens, rows = last.positions + 1, last.seq_lens + 1, last.query_start_loc[:-1]
+        size = self._block_size
+        blocks, offsets = np.divmod(positions, size)
+        return replace(
+            last,
+            positions=positions,
+            seq_lens=seq_lens,
+            block_tables=tables,
+            slots=[table[rows, blocks].astype(np.int64) * size + offsets for table in tables],
+            max_seq_len=last.max_seq_len + 1,
+            # Only with a new block can two sequences have more keys in common.
+            shares=any(_share(table, seq_lens, size) for table in tables) if is_longer else last.shares,
+        )
+
+
+def table_matrix(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """Block tables as int32 [num_seqs, max_blocks]; 0 past the end of each."""
+    width = max(map(len, tables), default=0) or 1
+    matrix = np.zeros((len(tables), width), dtype=np.int32)
+    flat = memoryview(matrix.reshape(-1))  # memory is copied in a third of numpy's time for a short row
+    for start, blocks in zip(range(0, matrix.size, width), tables):
+        flat[start : start + len(blocks)] = blocks if type(blocks) is array else array("i", blocks)
+    return matrix
 
 
 def _share(table: np.ndarray, ends: np.ndarray, block_size: int) -> bool:

@@ -10,14 +10,19 @@ import torch
 
 from hf_paged.fused import overrides
 from hf_paged.fused.gpu import model as fused_model
+from hf_paged.kernels import experts as expert_definitions
+from hf_paged.kernels import routing as routing_definitions
 from hf_paged.kernels import rows as definitions
 from hf_paged.kernels.rows import ACTIVATIONS, Norm, RotaryKind
-from hf_paged.kernels.triton import gate, norm, rotary
+from hf_paged.kernels.triton import experts, gate, norm, rotary, routing
 from hf_paged.kernels.triton.norm import Rows
 from hf_paged.model import state
 from tests.generation import tape
 
-OPERATIONS = ((norm, "add_norm"), (gate, "gated"), (rotary, "rotate"))
+OPERATIONS = (
+    (norm, "add_norm"), (gate, "gated"), (rotary, "rotate"), (routing, "route"), (experts, "assign"),
+    (experts, "product"), (experts, "combine"),
+)  # fmt: skip
 """What our kernels compute in one launch each."""
 
 
@@ -39,15 +44,18 @@ def add_norm(
     before: Norm | None = None,
     after: Norm | None = None,
     scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Rows:
     total = rows if before is None else definitions.normalise(rows, before)
     total = total if scale is None else total * scale
     total = total if residual is None else residual + total
-    return Rows(None if residual is None else total, None if after is None else definitions.normalise(total, after))
+    out = None if after is None else definitions.normalise(total, after)
+    total = total if bias is None else total + bias
+    return Rows(None if residual is None else total, out)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    return ACTIVATIONS[activation](gate) * up
+def gated(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    return ACTIVATIONS[activation](gate) if up is None else ACTIVATIONS[activation](gate) * up
 
 
 def rotate(
@@ -71,3 +79,10 @@ def rotate(
         slots = into[2][written]
         cache[slots // cache.shape[1], slots % cache.shape[1]] = x[written]
     return heads[0], None
+
+
+def product(*args: Any, size: str | None = None, **kwargs: Any) -> torch.Tensor:
+    return expert_definitions.product(*args, **kwargs)
+
+
+route, assign, combine = routing_definitions.route, expert_definitions.assign, expert_definitions.combine

@@ -31,7 +31,7 @@ from hf_paged.model.packed import PackedModel
 from tests.fused import fewer
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "launches.json"
-PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm"}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "product"}
 
 
 class Counter(TorchDispatchMode):

@@ -75,8 +75,10 @@ def test_launches(family: str, eager: int, now: int) -> None:
 # Type -> launches of a layer: eager, now (means of its layers). See docs/gpu.md for all types.
 LAUNCHES = {
     "llama": (40, 13), "mistral": (40, 13), "qwen2": (40, 13), "phi3": (39, 10), "qwen3": (56, 13), "gemma2": (64, 14),
-    "gemma3_text": (84, 14), "glm": (43, 12), "cohere": (40, 14), "olmo2": (58, 15), "gpt2": (19, 11),
-    "ministral3": (48, 22), "hunyuan_v1_dense": (56, 18), "gpt_oss": (67, 38),
+    "gemma3_text": (84, 14), "glm": (43, 12), "cohere": (40, 13), "olmo2": (58, 15), "gpt2": (19, 10),
+    "ministral3": (48, 22), "hunyuan_v1_dense": (56, 18), "gpt_oss": (67, 16), "mixtral": (58, 16),
+    "qwen3_moe": (72, 16), "qwen2_moe": (65, 24), "phi": (32, 12), "gpt_neox": (24, 11), "starcoder2": (24, 12),
+    "nemotron": (29, 12), "olmo": (32, 13), "modernbert-decoder": (31, 12),
 }  # fmt: skip
 
 
@@ -102,7 +104,13 @@ def test_the_same_tokens(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "phi3", "qwen3", "gemma2", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama", "mistral", "qwen2", "phi3", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe",
+        "glm4_moe",
+    ],
+)  # fmt: skip
 def test_the_same_tokens_with_all_our_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ops._default_impl, "cpu", "triton")
     model = tiny_model(name)

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput
+from hf_paged.generation.engine.outputs import CompletionOutput, Lists, RequestOutput
 from hf_paged.generation.sampling.scores import PromptScores
 from tests import models
 from tests.generation.test_engine import row_by_row
@@ -250,7 +250,7 @@ def test_outputs_are_snapshots_that_copy_when_they_are_read() -> None:
         outputs = []
         while engine.has_unfinished_requests():
             outputs += [output.outputs[0] for output in engine.step()]
-        assert all(type(output._lists[0]) is tuple for output in outputs)
+        assert not any(hasattr(output, "_copies") for output in outputs)
         final = outputs[-1].token_ids
         for count, output in enumerate(outputs, len(final) - len(outputs) + 1):
             assert (
@@ -263,10 +263,10 @@ def test_outputs_are_snapshots_that_copy_when_they_are_read() -> None:
 
 def test_outputs_are_values() -> None:
     tokens = [5, 6, 7]
-    output = CompletionOutput(0, [(tokens, 1, 3), [0.5, 0.25], None, None], 0.75, None, "eos", 1)
-    same = CompletionOutput(0, [[6, 7], [0.5, 0.25], None, None], 0.75, None, "eos")
+    output = CompletionOutput(0, Lists(tokens, 1, [0.5, 0.25]), 2, 0.75, None, "eos", 1)
+    same = CompletionOutput(0, Lists([6, 7], 0, [0.5, 0.25]), 2, 0.75, None, "eos")
     assert output == same and output.new_token_ids == [7] and same.new_token_ids == [6, 7]
-    assert output != CompletionOutput(0, [[6], [0.5], None, None], 0.5) and output != 5
+    assert output != CompletionOutput(0, Lists([6], 0, [0.5]), 1, 0.5) and output != 5
     for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
         assert copied == output and copied.new_token_ids == [7]
     assert repr(output) == (

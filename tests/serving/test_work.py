@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.generation.engine.outputs import CompletionOutput
+from hf_paged.generation.engine.outputs import CompletionOutput, Lists
 from hf_paged.generation.prepare import Preparer
 from hf_paged.serving.choices import Choice, Delta, joined
 from hf_paged.serving.loading import load_engine
@@ -72,12 +72,12 @@ def test_an_update_copies_only_what_is_new(server: Running, fields: dict[str, An
     logprobs, tops = [-1.0] * len(ids), [[(5, -1.0)]] * len(ids)
     choice, deltas = Choice(0, plan_of(server, **fields), tokenizer()), []
     for end in range(1, len(ids) + 1):
-        lists = [(ids, 0, end), (logprobs, 0, end), None, (tops, 0, end)]
-        output = CompletionOutput(0, lists, 0.0, None, "length" if end == len(ids) else None)
+        lists = Lists(ids, 0, logprobs, None, tops)
+        output = CompletionOutput(0, lists, end, 0.0, None, "length" if end == len(ids) else None)
         new = choice.update(output)
         assert all(len(delta.token_ids) == 1 for delta in new)
         deltas += new
-        assert [type(each) for each in output._lists] == [tuple, tuple, type(None), tuple]
+        assert not hasattr(output, "_copies")
     (whole,) = joined(deltas, 1)
     assert whole.token_ids == ids and whole.text == tokenizer().decode(ids) and whole.finish_reason == "length"
     assert len(whole.logprobs) == len(whole.top_logprobs) == (len(ids) if fields.get("logprobs") else 0)
@@ -85,8 +85,8 @@ def test_an_update_copies_only_what_is_new(server: Running, fields: dict[str, An
 
 def test_an_output_without_its_beginning() -> None:
     tokens = [1, 2, 3, 4, 5]
-    for lists in ([([0, *tokens, 6], 1, 6), None], [list(tokens), None]):
-        output = CompletionOutput(3, lists, -2.0, None, "length", 4)
+    for lists in (Lists([0, *tokens, 6], 1, []), Lists(list(tokens), 0, [])):
+        output = CompletionOutput(3, lists, 5, -2.0, None, "length", 4)
         rest = output.since(2)
         assert (rest.token_ids, rest.new_token_ids, rest.num_tokens, rest.index) == ([3, 4, 5], [5], 3, 3)
         assert output.since(9).token_ids == [] and output.token_ids == tokens

@@ -14,9 +14,11 @@ from torch.nn.modules import module as _module
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
+from hf_paged.fused.gpu.experts import experts_part
 from hf_paged.fused.gpu.layers import LayerPart, layer_part
-from hf_paged.fused.gpu.parts import NormPart, Part, activation_part, gated_part, norm_of
+from hf_paged.fused.gpu.parts import NormPart, Part, activation_part, chain_part, gated_part, norm_of
 from hf_paged.fused.gpu.rotary import names_of, rotary_functions
+from hf_paged.fused.gpu.router import router_part
 from hf_paged.fused.gpu.trace import Call, Trace
 from hf_paged.kernels.rows import are_close
 from hf_paged.locks import usable_after_fork
@@ -223,12 +225,13 @@ class _Finder:
             return None
         if call.reads:
             if call.key is None:
-                return layer_part(call)
+                return layer_part(call, self._found)
             self._attentions.add(call.module)
             return attention_part(call, self._cache)
         norm = norm_of(call.module, rows.shape[-1], rows.dtype)
         if norm is None:
-            return gated_part(call) if call.children else activation_part(call)
+            found = (gated_part(call) if call.children else activation_part(call)) or router_part(call)
+            return found or experts_part(call) or chain_part(call)
         # torch computes its own norms in one launch already.
         is_called = len(call.args) == 1 and not call.kwargs and type(call.module) not in (nn.LayerNorm, nn.RMSNorm)
         return NormPart(norm) if is_called else None
@@ -240,11 +243,13 @@ class _Finder:
         instances may differ (by a flag), and no place in the record shows the query as it was attended with.
         """
         attends = isinstance(part, AttentionPart)
-        expected = [call.result, *(written(self._cache) if attends else ())]
-        result = part.compute(*call.args, **call.kwargs)
-        actual = [result[0] if isinstance(result, tuple) else result, *(written(self._cache) if attends else ())]
-        tolerance = 1e-4 if call.result.dtype == torch.float32 else 0.04
-        return all(are_close(one, other, tolerance) for one, other in zip(actual, expected, strict=True))
+        expected = [*part.compared(call.output), *(written(self._cache) if attends else ())]
+        for output in part.trials(call):
+            actual = [*part.compared(output), *(written(self._cache) if attends else ())]
+            if not all(are_close(*both, 1e-4 if both[1].dtype == torch.float32 else 0.04)
+                       for both in zip(actual, expected, strict=True)):  # fmt: skip
+                return False
+        return True
 
 
 def _positions(model: Any) -> torch.Tensor:

@@ -71,12 +71,15 @@ class Delivery:
 
     def deliver(self, update: Callable[[Request], None]) -> dict[Request, None]:
         """Deliver everything; returns what was delivered. `update` is called first for each request in `changed`."""
-        delivered: dict[Request, None] = {}
-        while self.changed:
-            request = next(iter(self.changed))
+        for request in list(self.changed):
             update(request)
-            self._put(request, delivered)
-            del self.changed[request]
+        delivered = self.changed.copy()
+        if self._inboxes:
+            for request in delivered:
+                self._inboxes.get(request, self._unclaimed)[request] = None
+        else:
+            self._unclaimed.update(delivered)
+        self.changed.clear()
         self._deliver_ended(delivered)
         return delivered
 
@@ -99,8 +102,8 @@ class Delivery:
         requests = {**self._unclaimed, **delivered}
         outputs = [request.output(self._delivered) for request in requests]
         self._unclaimed.clear()
-        for request in requests:
-            if request.metrics.finish_time is not None:
+        for request, output in zip(requests, outputs):
+            if output.finished:
                 self._delivered.pop(request, None)
         return outputs
 

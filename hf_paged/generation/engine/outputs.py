@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hf_paged.errors import EngineError
 
@@ -36,8 +36,18 @@ TopLogprobs = list[tuple[int, float]]
 """The most likely tokens at one place and their log-probabilities, best first."""
 
 
-View = tuple[list[Any], int, int]
-"""`items[start:stop]` of a list that is only appended to. (An engine makes hundreds in a step: a class costs more.)"""
+class Lists(NamedTuple):
+    """The lists of one sample or beam, which are only appended to. Outputs share them and copy what is read of them.
+
+    token_ids: the generated tokens from index `first` on, after the prompt. The other lists have an entry for each of
+    these tokens; None: the request has not asked for them.
+    """
+
+    token_ids: list[int]
+    first: int
+    logprobs: list[float]
+    processed_logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -53,61 +63,71 @@ class CompletionOutput:
     """
 
     index: int
-    _lists: list[Any]  # token_ids, logprobs, processed_logprobs, top_logprobs: each a list, a View or None
+    _lists: Lists
+    _stop: int  # the output has the tokens from `_start` to `_stop - 1` of all that were generated
     cumulative_logprob: float
     score: float | None = None
     finish_reason: str | None = None
     _num_delivered: int = 0  # how many of the tokens the reader has got before
+    _start: int = 0
+    _copies: dict[str, Any] = field(init=False)  # of the lists that have been read
 
-    def _list(self, which: int) -> Any:
-        value = self._lists[which]
-        if type(value) is tuple:
-            items, start, stop = value
-            value = self._lists[which] = items[start:stop]
-        return value
+    def _copy(self, name: str) -> Any:
+        """This output's part of a list; the same object in every call."""
+        try:
+            copies = self._copies
+        except AttributeError:  # it is set when a list is read first, because few outputs are read
+            copies = self._copies = {}
+        if name not in copies:
+            items = getattr(self._lists, name)
+            first = self._lists.first if name == "token_ids" else 0
+            copies[name] = None if items is None else items[first + self._start : first + self._stop]
+        return copies[name]
 
     @property
     def token_ids(self) -> list[int]:
-        tokens: list[int] = self._list(0)
+        tokens: list[int] = self._copy("token_ids")
         return tokens
 
     @property
     def new_token_ids(self) -> list[int]:
-        tokens = self._lists[0]
-        if type(tokens) is tuple:
-            items, start, stop = tokens
-            return items[start + self._num_delivered : stop]
-        return list(tokens[self._num_delivered :])
+        tokens, first = self._lists[:2]
+        return tokens[first + self._start + self._num_delivered : first + self._stop]
 
     @property
     def num_tokens(self) -> int:
         """len(token_ids)"""
-        tokens = self._lists[0]
-        return tokens[2] - tokens[1] if type(tokens) is tuple else len(tokens)
+        return self._stop - self._start
 
     @property
     def logprobs(self) -> list[float]:
-        logprobs: list[float] = self._list(1)
+        logprobs: list[float] = self._copy("logprobs")
         return logprobs
 
     @property
     def processed_logprobs(self) -> list[float] | None:
-        logprobs: list[float] | None = self._list(2)
+        logprobs: list[float] | None = self._copy("processed_logprobs")
         return logprobs
 
     @property
     def top_logprobs(self) -> list[TopLogprobs] | None:
-        top: list[TopLogprobs] | None = self._list(3)
+        top: list[TopLogprobs] | None = self._copy("top_logprobs")
         return top
 
     def since(self, start: int) -> CompletionOutput:
         """The same without the first `start` tokens; copies nothing of them."""
-        lists = [
-            (each[0], min(each[1] + start, each[2]), each[2]) if type(each) is tuple else each and each[start:]
-            for each in self._lists
-        ]
         delivered = max(0, self._num_delivered - start)
-        return CompletionOutput(self.index, lists, self.cumulative_logprob, self.score, self.finish_reason, delivered)
+        start = min(self._start + start, self._stop)
+        return CompletionOutput(
+            self.index,
+            self._lists,
+            self._stop,
+            self.cumulative_logprob,
+            self.score,
+            self.finish_reason,
+            delivered,
+            start,
+        )
 
     def _values(self) -> dict[str, Any]:
         names = ("index", "token_ids", "logprobs", "cumulative_logprob", "score", "finish_reason")
@@ -119,9 +139,9 @@ class CompletionOutput:
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        lists = [self._list(which) for which in range(len(self._lists))]  # not the whole lists behind the views
+        own = Lists(self.token_ids, 0, self.logprobs, self.processed_logprobs, self.top_logprobs)
         others = (self.cumulative_logprob, self.score, self.finish_reason, self._num_delivered)
-        return CompletionOutput, (self.index, lists, *others)
+        return CompletionOutput, (self.index, own, self.num_tokens, *others)
 
     def __repr__(self) -> str:
         return f"CompletionOutput({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"

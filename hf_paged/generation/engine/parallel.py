@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import RankError
-from hf_paged.generation.engine.plan import StepPlan
+from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
 from hf_paged.generation.engine.runner import Packed, Runner, StepResult
 from hf_paged.generation.engine.sequence import Plan
@@ -68,7 +68,7 @@ class DrivingRunner(_RankRunner):
 
     def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
         super().__init__(opened, adapters, ranks)
-        self._packed: deque[Packed] = deque()  # of the step that is prepared
+        self._packed: deque[tuple[Forward, Packed]] = deque()  # of the step that is prepared
 
     def check_model(self) -> None:
         self._ranks.check()
@@ -82,14 +82,14 @@ class DrivingRunner(_RankRunner):
         parts = [*self._parts(output.scheduled).values()] if self._adapters.seen else [output.scheduled]
         pack = super()._pack
         self._packed = deque(pack(None, part) for part in parts if part)
-        forwards = [packed.forward for packed in self._packed]
+        forwards = [forward for forward, _ in self._packed]
         if forwards or output.moves_blocks:
             plan = StepPlan(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
             self._ranks.send(plan)
         with self._ranks.guard():
             super().prepare(output)
 
-    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> Packed:
+    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> tuple[Forward, Packed]:
         return self._packed.popleft()
 
     def run(self, output: SchedulerOutput, sampled: SampledTokens | None = None) -> StepResult:

@@ -5,7 +5,7 @@ Knows block tables and tokens; never queues, requests or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.sequence import Plan, Sequence
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
-from hf_paged.kernels.metadata import step_arrays, to_device
+from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
@@ -53,38 +53,39 @@ class StepResult:
 
 
 class _LateTokens:
-    """Tokens of a step that only the device knows: `sampled[row]` belongs to `place`, for each pair (place, row)."""
+    """Tokens of a step that only the device knows.
 
-    def __init__(self, sampled: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-        self._sampled = sampled
-        self._where = np.array(pairs, dtype=np.int64).T.copy()
-
-    def __call__(self, ids: torch.Tensor) -> None:
-        """Write them into ids int64 [num_tokens] without waiting for the device."""
-        places, rows = to_device(self._where, ids.device)
-        ids.index_copy_(0, places, self._sampled.index_select(0, rows))
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Sequences with the same adapters as one forward. seqs: those whose next token is due, whose logits come first.
-
-    inner: sequences with logits that are wanted within their prompts, with the positions. late: the tokens that the
-    host does not know yet.
+    where: pairs (place in the step, index in `sampled`) of tokens; None: the step has all of them, in their order.
     """
 
-    forward: Forward
-    seqs: list[Sequence]
-    inner: list[tuple[Sequence, range]]
-    late: _LateTokens | None
+    def __init__(self, sampled: torch.Tensor, where: list[tuple[int, int]] | None) -> None:
+        self._sampled = sampled
+        self._where = None if where is None else np.array(where, dtype=np.int64).T.copy()
 
-    def result(self, logits: torch.Tensor) -> StepResult:
-        """logits [num_rows, vocab] of the forward."""
-        prompts, start = [], len(self.seqs)
-        for seq, own in self.inner:
-            prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
-            start += len(own)
-        return StepResult(self.seqs, logits[: len(self.seqs)] if self.seqs else None, prompts=prompts)
+    def __call__(self, ids: torch.Tensor) -> None:
+        """Write them into ids int64 [at least num_tokens] without waiting for the device."""
+        if self._where is None:
+            ids[: len(self._sampled)].copy_(self._sampled)
+        else:
+            places, rows = to_device(self._where, ids.device)
+            ids.index_copy_(0, places, self._sampled.index_select(0, rows))
+
+
+class Packed(NamedTuple):
+    """Sequences as one forward.
+
+    tokens int64 [num_tokens]. step: their positions, slots and block tables. seqs: the sequences whose next token is
+    due, whose logits come first. wanted int64 [num_rows]: the tokens whose logits are wanted; None for all, in a pure
+    decode step. inner: sequences with logits that are wanted within their prompts, with the positions. late: the tokens
+    that the host does not know yet.
+    """
+
+    tokens: np.ndarray
+    step: StepArrays
+    seqs: list[Sequence]
+    wanted: np.ndarray | None = None
+    inner: Iterable[tuple[Sequence, range]] = ()
+    late: _LateTokens | None = None
 
 
 class Runner:
@@ -107,6 +108,7 @@ class Runner:
         self._host_pools = host_pools
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
+        self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
         # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
         # (`inference_mode(False)` would turn gradients on.)
@@ -238,13 +240,43 @@ class Runner:
 
     def _run_packed(self, sampled: SampledTokens | None, plan: Plan) -> StepResult:
         """One forward of sequences with the same adapters."""
-        packed = self._pack(sampled, plan)
-        return packed.result(self._compute(packed.forward, packed.late))
+        forward, packed = self._pack(sampled, plan)
+        return _result(packed, self._compute(forward, packed.late))
 
-    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> Packed:
+    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> tuple[Forward, Packed]:
+        packed = self._pack_decodes(plan, sampled) or self._pack_any(plan, sampled)
+        adapters = self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None
+        return Forward(packed.tokens, packed.step, packed.wanted, adapters), packed
+
+    def _pack_decodes(self, plan: Plan, sampled: SampledTokens | None) -> Packed | None:
+        """A step of the last token of each sequence; None if it is anything else, or the host knows some of the tokens
+        only."""
+        seqs = [seq for seq, count in plan if count == 1]
+        if len(seqs) < len(plan):
+            return None
+        missing = [len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens for seq in seqs]
+        num_late = sum([seq.num_pending for seq in seqs])
+        if missing.count(1) < len(seqs) or num_late not in (0, len(seqs)):
+            return None
+        managers = self.memory.managers
+        step = self._decode_arrays.step(
+            [seq.seq_id for seq in seqs],
+            [seq.num_computed_tokens for seq in seqs],
+            [manager.block_table for manager in managers],
+            [manager.rewrites for manager in managers],
+            [manager.sliding_window is None for manager in managers],
+        )
+        if not num_late:
+            return Packed(np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64), step, seqs)
+        assert sampled is not None
+        where = None if seqs == sampled.seqs else [(place, sampled.rows[seq]) for place, seq in enumerate(seqs)]
+        late = _LateTokens(sampled.tokens, where)
+        return Packed(np.zeros(len(seqs), dtype=np.int64), step, seqs, late=late)
+
+    def _pack_any(self, plan: Plan, sampled: SampledTokens | None) -> Packed:
         tokens: list[int] = []
         seqs, rows = [], []
-        pending: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
+        late: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
         inner: list[tuple[Sequence, range]] = []
         places: list[int] = []  # in `tokens`, of the positions in `inner`
         for seq, count in plan:
@@ -257,7 +289,7 @@ class Runner:
             if end > len(known):
                 assert sampled is not None
                 tokens += known[first:]
-                pending.append((len(tokens), sampled.rows[seq]))
+                late.append((len(tokens), sampled.rows[seq]))
                 tokens.append(0)
             else:
                 tokens += known[first:end]
@@ -270,15 +302,15 @@ class Runner:
             [count for _, count in plan],
             self.memory.block_size,
         )
-        forward = Forward(
+        return Packed(
             np.array(tokens, dtype=np.int64),
             step,
+            seqs,
             # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
             None if len(rows) == len(tokens) else np.array(rows + places, dtype=np.int64),
-            self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None,
+            inner,
+            _LateTokens(sampled.tokens, late) if sampled is not None and late else None,
         )
-        late = _LateTokens(sampled.tokens, pending) if sampled is not None and pending else None
-        return Packed(forward, seqs, inner, late)
 
     def _compute(self, forward: Forward, late: _LateTokens | None = None) -> torch.Tensor:
         """The logits [num_rows, vocab] of the tokens that are wanted."""
@@ -330,6 +362,15 @@ def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device
                 return model.dtype, device_of(model)
         module = next(iter(module._modules.values()), None)
     return model.dtype, device_of(model)
+
+
+def _result(packed: Packed, logits: torch.Tensor) -> StepResult:
+    """logits [num_rows, vocab] of the forward."""
+    prompts, start = [], len(packed.seqs)
+    for seq, own in packed.inner:
+        prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
+        start += len(own)
+    return StepResult(packed.seqs, logits[: len(packed.seqs)] if packed.seqs else None, prompts=prompts)
 
 
 def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:

@@ -250,10 +250,10 @@ class Scheduler:
                 break
             if len(group.live) == 1 and not group.has_branches:  # most groups: `group.plan` without the call
                 seq = group.live[0]
-                num_tokens = min(seq.num_uncomputed_tokens, budget)
-                if num_tokens:
-                    budget -= num_tokens
-                    plan.append((seq, num_tokens))
+                missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens  # `seq.num_uncomputed_tokens`
+                if missing:
+                    plan.append((seq, missing if missing < budget else budget))
+                    budget -= missing
                 continue
             if group.has_branches:
                 self._tables.fork_branches(group, self._output.forks)
@@ -374,14 +374,14 @@ class Scheduler:
         block_size = self.managers[0].block_size
         shares, sliding = self.prefix_cache is not None, self._sliding
         for seq, num_tokens in output.scheduled:
-            group = seq.group
-            if seq.finish_reason is not None or group.status is not SeqStatus.RUNNING:
+            if seq.finish_reason is not None or seq.group.status is not SeqStatus.RUNNING:
                 continue
-            seq.num_computed_tokens += num_tokens
-            if shares and seq.num_computed_tokens // block_size > seq.num_registered_blocks:
+            seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
+            if shares and num_computed // block_size > seq.num_registered_blocks:
                 self._prefixes.register(seq)
-            for manager in sliding:
-                manager.drop_outside_window(seq.seq_id)
+            if sliding:
+                for manager in sliding:
+                    manager.drop_outside_window(seq.seq_id)
 
     def discard_plan(self) -> None:
         """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that

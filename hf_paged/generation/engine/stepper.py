@@ -16,7 +16,7 @@ from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.sampling.batch import DueRow, SampledTokens, sample_batch
+from hf_paged.generation.sampling.batch import DueRow, DueRows, SampledTokens, sample_batch
 from hf_paged.generation.sampling.request import (
     NOT_FINITE,
     NOTHING_LEFT,
@@ -72,6 +72,7 @@ class Stepper:
         self._fail = fail
         self._is_async = is_async
         self._sampled: SampledTokens | None = None  # in the last step; the host has not read them yet
+        self._due = DueRows([])  # of the last step, if all of its sequences were due
         self._logits: torch.Tensor | None = None  # workspace, fp32 [max_rows so far, vocab]
         self._stage = _Stage.SCHEDULE
         self.output: SchedulerOutput | None = None  # of the step in progress, or else of the last one
@@ -105,6 +106,7 @@ class Stepper:
     def close(self) -> None:
         """Discard the tokens that were sampled in the last step."""
         self._sampled = None
+        self._due = DueRows([])
 
     # -- the parts of a step ------------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Stepper:
         tokens, top = self._sampled.read(), self._sampled.read_top()
         self._stage = _Stage.UPDATE
         self._sampled = None
-        for (request, seq, _), token, logprob, processed, invalid, stopped in tokens:
+        for (request, seq, _), token, logprob, processed, invalid, stopped in zip(*tokens):
             if seq.finish_reason is not None:
                 continue  # aborted, or failed
             seq.num_pending = 0
@@ -163,9 +165,20 @@ class Stepper:
         self._scheduler.update(output)
         if result.logits is None:
             return
+        due, others = self._rows_of(result.seqs)
+        for request, rows in others.items():
+            own = slice(rows[0], rows[-1] + 1)
+            self._advance(request, result.seqs[own], self._in_fp32(result.logits[own]))
+        if due.rows:
+            self._sample_together(due, result.logits)
+
+    def _rows_of(self, seqs: list[Sequence]) -> tuple[DueRows, dict[ForkingRequest, list[int]]]:
+        """The rows of requests with one sequence, and those of each other request. Row i belongs to seqs[i]."""
+        if seqs == self._due.seqs and not any(seq.finish_reason for seq in seqs):  # most steps
+            return self._due, {}
         due: list[DueRow] = []
         others: dict[ForkingRequest, list[int]] = {}  # rows of one request are neighbours
-        for row, seq in enumerate(result.seqs):
+        for row, seq in enumerate(seqs):
             if seq.finish_reason is not None:
                 continue  # ended with the token before
             request = self._request_of(seq)
@@ -174,11 +187,9 @@ class Stepper:
             else:
                 assert isinstance(request, ForkingRequest)
                 others.setdefault(request, []).append(row)
-        for request, rows in others.items():
-            own = slice(rows[0], rows[-1] + 1)
-            self._advance(request, result.seqs[own], self._in_fp32(result.logits[own]))
-        if due:
-            self._sample_together(due, result.logits)
+        rows = DueRows(due)
+        self._due = rows if len(due) == len(seqs) else DueRows([])
+        return rows, others
 
     def _request_of(self, seq: Sequence) -> Request:
         return self._requests[seq.group.request_id]
@@ -194,15 +205,15 @@ class Stepper:
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
-    def _sample_together(self, due: list[DueRow], logits: torch.Tensor) -> None:
+    def _sample_together(self, due: DueRows, logits: torch.Tensor) -> None:
         self._sampled, failed = sample_batch(due, logits, self._in_fp32)
         if self._sampled is not None:
             self._sampled.add_top(logits)
         for request, error in failed:
             self._fail_all([request.group], _described(error), error)
-        for request, seq, _ in due:
+        for request, seq, _ in due.rows:
             # A token that reaches the length limit is not computed.
-            seq.num_pending = int(request.length + 1 < request.max_length)
+            seq.num_pending = 1 if request.length + 1 < request.max_length else 0
 
     def _in_fp32(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy that this step may change, in reused memory: fresh pages cost more than the copying.

@@ -124,9 +124,9 @@ class Tables:
         """Append slots for the whole plan, or return False and change nothing."""
         if not self.has_room(plan):
             return False
+        appends = [(seq.seq_id, count) for seq, count in plan]
         for manager, manager_copies in zip(self.managers, copies):
-            for seq, count in plan:
-                manager_copies += manager.append(seq.seq_id, count)
+            manager_copies += manager.append_all(appends)
         return True
 
     def append_part(self, plan: Plan, copies: Copies) -> Plan:

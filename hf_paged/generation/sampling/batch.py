@@ -7,6 +7,8 @@ and rows of logits; never queues or block tables.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +47,15 @@ class DueRow(NamedTuple):
     row: int
 
 
+class DueRows:
+    """The rows of a step, for `sample_batch`. Give it the same object as long as they are the same."""
+
+    def __init__(self, rows: list[DueRow]) -> None:
+        self.rows = rows
+        self.seqs = [each.seq for each in rows]
+        self.alike: dict[object, list[_Planned]] | None = None  # see `_alike`; None: it may differ from step to step
+
+
 class _Planned(NamedTuple):
     """A due row and the edits of its scores (see `Chain.edits`; empty if it has no editors).
 
@@ -56,40 +67,57 @@ class _Planned(NamedTuple):
     is_plain_greedy: bool
 
 
-class SampledToken(NamedTuple):
-    """What the host learns of one row.
-
-    logprob: NaN where the logits are. processed: the log-probability after the processors, for requests that keep it.
-    invalid: NaN if the processors left no distribution. stopped: 1.0 if a criterion ends the request.
-    """
-
-    due: DueRow
-    token: int
-    logprob: float
-    processed: float
-    invalid: float
-    stopped: float
-
-
 class _Columns(NamedTuple):
-    """The fields of SampledToken for some rows, on the device: tokens int64 [n], the others fp32 [n], so that all of
-    them go to the host in one transfer."""
+    """Of some rows, on the device: tokens int64 [n], the others fp32 [n], so that all go to the host in one transfer.
+
+    logprobs: NaN where the logits are. processed: the log-probability after the processors, for requests that keep it.
+    invalid: NaN if the processors left no distribution. None: 0 for each of the rows.
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
-    processed: torch.Tensor
-    invalid: torch.Tensor
+    processed: torch.Tensor | None = None
+    invalid: torch.Tensor | None = None
+
+
+def _joined(parts: list[_Columns]) -> _Columns:
+    if len(parts) == 1:
+        return parts[0]
+    columns: list[torch.Tensor | None] = []
+    for column in zip(*parts):
+        missing = all(part is None for part in column)
+        whole = [torch.zeros_like(own.logprobs) if part is None else part for own, part in zip(parts, column)]
+        columns.append(None if missing else torch.cat(whole))
+    return _Columns(*columns)  # type: ignore[arg-type]
+
+
+class TokenColumns(NamedTuple):
+    """What the host learns of each row in `due`: the values of `_Columns`, and 1.0 if a criterion ends the request."""
+
+    due: list[DueRow]
+    tokens: list[int]
+    logprobs: list[float]
+    processed: Iterable[float]
+    invalid: Iterable[float]
+    stopped: Iterable[float]
 
 
 class SampledTokens:
-    """The tokens sampled in one step, int64 [n], on the device; `rows` maps a sequence to its index."""
+    """The tokens sampled in one step, int64 [n], on the device: of these sequences, in this order."""
 
-    def __init__(self, due: list[DueRow], columns: _Columns, stopped: torch.Tensor) -> None:
+    def __init__(self, due: DueRows, columns: _Columns, stopped: torch.Tensor | None) -> None:
         self.tokens = columns.tokens
-        self.rows = {each.seq: row for row, each in enumerate(due)}
-        self._due = due
+        self.seqs = due.seqs
+        self._due = due.rows
         self._top: tuple[list[DueRow], TopTokens] | None = None
-        self._numbers = ToHost(*columns, stopped)
+        others = (*columns[1:], stopped)
+        self._is_sent = [values is not None for values in others]
+        self._numbers = ToHost(columns.tokens, *(values for values in others if values is not None))
+
+    @cached_property
+    def rows(self) -> dict[Sequence, int]:
+        """The index of each sequence in `tokens`."""
+        return {seq: row for row, seq in enumerate(self.seqs)}
 
     def add_top(self, logits: torch.Tensor) -> None:
         """Also compute the most likely tokens, for the requests that want them. logits [*, vocab]: the model's own."""
@@ -105,12 +133,14 @@ class SampledTokens:
         due, tokens = self._top
         return dict(zip([each.seq for each in due], tokens.read()))
 
-    def read(self) -> list[SampledToken]:
+    def read(self) -> TokenColumns:
         """Wait for the tokens and return them."""
-        return list(map(SampledToken._make, zip(self._due, *self._numbers.lists())))
+        tokens, *sent = self._numbers.lists()
+        values = iter(sent)
+        return TokenColumns(self._due, tokens, *(next(values) if is_sent else repeat(0.0) for is_sent in self._is_sent))
 
 
-def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:
+def sample_batch(due: DueRows, logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:
     """logits [*, vocab] -> the sampled tokens, and the requests whose own processors or criteria raised.
 
     to_fp32: makes an fp32 copy that may be overwritten. The failed requests must be ended.
@@ -132,13 +162,16 @@ def sample_batch(due: list[DueRow], logits: torch.Tensor, to_fp32: ToFp32) -> tu
                 done += [each.due for each in part]
     if not parts:
         return None, failed
-    columns = parts[0] if len(parts) == 1 else _Columns(*map(torch.cat, zip(*parts)))
+    columns = _joined(parts)
     stopped = _extend_histories(done, columns.tokens, failed)
-    return SampledTokens(done, columns, stopped), failed
+    return SampledTokens(due if done == due.rows else DueRows(done), columns, stopped), failed
 
 
-def _extend_histories(done: Iterable[DueRow], tokens: torch.Tensor, failed: Failures) -> torch.Tensor:
-    """Append each token to the history of its request; returns fp32 [n], 1 where a criterion ends the request."""
+def _extend_histories(done: list[DueRow], tokens: torch.Tensor, failed: Failures) -> torch.Tensor | None:
+    """Append each token to the history of its request; returns fp32 [n], 1 where a criterion ends the request. None:
+    no request has a history."""
+    if not any(request.keeps_history for request, _, _ in done):
+        return None
     stopped = torch.zeros(len(tokens), device=tokens.device)
     ended = {request for request, _ in failed}
     for row, (request, _, _) in enumerate(done):
@@ -154,16 +187,20 @@ _PLAIN_GREEDY = object()
 _NO_EDITS: list[list[Edit]] = []
 
 
-def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, list[_Planned]]:
+def _alike(due: DueRows, width: int, failed: Failures) -> dict[object, list[_Planned]]:
     """The rows that can be sampled together, by what they have in common. width: number of scores in a row."""
+    if due.alike is not None:
+        return due.alike
     alike: dict[object, list[_Planned]] = {}
-    for each in due:
+    has_editors = False
+    for each in due.rows:
         request = each.request
         if request.is_plain_greedy:
             alike.setdefault(_PLAIN_GREEDY, []).append(_Planned(each, _NO_EDITS, True))
             continue
         try:
             chain = request.chain(width)
+            has_editors |= chain.has_editors
             edits = chain.edits(each.seq.token_ids) if chain.has_editors else _NO_EDITS
             unprocessed = not (request.do_sample or request.keeps_processed or chain.own or chain.warpers)
             planned = _Planned(each, edits, unprocessed and not any(edits))
@@ -172,17 +209,16 @@ def _alike(due: Iterable[DueRow], width: int, failed: Failures) -> dict[object, 
             continue
         key = _PLAIN_GREEDY if planned.is_plain_greedy else chain.sampling_key
         alike.setdefault(key, []).append(planned)
+    if not has_editors and not failed:
+        due.alike = alike
     return alike
 
 
 def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
     """Sample for requests of one sampling key. Requests that fail get an arbitrary token."""
-    if len(rows) < len(logits):
-        logits = logits[to_device(np.array([each.due.row for each in rows]), logits.device)]
     if rows[0].is_plain_greedy:
-        tokens, logprobs = greedy(logits, to_fp32)
-        zeros = torch.zeros_like(logprobs)
-        return _Columns(tokens, logprobs, zeros, zeros)
+        return _greedy([each.due.row for each in rows], logits, to_fp32)
+    logits = _chosen([each.due.row for each in rows], logits)
     request = rows[0].due.request
     chains = [each.due.request.chain(logits.shape[1]) for each in rows]
     scores = _processed(rows, chains, to_fp32(logits), failed)
@@ -196,8 +232,17 @@ def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, f
     else:
         tokens, invalid = sample_tokens(scores, generators)
         tokens = tokens.squeeze(1)
-    processed = logprobs_of(scores, tokens) if request.keeps_processed else zeros
+    processed = logprobs_of(scores, tokens) if request.keeps_processed else None
     return _Columns(tokens, raw_logprobs(logits, tokens, to_fp32), processed, invalid)
+
+
+def _greedy(rows: list[int], logits: torch.Tensor, to_fp32: ToFp32) -> _Columns:
+    return _Columns(*greedy(_chosen(rows, logits), to_fp32))
+
+
+def _chosen(rows: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """These rows of logits [*, vocab]. As many as there are: all of them, in their order."""
+    return logits if len(rows) == len(logits) else logits[to_device(np.array(rows), logits.device)]
 
 
 def _processed(rows: list[_Planned], chains: list[Chain], scores: torch.Tensor, failed: Failures) -> torch.Tensor:

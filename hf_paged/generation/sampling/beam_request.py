@@ -6,7 +6,7 @@ from math import isnan
 
 import torch
 
-from hf_paged.generation.engine.outputs import CompletionOutput
+from hf_paged.generation.engine.outputs import CompletionOutput, Lists
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
@@ -109,7 +109,8 @@ class BeamRequest(ForkingRequest):
             outputs.append(
                 CompletionOutput(
                     len(outputs),
-                    [tokens, logprobs, None, None],
+                    Lists(tokens, 0, logprobs),
+                    len(tokens),
                     sum(logprobs),
                     hypothesis.score,
                     str(reason or own_reason),
@@ -127,8 +128,7 @@ class BeamRequest(ForkingRequest):
         for seq, logprobs in zip(beams, self._logprobs):
             if len(outputs) == self.num_return_sequences:
                 break
-            total = sum(logprobs)
-            outputs.append(
-                CompletionOutput(len(outputs), [seq.output_token_ids, logprobs, None, None], total, None, str(reason))
-            )
+            lists = Lists(seq.output_token_ids, 0, logprobs)
+            stop, total = len(lists.token_ids), sum(logprobs)
+            outputs.append(CompletionOutput(len(outputs), lists, stop, total, None, str(reason)))
         self._final = outputs

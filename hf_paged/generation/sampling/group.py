@@ -96,7 +96,7 @@ class GroupRequest(ForkingRequest):
         for child, samples in zip(children, branches.values()):
             self._samples_of[child.seq_id] = samples
             for sample in samples:
-                sample.seq = child
+                sample.move_to(child)
 
     def _stopped_by_criteria(self, tokens: list[int]) -> list[bool] | None:
         if not self.keeps_history:

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TopLogprobs
+from hf_paged.generation.engine.outputs import (
+    CompletionOutput,
+    Lists,
+    RequestMetrics,
+    RequestOutput,
+    TopLogprobs,
+)
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores, of_one_request
@@ -58,6 +64,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
+    _lists: Lists | None = None  # for the outputs; made when one is wanted
 
     def add(self, logprob: float, processed: float | None) -> None:
         """The log-probability of a new token, and the one after the processors if the request keeps it."""
@@ -66,28 +73,29 @@ class Sample:
         if processed is not None:
             self.processed_logprobs.append(processed)
 
+    def move_to(self, seq: Sequence) -> None:
+        """Another sequence, which begins with the same tokens, has its tokens from now on."""
+        self.seq, self._lists = seq, None
+
     def finish(self, token_ids: list[int], reason: FinishReason) -> None:
-        self.token_ids, self.finish_reason, self.seq = token_ids, reason, None
+        self.token_ids, self.finish_reason, self.seq, self._lists = token_ids, reason, None, None
 
     def completion(self, request: Request, num_delivered: int) -> CompletionOutput:
         """It as it stands now. num_delivered: how many of its tokens the reader has got before."""
-        if self.seq is None:
-            tokens = self.token_ids, 0, len(self.token_ids)
-        else:
-            tokens = self.seq.token_ids, self.seq.num_prompt_tokens, len(self.seq.token_ids)
-        processed, top = self.processed_logprobs, self.top_logprobs
-        return CompletionOutput(
-            self.index,
-            [
-                tokens,
-                (self.logprobs, 0, len(self.logprobs)),
-                (processed, 0, len(processed)) if request.keeps_processed else None,
-                (top, 0, len(top)) if request.num_top is not None else None,
-            ],
-            self.cumulative_logprob,
-            None,
-            None if self.finish_reason is None else str(self.finish_reason),
-            num_delivered,
+        lists, reason = self._lists, self.finish_reason
+        if lists is None:
+            lists = self._lists = self._shown(request)
+        stop = len(lists.token_ids) - lists.first
+        ended = None if reason is None else str(reason)
+        return CompletionOutput(self.index, lists, stop, self.cumulative_logprob, None, ended, num_delivered)
+
+    def _shown(self, request: Request) -> Lists:
+        return Lists(
+            self.token_ids if self.seq is None else self.seq.token_ids,
+            0 if self.seq is None else self.seq.num_prompt_tokens,
+            self.logprobs,
+            self.processed_logprobs if request.keeps_processed else None,
+            self.top_logprobs if request.num_top is not None else None,
         )
 
 
@@ -159,21 +167,18 @@ class Request:
         """The request as it stands now. delivered: how many tokens of each request the reader has; updated here."""
         completions = self.completions(() if delivered is None else delivered.get(self, ()))
         if delivered is not None:
-            delivered[self] = tuple([completion.num_tokens for completion in completions])
+            is_one = len(completions) == 1
+            delivered[self] = (completions[0].num_tokens,) if is_one else tuple([c.num_tokens for c in completions])
         if self._shown_prompt is None:
             self._shown_prompt = self.prompt_token_ids[:]
-        prompt = self.prompt_scores
-        return RequestOutput(
-            self.request_id,
-            self._shown_prompt,
-            completions,
-            self.metrics.finish_time is not None,
-            self.metrics,
-            self.error,
-            self.exception,
-            None if prompt is None else prompt.logprobs[:],  # the caller's own
-            None if prompt is None else prompt.top_logprobs[:],
+        metrics, scores = self.metrics, self.prompt_scores
+        is_finished = metrics.finish_time is not None
+        output = RequestOutput(
+            self.request_id, self._shown_prompt, completions, is_finished, metrics, self.error, self.exception
         )
+        if scores is not None:  # the lists are the caller's own
+            output.prompt_logprobs, output.prompt_top_logprobs = scores.logprobs[:], scores.top_logprobs[:]
+        return output
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:
         """Run all processors on scores fp32 [num_rows, vocab], which may be changed. Raises ValueError if tokens cannot
@@ -271,12 +276,16 @@ class SingleRequest(Request):
 
     def accept(self, token: int, logprob: float, processed: float, is_stopped: bool) -> FinishReason | None:
         """Record the next token; returns why it ends the request, or None."""
-        self.sample.add(logprob, processed if self.keeps_processed else None)
+        sample = self.sample
+        sample.logprobs.append(logprob)
+        sample.cumulative_logprob += logprob
+        if self.keeps_processed:
+            sample.processed_logprobs.append(processed)
         reason = self._reason(token) or (FinishReason.STOP if is_stopped else None)
         self.length += 1
         if reason is not None:
-            assert self.sample.seq is not None
-            self.sample.finish([*self.sample.seq.output_token_ids, token], reason)
+            assert sample.seq is not None
+            sample.finish([*sample.seq.output_token_ids, token], reason)
         return reason
 
     def completions(self, delivered: Delivered = ()) -> list[CompletionOutput]:

@@ -1,0 +1,71 @@
+"""Which experts each token goes to, and with which weights, defined with torch's operations.
+
+The kernel in `triton/routing.py` computes the same in one launch. Routers are recognised by comparing them with this
+definition.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class RouterKind(NamedTuple):
+    """What routers of one size may differ in.
+
+    scores: of all experts: the logits themselves ("none"), or their "softmax" or "sigmoid". The experts with the
+    highest scores are chosen, with a bias (an argument) those with the highest sums of both.
+    weights: of the scores of the chosen experts: these themselves ("none"), divided by their sum plus eps ("sum") or by
+    their sum, at least eps ("clamp"), their "softmax", "sigmoid", or sigmoid divided by the sum ("sigmoid_sum").
+    is_low: every operation is rounded to the logits' dtype; else they are computed in fp32.
+    groups: the experts are so many groups, of which only the `chosen_groups` whose two highest scores have the highest
+    sums are used.
+    """
+
+    scores: str = "softmax"
+    weights: str = "none"
+    is_low: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+
+
+class Router(NamedTuple):
+    """A kind with its numbers. scale: of the weights, at last."""
+
+    kind: RouterKind
+    top_k: int
+    eps: float = 0.0
+    scale: float = 1.0
+
+
+MAX_EXPERTS = 1024  # whose scores one program keeps in registers
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, router: Router, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [num_tokens, num_experts], bias [num_experts] -> weights [num_tokens, top_k] of `dtype`, experts int64.
+
+    Of equal scores torch on a CPU takes any, and the kernel the first, as torch.topk does on CUDA.
+    """
+    kind, top_k = router.kind, router.top_k
+    x = logits if kind.is_low else logits.float()
+    scores = x if kind.scores == "none" else x.softmax(-1) if kind.scores == "softmax" else x.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if kind.groups > 1:
+        each = choice.unflatten(-1, (kind.groups, -1))
+        best = each.topk(2, -1)[0].sum(-1).topk(kind.chosen_groups, -1)[1]
+        is_used = torch.zeros_like(each[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        choice = each.masked_fill(~is_used[..., None], -torch.inf).flatten(-2)
+    index = choice.topk(top_k, -1)[1]
+    weights = scores.gather(-1, index)
+    if kind.weights == "softmax":
+        weights = weights.softmax(-1)
+    elif kind.weights in ("sigmoid", "sigmoid_sum"):
+        weights = weights.sigmoid()
+    if kind.weights in ("sum", "sigmoid_sum"):
+        weights = weights / (weights.sum(-1, keepdim=True) + router.eps)
+    elif kind.weights == "clamp":
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.eps)
+    return (weights * router.scale if router.scale != 1 else weights).to(dtype), index

@@ -1,0 +1,300 @@
+"""Experts in four launches: pairs sorted by expert, the products with the gate, the products down, and the sums.
+
+Grids and shapes depend on the numbers of tokens and experts alone, never on which experts were chosen: a CUDA graph can
+repeat them. There are no atomics, and no result depends on other tokens. Knows tensors; never modules. The definitions
+are in `hf_paged/kernels/experts.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, Projection
+from hf_paged.kernels.triton.gate import activate, sigmoid
+from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, target_of
+
+# -- pairs sorted by expert ------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def assign_kernel(index, pairs, starts, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program e: counts the pairs of the experts before expert e, and writes its own after them."""
+    expert = tl.program_id(0)
+    offsets = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_pairs, BLOCK):
+        chosen = tl.load(index + first + offsets, mask=first + offsets < num_pairs, other=NUM_EXPERTS)
+        before += (chosen < expert).to(tl.int32)
+    place = tl.sum(before, 0)
+    tl.store(starts + expert, place)
+    for first in range(0, num_pairs, BLOCK):
+        chosen = tl.load(index + first + offsets, mask=first + offsets < num_pairs, other=NUM_EXPERTS)
+        mine = (chosen == expert).to(tl.int32)
+        tl.store(pairs + place + tl.cumsum(mine, 0) - mine, first + offsets, mask=mine != 0)
+        place += tl.sum(mine, 0)
+    if expert == NUM_EXPERTS - 1:
+        tl.store(starts + NUM_EXPERTS, place)
+
+
+def assign_launch(index: torch.Tensor, num_experts: int, result: Assignment) -> Launch:
+    """See `assign`."""
+    args = {
+        "index": index, "pairs": result.pairs, "starts": result.starts, "num_pairs": index.numel(),
+        "NUM_EXPERTS": num_experts, "BLOCK": 2048,
+    }  # fmt: skip
+    return Launch(assign_kernel, (num_experts,), args, {"num_warps": 4})
+
+
+def assign(index: torch.Tensor, num_experts: int) -> Assignment:
+    """index [num_tokens, top_k], int64 or int32, contiguous: the experts of each token."""
+    pairs = torch.empty(index.numel(), dtype=torch.int32, device=index.device)
+    result = Assignment(pairs, torch.empty(num_experts + 1, dtype=torch.int32, device=index.device))
+    assign_launch(index, num_experts, result).run(index.device)
+    return result
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Pairs (bm), columns (bn) and inputs (bk) of one iteration, and how the kernel is compiled. With a gate, a tile
+    has bn / 2 gates and as many ups."""
+
+    bm: int
+    bn: int
+    bk: int
+    num_warps: int
+    num_stages: int
+
+
+SIZES = ("small", "large")
+
+
+def tile_of(target: Target, element_size: int, size: str) -> Tile:
+    """A fixed table. small: experts have few pairs, and reading their weights takes all the time."""
+    is_small = size == "small"
+    if element_size == 4:  # fp32 does not use the matrix units; small tiles fit into registers
+        return Tile(16, 32, 32, 4, 2) if is_small else Tile(32, 64, 32, 8, 2)
+    if target.backend == "hip":
+        return Tile(16, 128, 64, 4, 2) if is_small else Tile(64, 128, 64, 8, 2)
+    return Tile(16, 128, 64, 4, 4) if is_small else Tile(64, 128, 64, 4, 4)
+
+
+def size_for(num_pairs: int, num_experts: int) -> str:
+    """The tiles for so many pairs: small up to an average of 16 for each expert."""
+    return "small" if num_pairs <= 16 * num_experts else "large"
+
+
+@triton.jit
+def _load_weights(weight, columns, dims, valid, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TRANSPOSED: tl.constexpr,
+                  EVEN: tl.constexpr):  # fmt: skip
+    """[dims, columns] of one expert's weights; 0 outside, unless nothing is."""
+    if TRANSPOSED:
+        pointers = weight + dims[:, None] * OUTPUTS + columns[None, :]
+    else:
+        pointers = weight + columns[None, :] * INPUTS + dims[:, None]
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(dims < INPUTS)[:, None] & valid[None, :], other=0.0)
+
+
+@triton.jit
+def _with_bias(x, bias, columns, valid, DTYPE: tl.constexpr):
+    """The product, rounded before and after its bias is added, in fp32."""
+    x = x.to(DTYPE).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + columns, mask=valid, other=0.0).to(tl.float32)[None, :]
+        x = x.to(DTYPE).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _rounded(x, ROUNDS: tl.constexpr, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32) if ROUNDS else x
+
+
+@triton.jit
+def _gated(x, up, alpha, limit, GATE: tl.constexpr, DTYPE: tl.constexpr):
+    """GATE: a GateKind."""
+    rounds: tl.constexpr = GATE[4]
+    if GATE[2]:  # NaN stays NaN, as in torch
+        x = tl.where(x > limit, limit, x)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if GATE[0] == "scaled_silu":
+        x = x * _rounded(sigmoid(_rounded(x * alpha, rounds, DTYPE)), rounds, DTYPE)
+    else:
+        x = activate(x, GATE[0])
+    if GATE[3]:
+        up = _rounded(up + 1.0, rounds, DTYPE)
+    return _rounded(x, rounds, DTYPE) * up
+
+
+@triton.jit
+def product_kernel(
+    rows, weight, bias, out, pairs, starts, alpha, limit,
+    NUM_EXPERTS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (t, j): tile t of all experts' tiles of BM pairs, and columns [j * BN, ...) of its result.
+
+    GATE: a GateKind, with which a column is that of a gate and an up; or None. EXPERTS: a power of two, at least
+    NUM_EXPERTS. Programs after the last tile return. UPCAST: multiply in fp32, for the interpreter.
+    """
+    tile = tl.program_id(0)
+    each = tl.arange(0, EXPERTS)
+    first = tl.load(starts + each, mask=each < NUM_EXPERTS, other=0)
+    last = tl.load(starts + each + 1, mask=each < NUM_EXPERTS, other=0)
+    num_tiles = (last - first + BM - 1) // BM
+    before = tl.cumsum(num_tiles, 0) - num_tiles
+    if tile >= tl.sum(num_tiles, 0):
+        return
+    is_mine = (tile >= before) & (tile < before + num_tiles)
+    expert = tl.sum(tl.where(is_mine, each, 0), 0).to(tl.int64)
+    start = tl.sum(tl.where(is_mine, first + (tile - before) * BM, 0), 0)
+    end = tl.sum(tl.where(is_mine, last, 0), 0)
+
+    dtype: tl.constexpr = out.dtype.element_ty
+    size: tl.constexpr = OUTPUTS if GATE is None else OUTPUTS // 2  # of a result
+    even: tl.constexpr = INPUTS % BK == 0 and size % BN == 0
+    places = start + tl.arange(0, BM)
+    inside = places < end
+    pair = tl.load(pairs + places, mask=inside, other=0)
+    sources = rows + (pair // PAIRS_OF_ROW).to(tl.int64)[:, None] * INPUTS
+    weight += expert * (OUTPUTS * INPUTS)
+    if bias is not None:
+        bias += expert * OUTPUTS
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    valid = columns < size
+    if GATE is None or not GATE[1]:
+        acc = tl.zeros([BM, BN], tl.float32)
+        ups = tl.zeros([BM, BN], tl.float32)
+        both = columns
+        both_valid = valid
+    else:
+        acc = tl.zeros([BM, 2 * BN], tl.float32)
+        both = tl.program_id(1) * (2 * BN) + tl.arange(0, 2 * BN)
+        both_valid = both < OUTPUTS
+    for k in tl.range(0, INPUTS, BK, num_stages=STAGES):
+        dims = k + tl.arange(0, BK)
+        mask = inside[:, None]
+        if INPUTS % BK != 0:
+            mask = mask & (dims < INPUTS)[None, :]
+        x = tl.load(sources + dims[None, :], mask=mask, other=0.0)
+        if UPCAST:
+            x = x.to(tl.float32)
+        w = _load_weights(weight, both, dims, both_valid, OUTPUTS, INPUTS, TRANSPOSED, even)
+        acc = tl.dot(x, w.to(x.dtype), acc, input_precision="ieee")
+        if GATE is not None and not GATE[1]:
+            w = _load_weights(weight, size + columns, dims, valid, OUTPUTS, INPUTS, TRANSPOSED, even)
+            ups = tl.dot(x, w.to(x.dtype), ups, input_precision="ieee")
+
+    if GATE is None:
+        result = _with_bias(acc, bias, columns, valid, dtype)
+    else:
+        if GATE[1]:
+            wide = _with_bias(acc, bias, both, both_valid, dtype)
+            gate, up = tl.split(tl.reshape(wide, (BM, BN, 2)))
+        else:
+            gate = _with_bias(acc, bias, columns, valid, dtype)
+            up = _with_bias(ups, bias, size + columns, valid, dtype)
+        result = _gated(gate, up, alpha, limit, GATE, dtype)
+    targets = out + pair.to(tl.int64)[:, None] * size + columns[None, :]
+    tl.store(targets, result.to(dtype), mask=inside[:, None] & valid[None, :])
+
+
+def product_launch(
+    rows: torch.Tensor,
+    assignment: Assignment,
+    projection: Projection,
+    out: torch.Tensor,
+    gate: Gate | None,
+    tile: Tile,
+) -> Launch:
+    """See `product`; out [num_pairs, n], contiguous."""
+    num_pairs, num_experts = assignment.pairs.numel(), projection.weight.shape[0]
+    bn = tile.bn if gate is None else tile.bn // 2
+    # Each expert but the last may leave a tile partly empty; no more experts than pairs have any.
+    used = min(num_experts, num_pairs)
+    num_tiles = used + (num_pairs - used) // tile.bm
+    args = {
+        "rows": rows, "weight": projection.weight, "bias": projection.bias, "out": out, "pairs": assignment.pairs,
+        "starts": assignment.starts, "alpha": 1.0 if gate is None else gate.alpha,
+        "limit": 0.0 if gate is None else gate.limit, "NUM_EXPERTS": num_experts,
+        "PAIRS_OF_ROW": num_pairs // rows.shape[0], "OUTPUTS": projection.outputs, "INPUTS": projection.inputs,
+        "TRANSPOSED": projection.is_transposed, "GATE": None if gate is None else tuple(gate.kind),
+        "EXPERTS": next_power_of_2(num_experts), "BM": tile.bm, "BN": bn, "BK": tile.bk, "STAGES": tile.num_stages,
+        "UPCAST": INTERPRET and rows.dtype != torch.float32,
+    }  # fmt: skip
+    grid = (num_tiles, triton.cdiv(out.shape[1], bn))
+    return Launch(product_kernel, grid, args, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
+
+
+def product(
+    rows: torch.Tensor,
+    assignment: Assignment,
+    projection: Projection,
+    *,
+    gate: Gate | None = None,
+    size: str | None = None,
+) -> torch.Tensor:
+    """The projection of each pair's row by its expert, with a gate the inner row that it gives: [num_pairs, n].
+
+    rows [n, inputs], contiguous: one for each pair, or one for each token. size: of the tiles, if it is to be other
+    than that for so many pairs.
+    """
+    num_pairs, num_experts = assignment.pairs.numel(), projection.weight.shape[0]
+    out = rows.new_empty(num_pairs, projection.outputs // (1 if gate is None else 2))
+    tile = tile_of(target_of(rows.device), rows.element_size(), size or size_for(num_pairs, num_experts))
+    product_launch(rows, assignment, projection, out, gate, tile).run(rows.device)
+    return out
+
+
+# -- sums ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def combine_kernel(results, weights, out, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (t, j): columns [j * BLOCK, ...) of token t. Products are rounded to the wider of both dtypes."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    dtype: tl.constexpr = results.dtype.element_ty
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in range(TOP_K):
+        pair = token * TOP_K + j
+        x = tl.load(results + pair * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        x *= tl.load(weights + pair).to(tl.float32)
+        if weights.dtype.element_ty == dtype:
+            x = x.to(dtype).to(tl.float32)
+        total += x
+    tl.store(out + token * SIZE + columns, total.to(dtype), mask=inside)
+
+
+def combine_launch(results: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> Launch:
+    """See `combine`; out [num_tokens, n], contiguous."""
+    num_tokens, size = out.shape
+    block = min(1024, next_power_of_2(size))
+    args = {
+        "results": results, "weights": weights, "out": out, "TOP_K": weights.shape[1], "SIZE": size, "BLOCK": block,
+    }  # fmt: skip
+    return Launch(combine_kernel, (num_tokens, triton.cdiv(size, block)), args, {"num_warps": 4})
+
+
+def combine(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's results times their weights, added in fp32: [num_tokens, n] of the results' dtype.
+
+    results [num_pairs, n], weights [num_tokens, top_k], both contiguous. weights: of the results' dtype, or fp32.
+    """
+    out = results.new_empty(weights.shape[0], results.shape[1])
+    combine_launch(results, weights, out).run(results.device)
+    return out
+
+
+assert SCALED_SILU == "scaled_silu"  # a kernel cannot name a variable of a module

@@ -1,0 +1,176 @@
+"""How a runner packs steps: a step made from the arrays of the last one equals the step made anew."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.generation.engine.runner import Packed, Runner, _LateTokens
+from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.kernels.metadata import DecodeArrays
+from tests import models
+
+BLOCK_SIZE = 4
+
+
+def packer_of(memory: PagedMemory) -> Any:
+    return Runner(SimpleNamespace(model=models.shared("llama")), memory, [], SimpleNamespace(seen=False))  # type: ignore[arg-type]
+
+
+def pack(runner: Any, plan: Plan, sampled: Any = None) -> Packed:
+    packed: Packed = runner._pack(sampled, plan)[1]
+    return packed
+
+
+def started(memory: PagedMemory, num_tokens: int, name: str = "r") -> Sequence:
+    """A sequence of which all tokens but the last are computed."""
+    (seq,) = SequenceGroup(name, list(range(100, 100 + num_tokens))).sequences
+    seq.num_computed_tokens = num_tokens - 1
+    for manager in memory.managers:
+        manager.append(seq.seq_id, num_tokens - 1)
+    return seq
+
+
+def append(memory: PagedMemory, seqs: list[Sequence]) -> Plan:
+    for manager in memory.managers:
+        manager.append_all([(seq.seq_id, 1) for seq in seqs])
+    return [(seq, 1) for seq in seqs]
+
+
+def computed(memory: PagedMemory, seqs: list[Sequence]) -> None:
+    for seq in seqs:
+        seq.num_computed_tokens += 1
+        seq.token_ids.append(100 + seq.num_computed_tokens)
+        for manager in memory.managers:
+            manager.drop_outside_window(seq.seq_id)
+
+
+def assert_same(memory: PagedMemory, packed: Packed, plan: Plan) -> None:
+    expected = pack(packer_of(memory), plan)
+    assert packed.tokens.tolist() == expected.tokens.tolist() and packed.seqs == expected.seqs
+    step, wanted = packed.step, expected.step
+    for name in ("positions", "seq_lens", "query_start_loc"):
+        ours, theirs = getattr(step, name), getattr(wanted, name)
+        assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
+    for name in ("max_query_len", "max_short_query_len", "num_short_tokens", "max_seq_len", "shares"):
+        assert getattr(step, name) == getattr(wanted, name), name
+    for ours, theirs in zip(step.slots, wanted.slots, strict=True):
+        assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
+    for ours, theirs in zip(step.block_tables, wanted.block_tables, strict=True):
+        assert ours.dtype == theirs.dtype and ours.flags.c_contiguous and ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("windows", [[(None, None)], [(frozenset({0}), None), (frozenset({1}), 6)]], ids=len)
+def test_a_step_made_from_the_last_one(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences begin, end, share blocks, lose and regain them, and change places, at random."""
+    made = []
+    following = DecodeArrays._next
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return following(*args, **kwargs)
+
+    monkeypatch.setattr(DecodeArrays, "_next", noted)
+    draw = random.Random(0)
+    memory = PagedMemory(BLOCK_SIZE, 400, windows=windows)
+    packer = packer_of(memory)
+    seqs = [started(memory, draw.randint(1, 9)) for _ in range(4)]
+    for _ in range(300):
+        plan = append(memory, seqs)
+        assert_same(memory, pack(packer, plan), plan)
+        event = draw.random()
+        if event < 0.05:  # the forward failed: the same step again
+            for manager in memory.managers:
+                for seq in seqs:
+                    manager.crop(seq.seq_id, seq.num_computed_tokens)
+            continue
+        computed(memory, seqs)
+        if event < 0.1 and len(seqs) > 2:
+            memory.free(seqs.pop(draw.randrange(len(seqs))).seq_id)
+        elif event < 0.2 and len(seqs) < 6:
+            seqs.append(started(memory, draw.randint(1, 9)))
+        elif event < 0.25:  # the same tokens in other blocks
+            seq = draw.choice(seqs)
+            memory.free(seq.seq_id)
+            for manager in memory.managers:
+                manager.append(draw.random(), 1)
+                manager.append(seq.seq_id, seq.num_computed_tokens)
+                manager.drop_outside_window(seq.seq_id)
+        elif event < 0.3:  # copy-on-write in the next step
+            memory.fork(draw.choice(seqs).seq_id, draw.random())
+        elif event < 0.35:
+            draw.shuffle(seqs)
+    assert 100 < len(made) < 280
+
+
+def test_a_common_prefix_is_found_when_it_becomes_long_enough() -> None:
+    memory = PagedMemory(16, 200)
+    first = started(memory, 250)
+    second = first.copy()
+    memory.fork(first.seq_id, second.seq_id)
+    packer, found = packer_of(memory), []
+    for _ in range(40):
+        plan = append(memory, [first, second])
+        packed = pack(packer, plan)
+        assert_same(memory, packed, plan)
+        found.append(packed.step.shares)
+        computed(memory, [first, second])
+    assert not any(found)  # the last blocks were copied
+    third = first.copy()
+    memory.fork(first.seq_id, third.seq_id)
+    plan = append(memory, [first, third])
+    assert pack(packer, plan).step.shares
+
+
+def sampled(seqs: list[Sequence], tokens: list[int]) -> Any:
+    return SimpleNamespace(seqs=seqs, rows={seq: row for row, seq in enumerate(seqs)}, tokens=torch.tensor(tokens))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1,)], ids=str)
+def test_tokens_that_only_the_device_knows(order: tuple[int, ...]) -> None:
+    memory = PagedMemory(BLOCK_SIZE, 50)
+    seqs = [started(memory, 3) for _ in range(3)]
+    last = sampled(seqs, [7, 8, 9])
+    for seq in seqs:
+        seq.num_pending, seq.num_computed_tokens = 1, 3
+        memory.append([(seq.seq_id, 1)])
+    packed = pack(packer_of(memory), append(memory, [seqs[row] for row in order]), last)
+    assert packed.late is not None and packed.wanted is None and packed.step.positions.tolist() == [3] * len(order)
+    ids = torch.full((5,), -1)
+    packed.late(ids)
+    assert ids.tolist() == [*(last.tokens[row].item() for row in order), *[-1] * (5 - len(order))]
+
+
+def test_known_and_late_tokens_together() -> None:
+    memory = PagedMemory(BLOCK_SIZE, 50)
+    late, known = started(memory, 3), started(memory, 3)
+    late.num_pending, late.num_computed_tokens = 1, 3
+    memory.append([(late.seq_id, 1)])
+    packed = pack(packer_of(memory), append(memory, [late, known]), sampled([late], [7]))
+    ids = torch.from_numpy(packed.tokens).clone()
+    assert packed.late is not None
+    packed.late(ids)
+    assert ids.tolist() == [7, 102] and packed.wanted is None and packed.seqs == [late, known]
+
+
+def test_a_chunk_of_one_token_is_no_decode_step() -> None:
+    memory = PagedMemory(BLOCK_SIZE, 50)
+    seq = started(memory, 6)
+    seq.num_computed_tokens = 2
+    for manager in memory.managers:
+        manager.crop(seq.seq_id, 2)
+    packed = pack(packer_of(memory), append(memory, [seq]))
+    assert packed.seqs == [] and packed.tokens.tolist() == [102]
+    assert packed.wanted is not None and packed.wanted.dtype == np.int64 and not len(packed.wanted)
+
+
+def test_late_tokens_of_some_rows() -> None:
+    ids = torch.zeros(4, dtype=torch.int64)
+    _LateTokens(torch.tensor([5, 6]), [(3, 0), (1, 1)])(ids)
+    assert ids.tolist() == [0, 6, 0, 5]
