@@ -187,31 +187,26 @@ def test_threads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["input_layernorm", "mlp", "self_attn", "mlp.act_fn", "mlp.up_proj"])
-def test_modules_put_back(name: str, model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["input_layernorm", "mlp", "self_attn", "mlp.act_fn"])
+def test_modules_put_back(name: str, model: Any, engine: Engine) -> None:
     """They are computed in fewer launches again."""
 
-    def calls() -> list[str]:
-        counted: list[str] = []
-        with monkeypatch.context() as patch:
-            for space, function in fewer.OPERATIONS:
-                own = getattr(space, function)
-                patch.setattr(space, function, lambda *a, own=own, **k: (counted.append(own.__name__), own(*a, **k))[1])
-            run(engine)
-        return counted
+    def replaced() -> int:
+        run(engine)
+        found: Any = fused_model.fused_parts(model)
+        return len(found._overrides._added[0])
 
-    before = calls()
+    before = replaced()
     layer = model.model.layers[1]
     parent, _, last = name.rpartition(".")
     owner, module = layer.get_submodule(parent), layer.get_submodule(name)
     other = copy.deepcopy(module)
-    if last in ("mlp", "self_attn"):
+    if last == "self_attn":
         other.config = model.config
     setattr(owner, last, other)
-    assert computes_as_plain(engine, model)
-    assert len(calls()) < len(before) or last == "up_proj"
+    assert computes_as_plain(engine, model) and replaced() < before
     setattr(owner, last, module)
-    assert calls() == before
+    assert computes_as_plain(engine, model) and replaced() == before
 
 
 def test_replaced_modules_are_freed(model: Any, engine: Engine) -> None:
