@@ -52,14 +52,15 @@ def test_the_bits_of_transformers(shape: tuple[int, int, int], threads: int) -> 
     torch.set_num_threads(threads)
     try:
         module = experts_of(*shape)
-        for num_tokens in (1, 2, 7, 40):
+        for num_tokens in (1, 2, 7, 30, 90):
             rows = torch.randn(num_tokens, shape[0]).bfloat16()
             index, weights = chosen(num_tokens, shape[2], 2)
             for given in (weights, weights.bfloat16()):
                 with torch.no_grad():
                     expected = module(rows, index, given)
                 result = by_kernel(module, rows, index, given)
-                if shape[0] > 1024:  # a single row of an expert is added up in another order
+                # A single row of an expert, and many with AMX, are added up in another order.
+                if shape[0] > 1024 or num_tokens > 32:
                     assert torch.allclose(result.float(), expected.float(), atol=0.02, rtol=0.02)
                 else:
                     assert torch.equal(result, expected)
