@@ -12,7 +12,7 @@ import triton.language as tl
 
 from hf_paged.kernels.routing import Router
 from hf_paged.kernels.triton.gate import sigmoid
-from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
 
 @triton.jit
@@ -99,6 +99,9 @@ def route_kernel(
     tl.store(index + token * TOP_K + slots, chosen.to(tl.int64), mask=valid)
 
 
+_launches = RowLaunches()
+
+
 def route_launch(
     logits: torch.Tensor, bias: torch.Tensor | None, router: Router, weights: torch.Tensor, index: torch.Tensor
 ) -> Launch:
@@ -122,5 +125,9 @@ def route(
     weights = logits.new_empty(logits.shape[0], router.top_k, dtype=dtype)
     index = torch.empty_like(weights, dtype=torch.int64)
     if logits.shape[0]:
-        route_launch(logits, bias, router, weights, index).run(logits.device)
+        tensors: dict[str, torch.Tensor | None] = {"logits": logits, "bias": bias, "weights": weights, "index": index}
+        _launches.run(
+            len(logits), logits.device, tensors, (router, logits.shape[1]),
+            lambda: route_launch(logits, bias, router, weights, index),
+        )  # fmt: skip
     return weights, index
