@@ -47,7 +47,7 @@ def counts(model: Any) -> tuple[int, int]:
 # the choice, sigmoid with a bias and groups, with a bias as an argument, with a linear layer of their own.
 TYPES = {
     "mixtral": 4, "gpt_oss": 4, "granitemoe": 4, "aria_text": 4, "cohere2_moe": 4, "glm4_moe": 3, "minimax_m2": 4,
-    "hunyuan_v1_moe": 4, "afmoe": 3,
+    "hunyuan_v1_moe": 4, "afmoe": 3, "ernie4_5_moe": 3, "phimoe": 4,
 }  # fmt: skip
 QUICK = ("mixtral", "gpt_oss", "glm4_moe")
 

@@ -47,6 +47,14 @@ def _in_best_groups(x, inside, each, NUM: tl.constexpr, GROUPS: tl.constexpr, CH
 
 
 @triton.jit
+def _is_far(x, best, eps, inside, DTYPE: tl.constexpr):
+    """Which logits are so far below the best that they do not count in its softmax (see `RouterKind`, "mixer")."""
+    size = tl.where(inside, tl.abs(x), 1.0)
+    gap = _rounded(best - x, True, DTYPE) / tl.where(size < best, best, size)
+    return _rounded(gap, True, DTYPE) > _rounded(tl.zeros_like(gap) + 2.0 * eps, True, DTYPE)
+
+
+@triton.jit
 def route_kernel(
     logits, bias, weights, index, eps, scale, SCORES: tl.constexpr, WEIGHTS: tl.constexpr, LOW: tl.constexpr,
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
@@ -78,9 +86,13 @@ def route_kernel(
     w = tl.zeros([SLOTS], tl.float32)
     for slot in range(TOP_K):
         best = _first_best(choice, free, each, BLOCK)
+        score = tl.sum(tl.where(each == best, x, 0.0), 0)
+        if SCORES == "mixer":
+            is_far = _is_far(x, score, eps, inside, dtype)
+            score = 1.0 / tl.sum(tl.where(free & (is_far == 0), tl.exp(x - score), 0.0), 0)
         free = free & (each != best)
         chosen = tl.where(slots == slot, best, chosen)
-        w = tl.where(slots == slot, tl.sum(tl.where(each == best, x, 0.0), 0), w)
+        w = tl.where(slots == slot, score, w)
 
     if WEIGHTS == "softmax":
         w = tl.where(valid, w, -float("inf"))
