@@ -66,12 +66,12 @@ class ExpertsPart(Part):
         return Gate(self._gate, alpha, limit)
 
     def _operands(self, rows: Any, index: Any, weights: Any) -> Operands | None:
-        """Contiguous, or None where the module must compute itself: an adapter changes the classes of modules while it
+        """Contiguous, or None where the module must compute itself: an adapter takes the parameters away while it
         computes."""
         module = self.module
-        if type(module) is not self.classes[0] or type(module)._apply_gate is not self._apply_gate:
+        if type(module)._apply_gate is not self._apply_gate or "_apply_gate" in vars(module):
             return None
-        if "_apply_gate" in vars(module) or not _is_replaceable(module) or not _are_operands(rows, index, weights):
+        if not _is_replaceable(module) or not _are_operands(rows, index, weights):
             return None
         projections = projections_of(module, rows)
         if projections is None:
