@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig
 
+import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.kernels import ops
@@ -411,3 +412,16 @@ def test_a_model_is_freed(by_torch: None) -> None:
     del model, engine
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_the_report_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(models.shared("llama"))
+    found = "computed in fewer launches: 5 norms, 2 attentions, 2 MLPs, 2 layers (of 2 attentions)"
+    assert hf_paged.check(model).fused == found and str(hf_paged.check(model)).endswith(f"between attentions: {found}")
+    report = hf_paged.check(copy.deepcopy(models.shared("llama")).train())
+    assert report.fused == "nothing is computed in fewer launches: the model is in training mode"
+    assert hf_paged.check(tiny_model("bert")).fused.endswith("no part of it is known")
+    assert hf_paged.check(tiny_model("bloom")).fused == ""
+    monkeypatch.setattr(fused_model, "DEVICE_TYPE", "cuda")
+    assert hf_paged.check(model).fused == ""

@@ -427,7 +427,15 @@ def replace_activation(model: Any) -> None:
     model.model.layers[0].mlp.act_fn = nn.Tanh().eval()
 
 
-@pytest.mark.parametrize("change", [replace_weight, replace_data, replace_module, replace_forward, replace_activation])
+def replace_class(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    own = type(mlp)
+    mlp.__class__ = type("Other", (own,), {"forward": lambda self, x: -own.forward(self, x)})
+
+
+@pytest.mark.parametrize(
+    "change", [replace_weight, replace_data, replace_module, replace_forward, replace_activation, replace_class]
+)
 def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None:
     model = models.build("llama")
     prompts = models.prompts(5, 9)
@@ -437,6 +445,19 @@ def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None
         after = generated(engine, prompts)
         assert after == plain(model, prompts) != before
         assert TapedGraphs.captures == 2 and engine.stats().graph_replays == 18
+
+
+def test_a_changed_class_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    prompts = models.prompts(5, 9)
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+        before = generated(engine, prompts)
+        owner = type(model.model.layers[0].mlp)
+        own = owner.forward
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "forward", lambda self, x: -own(self, x))
+            assert generated(engine, prompts) == plain(model, prompts) != before
+        assert generated(engine, prompts) == before
 
 
 def test_another_precision_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,10 @@ class LayerPart(Part):
             passed[self._attention_rows] = rows
         return _first(attention(*positional, **passed))  # type: ignore[arg-type]
 
+    @property
+    def mlp(self) -> nn.Module | None:
+        return self.module._modules[self._mlp]
+
     def _part_of(self, mlp: nn.Module) -> MLPPart | None:
         """The part that computes the MLP in this step, if calling the MLP would run nothing else."""
         forward = vars(mlp).get("forward")

@@ -7,6 +7,7 @@ changes in place (optimizers, `load_state_dict`, weight syncs) need no care. Kno
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -63,8 +64,13 @@ class LinearGroup:
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self.names = list(names)
-        self._children = module._modules
+        self._module = weakref.ref(module)  # it must not keep weights of a module that is replaced
         self._sizes: list[int] | None = None  # of the layers' results, where one product gives all
+
+    @property
+    def _children(self) -> dict[str, Any]:
+        module = self._module()
+        return {} if module is None else module._modules
 
     @property
     def is_one(self) -> bool:
@@ -79,7 +85,8 @@ class LinearGroup:
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """rows [..., size] -> the layers' results [..., size of each], which may be views of one tensor."""
         if self._sizes is None:
-            return [self._children[name](rows) for name in self.names]  # type: ignore[misc]
+            children = self._children
+            return [children[name](rows) for name in self.names]
         first: Any = self._children[self.names[0]]
         total = sum(self._sizes)
         bias = None if first.bias is None else first.bias.as_strided((total,), (1,))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,6 +30,9 @@ class Part:
 
     skipped: names of its children that are not called, nor what is inside them.
     modules: the module and all that are not called. classes: their classes when the part was recognised.
+
+    Modules are referred to weakly: a part must not keep the weights of modules that are replaced, but it holds again
+    when they are put back.
     """
 
     kind = "part"
@@ -36,12 +40,20 @@ class Part:
     """Its linear layers that read the same rows, if there are any."""
 
     def __init__(self, module: nn.Module, skipped: Iterable[str] = ()) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self._skipped = _places_of(module, skipped)
-        self.modules = [module, *(child for _, _, child in self._skipped)]
         self.classes = [type(each) for each in self.modules]
         self._class_forwards = ClassForwards(self.classes)
         mark(type(self).forward)
+
+    @property
+    def module(self) -> nn.Module:
+        return _alive(self._module)
+
+    @property
+    def modules(self) -> list[nn.Module | None]:
+        """None for those that are gone."""
+        return [self._module(), *(child() for _, _, child in self._skipped)]
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -57,14 +69,19 @@ class Part:
 
     def is_whole(self) -> bool:
         """Whether the modules that are not called are where they were when it was recognised."""
-        return all(children.get(name) is child for children, name, child in self._skipped)
+        places = ((parent(), name, child()) for parent, name, child in self._skipped)
+        return self._module() is not None and all(
+            parent is not None and child is not None and parent._modules.get(name) is child
+            for parent, name, child in places
+        )
 
     def is_ready(self) -> bool:
-        """Whether it computes what its module would: other code has hooked or changed nothing that it passes over, and
-        nothing is in training mode."""
-        if list(map(type, self.modules)) != self.classes or any(each.training for each in self.modules):
+        """Whether it computes what its module would: other code has replaced, hooked or changed nothing that it passes
+        over, and nothing is in training mode."""
+        modules = [module for module in self.modules if module is not None]
+        if not self.is_whole() or list(map(type, modules)) != self.classes or any(each.training for each in modules):
             return False
-        bare = all(is_unhooked(child) for _, _, child in self._skipped)
+        bare = all(map(is_unhooked, modules[1:]))
         return bare and not foreign_forward(self.module) and not self._class_forwards.changed()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,13 +91,22 @@ class Part:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def _places_of(module: nn.Module, names: Iterable[str]) -> list[tuple[dict[str, Any], str, nn.Module]]:
-    """These children and all modules inside them: the dictionary that has each, its name there, and the module."""
-    places: list[tuple[dict[str, Any], str, nn.Module]] = []
+Reference = weakref.ref[nn.Module]
+
+
+def _alive(reference: Reference) -> nn.Module:
+    module = reference()
+    assert module is not None
+    return module
+
+
+def _places_of(module: nn.Module, names: Iterable[str]) -> list[tuple[Reference, str, Reference]]:
+    """These children and all modules inside them: the parent of each, its name there, and the module."""
+    places: list[tuple[Reference, str, Reference]] = []
     for name in names:
         child = module._modules[name]
         if child is not None:
-            places += [(module._modules, name, child), *_places_of(child, child._modules)]
+            places += [(weakref.ref(module), name, weakref.ref(child)), *_places_of(child, child._modules)]
     return places
 
 
@@ -100,10 +126,14 @@ class NormOf:
     it in its code."""
 
     def __init__(self, module: nn.Module, kind: NormKind, size: int, constant: float | None = None) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.size = size
         self._kind = kind
         self._constant = constant
+
+    @property
+    def module(self) -> nn.Module:
+        return _alive(self._module)
 
     def __call__(self) -> Norm:
         parameters = self.module._parameters
