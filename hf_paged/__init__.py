@@ -27,6 +27,7 @@ from hf_paged.integration.hook import install, install_serving, uninstall, unins
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
     from hf_paged.fused.cpu.weights import prepack
+    from hf_paged.fused.report import check
     from hf_paged.generation.engine.engine import Engine
     from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from hf_paged.generation.engine.stats import EngineStats
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from hf_paged.generation.records import CallRecord, record_calls
     from hf_paged.generation.sampling.grammar import grammar
     from hf_paged.model.state import weights_changed
-    from hf_paged.model.support import SupportReport, check
+    from hf_paged.model.support import SupportReport
 
 __version__ = "0.1.0"
 
@@ -47,7 +48,7 @@ _LAZY = {
     "RequestMetrics": "hf_paged.generation.engine.outputs",
     "RequestOutput": "hf_paged.generation.engine.outputs",
     "SupportReport": "hf_paged.model.support",
-    "check": "hf_paged.model.support",
+    "check": "hf_paged.fused.report",
     "grammar": "hf_paged.generation.sampling.grammar",
     "prepack": "hf_paged.fused.cpu.weights",
     "record_calls": "hf_paged.generation.records",

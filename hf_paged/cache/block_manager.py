@@ -129,15 +129,6 @@ class BlockManager:
                     filled[block_id] = max(filled.get(block_id, 0), count)
         return sum(filled.values())
 
-    def num_blocks_to_append(self, seq_id: SeqId, num_tokens: int) -> int:
-        """Blocks that `append(seq_id, num_tokens)` would take from the allocator (copy-on-write included)."""
-        table = self._tables.get(seq_id)
-        if table is None:
-            return -(-num_tokens // self.block_size)
-        offset, size = table.num_tokens % self.block_size, self.block_size
-        is_shared = num_tokens > 0 and offset > 0 and self.allocator.ref_count(table.blocks[-1]) > 1
-        return -(-(table.num_tokens + num_tokens) // size) - len(table.blocks) + is_shared
-
     def num_blocks_to_append_all(self, appends: Iterable[tuple[SeqId, int]]) -> int:
         """Blocks that these appends to different sequences would take together.
 

@@ -63,6 +63,11 @@ def engine_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return cache, scheduler
 
 
+def engine_switches(given: dict[str, Any]) -> dict[str, bool]:
+    """The given arguments of Engine that switch something on or off."""
+    return without_none(fuse=given["fuse"], prepack=given["prepack"])
+
+
 def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
     """Serve until a signal. Returns the exit status."""
     import ray
@@ -86,6 +91,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
         settings=asdict(settings),
         cache=cache,
         scheduler=scheduler,
+        switches=engine_switches(given),
         drain_seconds=given["drain_seconds"],
     )
     host, port = given["host"], _free_port(given["host"], given["port"])

@@ -26,7 +26,7 @@ from hf_paged.cli.common import (
     show,
 )
 from hf_paged.cli.ranks import TensorParallel, is_first_rank, on_ranks
-from hf_paged.cli.replicas import check_replicas, engine_options, serve_replicas
+from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _LAST_SECONDS = 20  # from the end of draining until ranks are killed
@@ -94,6 +94,17 @@ def serve(
     swap_memory: Annotated[str | None, option("host memory for preempted requests, such as 4GiB")] = None,
     block_size: Annotated[int | None, option("tokens in a block of the cache")] = None,
     enable_prefix_caching: Annotated[bool, option("share the blocks of common prefixes")] = True,
+    fuse: Annotated[
+        bool | None,
+        option(
+            "on a GPU: fewer kernels between products and attention (default: where layers are known)",
+            "--fuse/--no-fuse",
+        ),
+    ] = None,
+    prepack: Annotated[
+        bool | None,
+        option("weights in a layout for faster products (default: chosen)", "--prepack/--no-prepack"),
+    ] = None,
     generation_config: Annotated[
         DefaultsFrom, option("options that a request leaves out: the checkpoint's (auto), or sampling at 1.0 (vllm)")
     ] = DefaultsFrom.auto,
@@ -245,6 +256,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
         device=given["device"],
         num_ranks=given["tensor_parallel_size"],
         adapters=adapters,
+        switches=engine_switches(given),
     )
     show("")
     print(f"hf-paged: {engine!r}", file=sys.stderr)

@@ -9,6 +9,7 @@ import torch
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
 from hf_paged.fused.cpu.decoder import NativeDecoder, native_decoder
+from hf_paged.fused.cpu.experts import native_experts
 from hf_paged.fused.cpu.norms import native_layers
 from hf_paged.fused.cpu.weights import LinearLayers, layers_for_calls, layers_for_engine
 from hf_paged.fused.gpu.model import FusedParts, fused_parts, is_on_gpu, obstacle
@@ -50,7 +51,7 @@ def overrides_for_calls(model: Any) -> list[Override]:
 def _overrides(
     model: Any, linears: LinearLayers | None, decoder: NativeDecoder | None, parts: FusedParts | None
 ) -> list[Override]:
-    found = native_layers(model), linears, decoder, parts
+    found = native_layers(model), linears, decoder, native_experts(model), parts
     return [override for override in found if override is not None]
 
 

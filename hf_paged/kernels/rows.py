@@ -18,12 +18,13 @@ class NormKind(NamedTuple):
     """What norms of one size and dtype may differ in.
 
     is_centered: a layer norm; else an RMS norm. adds_one: multiplies by 1 + weight. rounds_first: to the rows' dtype
-    before it multiplies by the weight.
+    before it multiplies by the weight. rounds_weight: 1 + weight to the weight's dtype.
     """
 
     is_centered: bool = False
     adds_one: bool = False
     rounds_first: bool = False
+    rounds_weight: bool = False
 
 
 NORM_KINDS = (
@@ -31,7 +32,7 @@ NORM_KINDS = (
     NormKind(),
     NormKind(adds_one=True),
     NormKind(is_centered=True),
-    NormKind(is_centered=True, adds_one=True),
+    NormKind(is_centered=True, adds_one=True, rounds_weight=True),
 )
 
 
@@ -56,7 +57,8 @@ def normalise(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
     if norm.kind.rounds_first:
         x = x.to(rows.dtype).float()
     if norm.weight is not None:
-        x = x * (norm.weight.float() + 1 if norm.kind.adds_one else norm.weight.float())
+        weight = norm.weight if norm.kind.rounds_weight else norm.weight.float()
+        x = x * (weight + 1 if norm.kind.adds_one else weight).float()
     if norm.bias is not None:
         x = x + norm.bias.float()
     return x.to(rows.dtype)

@@ -143,14 +143,14 @@ class ClassForwards:
     """A record of the forwards of some classes. An override of a module computes what the class's forward computed at
     that time, and must not hide a forward that other code has since set on the class."""
 
-    __slots__ = ("_classes", "_forwards")
+    __slots__ = ("_classes", "known")
 
     def __init__(self, classes: Iterable[type]) -> None:
         self._classes = list(dict.fromkeys(classes))
-        self._forwards = self._current()
+        self.known = self._current()
 
     def _current(self) -> list[Any]:
         return [getattr(owner, "forward", None) for owner in self._classes]
 
     def changed(self) -> bool:
-        return any(map(is_not, self._current(), self._forwards))
+        return any(map(is_not, self._current(), self.known))

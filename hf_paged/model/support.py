@@ -54,6 +54,7 @@ class SupportReport:
                     gathered for the model's own attention), which is exact but slower
     native_length   maximum length in tokens of sequences that run natively (None: no limit)
     counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have
+    fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
     """
 
     model: str
@@ -64,6 +65,7 @@ class SupportReport:
     kernels: str = ""
     native_length: int | None = None
     counts_padding: bool = False
+    fused: str = ""
 
     @property
     def kv_values_per_token(self) -> int:
@@ -98,6 +100,8 @@ class SupportReport:
             )
         if self.kernels:
             lines.append(f"  kernels: {self.kernels}")
+        if self.fused:
+            lines.append(f"  between attentions: {self.fused}")
         return "\n".join(lines)
 
 
@@ -121,11 +125,7 @@ _reports: Slot[tuple[object, SupportReport]] = Slot("support report", is_release
 
 
 def check(model: Any) -> SupportReport:
-    """Report, layer by layer, how `cache_implementation="paged"` and the engine will run `model`, and why.
-
-    The first call runs the model on a few tokens, without gradients and without changing the model or the random state;
-    the report is cached. Raises TypeError if `model` is not a transformers model.
-    """
+    """The report without what our kernels compute between attentions; see `hf_paged.check`."""
     from transformers import PreTrainedModel
 
     model = unwrapped(model)

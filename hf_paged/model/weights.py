@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hf_paged.locks import usable_after_fork
-from hf_paged.model.overrides import is_override
+from hf_paged.model.overrides import ClassForwards, is_override
 from hf_paged.model.samples import ContentSample
 
 MAX_COMPARED_BUFFER = 65_536
@@ -34,7 +34,8 @@ _address_of = torch.Tensor.data_ptr
 class Weights:
     """The weights of one model. `look` detects changes and increases these counters:
 
-    - `structure`: a module or a `forward` was added, replaced or removed;
+    - `structure`: a module or a `forward` was added, replaced or removed, or a module's class or
+      the `forward` of a class replaced;
     - `layout`: as for `structure`, or a tensor has another address;
     - `epoch`: as for `layout`, or a tensor was replaced or changed, so that the model may compute other values.
 
@@ -167,6 +168,9 @@ class _Picture:
         ]
         self._single_dicts, self._single_keys = [d for d, _ in single], [key for _, key in single]
         self._singles = [d[key] for d, key in single]
+        self._modules, self._classes = modules[1:], list(map(type, modules[1:]))
+        self._root_class = type(model)
+        self._class_forwards = ClassForwards([*self._classes, self._root_class])
         # The root's attributes are looked up each time: they often refer to the model itself.
         self._attributes = [vars(module) for module in modules[1:]]
         self._forward_names = ["forward"] * len(self._attributes)
@@ -222,6 +226,9 @@ class _Picture:
         return (
             forwards
             and self._has_contents()
+            and list(map(type, self._modules)) == self._classes
+            and type(model) is self._root_class
+            and not self._class_forwards.changed()
             and list(map(_address_of, self._addressed)) == self._addresses
             and not any(self._unhooked)
             and (not self._hooked or list(map(list, self._hooked)) == self._known_hooks)
@@ -262,7 +269,7 @@ class _Picture:
 
     def _skeleton(self) -> list[Any]:
         modules = [None if isinstance(x, torch.Tensor) else x for x in self._objects]
-        return [*modules, *self._forwards]
+        return [*modules, *self._forwards, *self._classes, self._root_class, *self._class_forwards.known]
 
     def equal_buffers(self, other: _Picture) -> set[int]:
         """Ids of buffers with the same values as the corresponding buffers in `other`."""

@@ -21,10 +21,12 @@ def load_engine(
     device: str | None = None,
     num_ranks: int = 1,
     adapters: Mapping[str, str] | None = None,
+    switches: Mapping[str, bool] | None = None,
 ) -> tuple[Engine, Any]:
     """The engine and its tokenizer, for a process that does nothing else: what exists now is kept until its end.
 
-    adapters: name -> folder. Raises ValueError for what cannot be loaded. The rest as in `load_model`.
+    adapters: name -> folder. switches: `fuse` and `prepack` of the engine. Raises ValueError for what cannot be loaded.
+    The rest as in `load_model`.
     """
     from transformers import AutoTokenizer
 
@@ -32,7 +34,7 @@ def load_engine(
     model = load_model(checkpoint, dtype, device, num_ranks=num_ranks)
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
-    engine = Engine(model, cache, scheduler, tokenizer=tokenizer)
+    engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **(switches or {}))
     gc.collect()
     gc.freeze()  # collections of garbage among requests need not look at the model and the modules
     return engine, tokenizer

@@ -51,8 +51,8 @@ class AppArgs(BaseModel):
     max_replicas: to which autoscaling may add (None: no autoscaling). routing: see `routing.make_router`, with
     routing_options for PrefixRouter. cpus, gpus: of one replica. adapters: name -> folder; a replica loads one when
     the first request names it. settings, cache, scheduler: fields of Settings, CacheConfig and SchedulerConfig; the
-    last two are those of one replica. drain_seconds: that requests of a replica which is to end may take.
-    wait_seconds: for a replica that takes a request, before the client gets status 503.
+    last two are those of one replica. switches: arguments of its Engine. drain_seconds: that requests of a replica
+    which is to end may take. wait_seconds: for a replica that takes a request, before the client gets status 503.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -70,6 +70,7 @@ class AppArgs(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     cache: dict[str, Any] = Field(default_factory=dict)
     scheduler: dict[str, Any] = Field(default_factory=dict)
+    switches: dict[Literal["fuse", "prepack"], bool] = Field(default_factory=dict)
     drain_seconds: float = Field(30.0, ge=0)
     wait_seconds: float = Field(120.0, gt=0)
 
@@ -179,6 +180,7 @@ def _load(args: AppArgs) -> Any:
         SchedulerConfig(**args.scheduler),
         dtype=args.dtype,
         device=args.device,
+        switches=args.switches,
     )
     return Service(engine, tokenizer, args.make_settings())
 

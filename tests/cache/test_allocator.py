@@ -146,6 +146,22 @@ def test_wrong_use_names_the_block() -> None:
         BlockAllocator(-1)
 
 
+def test_a_restart_forgets_what_was_touched() -> None:
+    allocator = BlockAllocator(4)
+    kept, freed = allocator.allocate(), allocator.allocate()
+    allocator.free(freed)
+    with pytest.raises(ValueError, match=r"1 block.* used and 0 cached"):
+        allocator.restart(2)
+    allocator.free(kept, keep=True)
+    with pytest.raises(ValueError, match=r"0 block.* used and 1 cached"):
+        allocator.restart(2)
+    allocator.drop_cached(kept)
+    allocator.restart(3)
+    assert (allocator.num_blocks, allocator.num_free, allocator.num_touched) == (3, 3, 0)
+    assert [allocator.allocate() for _ in range(3)] == [0, 1, 2]
+    allocator.check_integrity()
+
+
 def test_check_integrity_sees_damage() -> None:
     allocator = BlockAllocator(3)
     allocator.allocate()

@@ -37,6 +37,10 @@ def test_fork_takes_no_memory_and_shares_all() -> None:
     assert table(manager, "b") == table(manager, "a") == [0, 1]
     assert manager.allocator.num_used == 2
     assert (manager.num_shared_blocks, manager.num_logical_blocks, manager.num_filled_slots) == (2, 4, 6)
+    manager.fork("a", "c")
+    manager.crop("c", 5)
+    assert manager.num_filled_slots == 6
+    manager.free("c")
     manager.append("b", 4)  # copies its last block and takes another one: the paper's Figure 8
     assert table(manager, "a") == [0, 1]
     assert (manager.num_shared_blocks, manager.num_logical_blocks, manager.num_filled_slots) == (1, 5, 6 + 6)
@@ -76,7 +80,7 @@ def test_an_append_of_nothing_needs_nothing() -> None:
     manager = manager_of(2)
     manager.append("a", 2)
     manager.fork("a", "b")
-    assert manager.num_blocks_to_append_all([("a", 0), ("b", 0)]) == manager.num_blocks_to_append("a", 0) == 0
+    assert manager.num_blocks_to_append_all([("a", 0), ("b", 0)]) == 0
     assert manager.append("a", 0) == []
 
 
@@ -150,6 +154,9 @@ def test_the_blocks_of_a_long_prefill_go_when_it_is_computed() -> None:
     manager.fork("a", "b")
     assert manager.num_shared_blocks == 2
     manager.check_integrity()
+    exact = manager_of(100, window=5)
+    exact.append("a", 40)
+    assert exact.drop_outside_window("a") == 9  # the token at position 40 attends to 36 and later
 
 
 def test_sharing_survives_a_swap_and_each_block_moves_once() -> None:

@@ -41,6 +41,9 @@ def test_only_full_blocks_are_found_and_one_token_is_left_to_compute() -> None:
     assert cached.cache.match([0, 1, 2, 3, 9, 9, 9, 9, 9], ROOT) == [0]
     assert cached.cache.match([9, 1, 2, 3, 4, 5, 6, 7, 8], ROOT) == []
     assert cached.cache.match([], ROOT) == []
+    digests: list[bytes] = []  # known from before
+    assert len(cached.cache.match(list(range(9)), ROOT, digests)) == len(digests) == 2
+    assert len(cached.cache.match(list(range(8)), ROOT, digests)) == 1
 
 
 def test_a_block_counts_only_after_the_same_prefix() -> None:

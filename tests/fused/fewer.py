@@ -44,15 +44,18 @@ def add_norm(
     before: Norm | None = None,
     after: Norm | None = None,
     scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Rows:
     total = rows if before is None else definitions.normalise(rows, before)
     total = total if scale is None else total * scale
     total = total if residual is None else residual + total
-    return Rows(None if residual is None else total, None if after is None else definitions.normalise(total, after))
+    out = None if after is None else definitions.normalise(total, after)
+    total = total if bias is None else total + bias
+    return Rows(None if residual is None else total, out)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    return ACTIVATIONS[activation](gate) * up
+def gated(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    return ACTIVATIONS[activation](gate) if up is None else ACTIVATIONS[activation](gate) * up
 
 
 def rotate(

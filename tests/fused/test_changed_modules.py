@@ -187,6 +187,28 @@ def test_threads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["input_layernorm", "mlp", "self_attn", "mlp.act_fn"])
+def test_modules_put_back(name: str, model: Any, engine: Engine) -> None:
+    """They are computed in fewer launches again."""
+
+    def replaced() -> int:
+        run(engine)
+        found: Any = fused_model.fused_parts(model)
+        return len(found._overrides._added[0])
+
+    before = replaced()
+    layer = model.model.layers[1]
+    parent, _, last = name.rpartition(".")
+    owner, module = layer.get_submodule(parent), layer.get_submodule(name)
+    other = copy.deepcopy(module)
+    if last == "self_attn":
+        other.config = model.config
+    setattr(owner, last, other)
+    assert computes_as_plain(engine, model) and replaced() < before
+    setattr(owner, last, module)
+    assert computes_as_plain(engine, model) and replaced() == before
+
+
 def test_replaced_modules_are_freed(model: Any, engine: Engine) -> None:
     layer = model.model.layers[1]
     weights = [weakref.ref(module.weight) for module in (layer.mlp.down_proj, layer.input_layernorm)]

@@ -14,8 +14,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers.integrations import moe
 
 from hf_paged import CacheConfig, Engine
+from hf_paged.fused.experts import projections_of
 from hf_paged.fused.gpu import model as fused_model
-from hf_paged.fused.gpu.experts import projections_of
 from hf_paged.integration.attention import packed_cache
 from hf_paged.kernels.triton import experts as kernels
 from hf_paged.kernels.triton import launch as triton_launch

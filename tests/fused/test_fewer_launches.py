@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig
 
+import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.kernels import ops
@@ -75,9 +76,10 @@ def test_launches(family: str, eager: int, now: int) -> None:
 # Type -> launches of a layer: eager, now (means of its layers). See docs/gpu.md for all types.
 LAUNCHES = {
     "llama": (40, 13), "mistral": (40, 13), "qwen2": (40, 13), "phi3": (39, 10), "qwen3": (56, 13), "gemma2": (64, 14),
-    "gemma3_text": (84, 14), "glm": (43, 12), "cohere": (40, 14), "olmo2": (58, 15), "gpt2": (19, 11),
+    "gemma3_text": (84, 14), "glm": (43, 12), "cohere": (40, 13), "olmo2": (58, 15), "gpt2": (19, 10),
     "ministral3": (48, 22), "hunyuan_v1_dense": (56, 18), "gpt_oss": (67, 16), "mixtral": (58, 16),
-    "qwen3_moe": (72, 16), "qwen2_moe": (65, 24),
+    "qwen3_moe": (72, 16), "qwen2_moe": (65, 24), "phi": (32, 12), "gpt_neox": (24, 11), "starcoder2": (24, 12),
+    "nemotron": (29, 12), "olmo": (32, 13), "modernbert-decoder": (31, 12),
 }  # fmt: skip
 
 
@@ -410,3 +412,16 @@ def test_a_model_is_freed(by_torch: None) -> None:
     del model, engine
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.usefixtures("by_torch")
+def test_the_report_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(models.shared("llama"))
+    found = "computed in fewer launches: 5 norms, 2 attentions, 2 MLPs, 2 layers (of 2 attentions)"
+    assert hf_paged.check(model).fused == found and str(hf_paged.check(model)).endswith(f"between attentions: {found}")
+    report = hf_paged.check(copy.deepcopy(models.shared("llama")).train())
+    assert report.fused == "nothing is computed in fewer launches: the model is in training mode"
+    assert hf_paged.check(tiny_model("bert")).fused.endswith("no part of it is known")
+    assert hf_paged.check(tiny_model("bloom")).fused == ""
+    monkeypatch.setattr(fused_model, "DEVICE_TYPE", "cuda")
+    assert hf_paged.check(model).fused == ""

@@ -15,7 +15,7 @@ from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.toolchain import find_toolchain
 
 HEADER = Path(structs.__file__).parent / "native" / "layers.h"
-NAMES = ("Linear", "Rotated", "Rotate", "Weight", "LayerIn", "LayerOut")
+NAMES = ("Linear", "Rotated", "Rotate", "Weight", "LayerIn", "LayerOut", "Experts")
 
 
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")

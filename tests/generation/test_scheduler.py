@@ -254,6 +254,12 @@ def test_auto_recomputes_what_fits_in_a_step_and_swaps_the_rest() -> None:
     assert after_preemption(long(8)) is SeqStatus.WAITING
     assert after_preemption(long(30)) is SeqStatus.SWAPPED
     assert after_preemption(long(3, kind="samples", width=2)) is SeqStatus.SWAPPED
+    engine = FakeEngine(config(preemption="auto", prefix_caching=False), num_blocks=20)
+    group = engine.group(engine.add(long(8)))
+    engine.step()
+    for budget, way in ((8, "recompute"), (7, "swap")):
+        engine.scheduler._token_budget = budget
+        assert group.live[0].num_computed_tokens == 8 and engine.scheduler._cheaper_way(group) == way
 
 
 def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
@@ -293,6 +299,26 @@ def test_pinned_blocks_do_not_leave_a_swapped_group_waiting_for_ever() -> None:
         engine.step()
     assert engine.force_preempt("a", "swap")  # in host memory it has its own copy of the prefix: 6 blocks, 5 are free
     assert engine.run()["a"] == solo(request)
+
+
+def test_other_weights_reach_swapped_groups_too() -> None:
+    engine = FakeEngine(config())
+    requests = [endless(prompt(9, 10 * i), 8, root=ROOT, request_id=str(i)) for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    assert engine.force_preempt("1", "swap")
+    scheduler = engine.scheduler
+    assert (scheduler.num_running, scheduler.num_swapped) == (2, 1) and len(scheduler.prefix_cache or ()) > 0
+    scheduler.forget_prefixes()
+    assert [group.cache_root for group in scheduler.groups] == [None] * 3 and len(scheduler.prefix_cache or ()) == 0
+    engine.forced += [engine.group(name) for name in ("0", "2", "1")]
+    scheduler.recompute_all()
+    assert (scheduler.num_running, scheduler.num_swapped, scheduler.num_waiting) == (0, 0, 3)
+    assert all(seq.num_computed_tokens == 0 for group in scheduler.groups for seq in group.live)
+    scheduler.check_integrity()
+    assert engine.run() == {request.request_id: solo(request) for request in requests}
 
 
 # -- sharing --------------------------------------------------------------------------------------------------------

@@ -148,7 +148,13 @@ def calls_of_norm() -> Iterator[Callable[[], Any]]:
         after = usual._replace(weight=weight[: rows.shape[1]] if rows.shape[1] < 64 else empty(rows.shape[1]))
         yield partial(norm.add_norm, rows, after=after)
         yield partial(norm.add_norm, rows, empty(*rows.shape), after=after)
-    for options in ({"scale": 0.5}, {"scale": 0.25}, {"before": usual}, {"before": usual, "after": usual}):
+    for options in (
+        {"scale": 0.5},
+        {"scale": 0.25},
+        {"before": usual},
+        {"before": usual, "after": usual},
+        {"bias": other},
+    ):
         yield partial(norm.add_norm, empty(8, 64), empty(8, 64), **options)
 
 
@@ -159,6 +165,7 @@ def calls_of_gate() -> Iterator[Callable[[], Any]]:
     for rows in (both[:, :64], both[:1, :64], empty(3, 64), empty(8, 64, aligned=False), empty(8, 32), empty(8, 2048)):
         yield partial(gate.gated, rows, empty(*rows.shape), "silu")
         yield partial(gate.gated, empty(*rows.shape), rows, "silu")
+        yield partial(gate.gated, rows, None, "silu")
 
 
 def calls_of_rotary() -> Iterator[Callable[[], Any]]:

@@ -62,6 +62,10 @@ def test_norms(kind: NormKind, dtype: torch.dtype) -> None:
         both = add_norm(x, residual, after=norm, scale=0.3)
         check(both.total, residual + x * 0.3)
         check(both.out, definitions.normalise(residual + x * 0.3, norm))
+        bias = random(size, dtype=dtype)
+        both = add_norm(x, residual, after=norm, bias=bias)
+        check(both.total, x + residual + bias)
+        check(both.out, definitions.normalise(x + residual, norm))
         only = add_norm(x, residual, before=norm)
         check(only.total, residual + definitions.normalise(x, norm))
         assert only.out is None
@@ -85,6 +89,7 @@ def test_gates(activation: str, dtype: torch.dtype) -> None:
     check(actual, expected)
     if dtype == torch.float16:  # without the rounding of the activation, every fifth product is an ulp off
         assert (actual != expected).float().mean() < 0.08
+    check(gated(gate, None, activation), ACTIVATIONS[activation](gate))
     gate[0, 0], up[0, 1] = torch.nan, torch.inf
     actual = gated(gate, up, activation)
     assert actual[0, 0].isnan() and not actual[0, 2:].isnan().any()

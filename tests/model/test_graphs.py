@@ -333,11 +333,15 @@ def test_padding_of_a_step_with_prompts() -> None:
         assert metadata.seq_lens.tolist() == [7, 60, *[1] * 8, *[0] * 57]
         assert metadata.query_start_loc.tolist() == [0, 1, 56, *range(57, 65), *[64] * 57]
         assert metadata.slot_mapping.tolist() == [*step.slots[0], *[-1] * 8] and wanted.tolist() == [0, 55, 0]
+        assert metadata.max_query_len == 64 and metadata.shares
+        (decode,) = inputs.of(Shape(2, 2))[2]
+        assert decode.max_query_len == 1 and not decode.shares
         assert metadata.block_tables[2:10, 0].tolist() == [memory.managers[0].block_table("a")[-1]] * 8
         for seq in ("a", "b"):
             memory.free(seq)
 
 
+@pytest.mark.usefixtures("mixed")
 def test_which_steps_with_prompts_are_replayed() -> None:
     """Those in which the host would be slower than the device."""
     costs = StepCosts()
@@ -348,6 +352,10 @@ def test_which_steps_with_prompts_are_replayed() -> None:
         shape = mixed_shape(count, 100)
         padding = shape.num_tokens - count
         assert min(count, 100) + padding <= shape.num_seqs and shape.num_rows >= min(count, 100) and padding < 64
+    with opened(models.shared("llama")) as engine:
+        steps, row = engine._runner.graphs, np.zeros(1, dtype=np.int64)
+        assert steps.mixed_tokens > 0 and steps.shape_of(steps.mixed_tokens, row, shares=False) is not None
+        assert steps.shape_of(steps.mixed_tokens + 1, row, shares=False) is None
 
 
 # -- Python where it is due ------------------------------------------------------------------------------------------
@@ -419,7 +427,15 @@ def replace_activation(model: Any) -> None:
     model.model.layers[0].mlp.act_fn = nn.Tanh().eval()
 
 
-@pytest.mark.parametrize("change", [replace_weight, replace_data, replace_module, replace_forward, replace_activation])
+def replace_class(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    own = type(mlp)
+    mlp.__class__ = type("Other", (own,), {"forward": lambda self, x: -own.forward(self, x)})
+
+
+@pytest.mark.parametrize(
+    "change", [replace_weight, replace_data, replace_module, replace_forward, replace_activation, replace_class]
+)
 def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None:
     model = models.build("llama")
     prompts = models.prompts(5, 9)
@@ -429,6 +445,29 @@ def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None
         after = generated(engine, prompts)
         assert after == plain(model, prompts) != before
         assert TapedGraphs.captures == 2 and engine.stats().graph_replays == 18
+
+
+def test_a_changed_class_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    prompts = models.prompts(5, 9)
+    with opened(model, scheduler=NO_PREFIXES) as engine:
+        before = generated(engine, prompts)
+        owner = type(model.model.layers[0].mlp)
+        own = owner.forward
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "forward", lambda self, x: -own(self, x))
+            assert generated(engine, prompts) == plain(model, prompts) != before
+        assert generated(engine, prompts) == before
+
+
+def test_another_precision_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a setting of all models, which a graph would keep as it was."""
+    with opened(models.shared("llama"), scheduler=NO_PREFIXES) as engine:
+        generated(engine, models.prompts(5))
+        assert TapedGraphs.captures == 1
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        generated(engine, models.prompts(5))
+        assert TapedGraphs.captures == 2
 
 
 def test_weights_changed_in_place_are_the_same_weights() -> None:

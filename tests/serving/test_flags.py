@@ -50,6 +50,7 @@ def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": None,
         "num_ranks": 1,
         "adapters": {},
+        "switches": {},
         "drain_seconds": 30,
         "log_level": "info",
     }
@@ -91,7 +92,9 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
-    assert started(monkeypatch, *words, "--api-key", "b-key", "--no-enable-prefix-caching") == {
+    assert started(
+        monkeypatch, *words, "--api-key", "b-key", "--no-enable-prefix-caching", "--no-fuse", "--prepack"
+    ) == {
         "address": ("0.0.0.0", 8123),
         "settings": Settings(
             names=("qa",),
@@ -110,6 +113,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "device": "cpu",
         "num_ranks": 1,
         "adapters": {"sql": str(tmp_path)},
+        "switches": {"fuse": False, "prepack": True},
         "drain_seconds": 19,
         "log_level": "error",
     }

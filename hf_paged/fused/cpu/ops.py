@@ -140,6 +140,30 @@ def rotate(
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
 
 
+def experts(
+    rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor | None:
+    """The gated MLPs with SiLU of each token's experts, times their weights, added up.
+
+    rows bf16 [tokens, depth]; index int64 and weights bf16 or fp32 [tokens, top_k]; gate_up bf16 [experts, 2 * inner,
+    depth], gates first; down bf16 [experts, depth, inner]; all contiguous, depth and inner multiples of 16. The result
+    is bf16 [tokens, depth]; None if an expert does not exist. Rounded where transformers rounds.
+    """
+    tokens, depth = rows.shape
+    count, inner, pairs = down.shape[0], down.shape[2], index.numel()
+    out, threads, library = torch.empty_like(rows), torch.get_num_threads(), _library()
+    wide = weights.float()
+    places = torch.empty(pairs + count + 1, dtype=torch.int64)
+    gathered, both, results = (rows.new_empty(pairs, size) for size in (depth, 2 * inner, depth))
+    call = structs.Experts(
+        rows.data_ptr(), index.data_ptr(), wide.data_ptr(), tokens, index.shape[1], depth, inner, count,
+        weights.dtype == torch.bfloat16, gate_up.data_ptr(), down.data_ptr(), out.data_ptr(), places.data_ptr(),
+        gathered.data_ptr(), both.data_ptr(), results.data_ptr(),
+        workspace(library.hfp_linear_workspace(pairs, max(depth, inner), threads)), threads,
+    )  # fmt: skip
+    return out if library.hfp_experts(ctypes.byref(call)) else None
+
+
 @dataclass(frozen=True, slots=True)
 class LayerIn:
     """The part of a decoder layer before its attention. `call`: the struct fields that are equal for every call."""

@@ -50,3 +50,10 @@ class LayerOut(ctypes.Structure):
         *_integers("out", "workspace", "threads"),
         *_reals("norm_eps"),
     ]
+
+
+class Experts(ctypes.Structure):
+    _fields_ = _integers(
+        "x", "index", "weights", "tokens", "top_k", "depth", "inner", "experts", "rounds", "gate_up", "down", "out",
+        "places", "rows", "both", "results", "workspace", "threads",
+    )  # fmt: skip

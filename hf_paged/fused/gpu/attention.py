@@ -167,8 +167,8 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     sinks = handle.options.get("s_aux")
     if places is None or (sinks is not None and not _is_own(call.module, sinks)):
         return None
-    last = call.children[-1]
-    if not last.name or not same_memory(last.output, call.result) or not _rest_is_constant(call):
+    last = _last(call)
+    if last is None or not last.name or not same_memory(last.output, call.result) or not _rest_is_constant(call):
         return None
     found = _sources_of(call, rows, places) if _only_rotates(call) else None
     if found is None:
@@ -180,10 +180,17 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     return None if skipped is None else AttentionPart(call, places, sources, rotary, handle, last.name, skipped)
 
 
+def _last(call: Call) -> Call | None:
+    """The last child that computed anything."""
+    return next((child for child in reversed(call.children) if not passes_through(child.module)), None)
+
+
 def _skipped_by(call: Call, sources: tuple[Source, Source, Source]) -> set[str] | None:
     """The children that the part does not call; None if one of them computed more than the norm of heads. The trial
     may not show it: a factor of the query may be 1 as yet."""
-    called = {call.children[-1].name, *(source.linear for source in sources), *(source.norm for source in sources)}
+    last = _last(call)
+    assert last is not None
+    called = {last.name, *(source.linear for source in sources), *(source.norm for source in sources)}
     norms = [source.heads_norm.module for source in sources if source.heads_norm is not None]
     others = [child for child in call.children if not child.name or child.name not in called]
     known = all(child.name and (child.module in norms or passes_through(child.module)) for child in others)
@@ -242,8 +249,12 @@ def _sources_of(
     assert call.key is not None and call.value is not None
     key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)  # [num_tokens, heads, dim]
     kv_heads, dim, v_dim = key.shape[1], key.shape[2], value.shape[2]
-    linears = [c for c in call.children[:-1] if c.input is rows and isinstance(c.output, torch.Tensor) and c.name]
-    attended = call.children[-1].input
+    last = _last(call)
+    assert last is not None
+    linears = [
+        c for c in call.children if c is not last and c.input is rows and isinstance(c.output, torch.Tensor) and c.name
+    ]
+    attended = last.input
     if not isinstance(attended, torch.Tensor) or attended.shape[-1] % v_dim:
         return None
     heads = attended.shape[-1] // v_dim

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
-from hf_paged.fused.gpu.parts import DTYPES, Part
+from hf_paged.fused.experts import KnownExperts, known_experts
+from hf_paged.fused.gpu.parts import Part
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of
-from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection, gated
-from hf_paged.kernels.rows import ACTIVATIONS, are_alike, are_close
-
-_INTERFACE = "transformers.integrations.moe"  # the module of the interface
-_IMPLEMENTATIONS = {
-    "eager": None, "grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward",
-}  # fmt: skip
-"""Those that ours stands in for, with their functions. Others are wanted for what they do themselves."""
-
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Projection, Projection]
 
 
 class ExpertsPart(Part):
-    """The experts of the tokens, and the weighted sums of their results.
-
-    The interface defines what is computed: by its attributes (`is_transposed`, ...), the parameters' names, and the
-    method `_apply_gate`, which is recognised by trial.
-    """
+    """The experts of the tokens, and the weighted sums of their results."""
 
     kind = "expert mixture"
 
-    def __init__(
-        self, call: Call, places: tuple[Place, Place, Place], gate: GateKind, numbers: tuple[str, str]
-    ) -> None:
+    def __init__(self, call: Call, places: tuple[Place, Place, Place], known: KnownExperts) -> None:
         super().__init__(call.module, call.module._modules)
-        self._places, self._gate, (self._alpha, self._limit) = places, gate, numbers
-        self._apply_gate = type(call.module)._apply_gate
+        self._places, self._known = places, known
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         return self._compute(None, *args, **kwargs)
@@ -53,122 +34,24 @@ class ExpertsPart(Part):
     def _compute(self, size: str | None, *args: Any, **kwargs: Any) -> Any:
         from hf_paged.kernels.triton.experts import assign, combine, product
 
-        operands = self._operands(*(at(place, args, kwargs) for place in self._places))
+        operands = self._known.operands(self.module, *(at(place, args, kwargs) for place in self._places))
         if operands is None:
             return self.plain(*args, **kwargs)
         rows, index, weights, up, down = operands
         assignment = assign(index, up.weight.shape[0])
-        inner = product(rows, assignment, up, gate=self._gate_now(), size=size)
+        inner = product(rows, assignment, up, gate=self._known.gate(self.module), size=size)
         return combine(product(inner, assignment, down, size=size), weights)
-
-    def _gate_now(self) -> Gate:
-        alpha, limit = (getattr(self.module, name) if name else 0.0 for name in (self._alpha, self._limit))
-        return Gate(self._gate, alpha, limit)
-
-    def _operands(self, rows: Any, index: Any, weights: Any) -> Operands | None:
-        """Contiguous, or None where the module must compute itself: an adapter takes the parameters away while it
-        computes."""
-        module = self.module
-        if type(module)._apply_gate is not self._apply_gate or "_apply_gate" in vars(module):
-            return None
-        if not _is_replaceable(module) or not _are_operands(rows, index, weights):
-            return None
-        projections = projections_of(module, rows)
-        if projections is None:
-            return None
-        return rows.contiguous(), index.contiguous(), weights.contiguous(), *projections
-
-
-def _are_operands(rows: Any, index: Any, weights: Any) -> bool:
-    if not all(isinstance(x, torch.Tensor) and x.dim() == 2 for x in (rows, index, weights)):
-        return False
-    return bool(
-        rows.dtype in DTYPES
-        and weights.dtype in (rows.dtype, torch.float32)
-        and index.dtype in (torch.int64, torch.int32)
-        and index.shape == weights.shape
-        and 0 < index.shape[0] == rows.shape[0]
-    )
-
-
-def _is_replaceable(module: Any) -> bool:
-    """Whether the interface would compute these experts by one of the known implementations, here and whole."""
-    interface = sys.modules.get(_INTERFACE)
-    name = getattr(module.config, "_experts_implementation", None)
-    if interface is None or name not in _IMPLEMENTATIONS or module._is_expert_parallel:
-        return False
-    function = _IMPLEMENTATIONS[name]
-    return function is None or interface.ALL_EXPERTS_FUNCTIONS.get(name) is vars(interface)[function]
-
-
-def projections_of(module: Any, rows: torch.Tensor) -> tuple[Projection, Projection] | None:
-    """The products up and down; None if the parameters are no plain ones of the rows' dtype and sizes."""
-    found = []
-    for name in ("gate_up_proj", "down_proj"):
-        tensors = [module._parameters.get(name)]
-        if module.has_bias:
-            tensors.append(module._parameters.get(f"{name}_bias"))
-        if not all(_is_plain(tensor, rows) for tensor in tensors):
-            return None
-        found.append(Projection(tensors[0], tensors[1] if module.has_bias else None, module.is_transposed))
-    up, down = found
-    sizes = up.inputs, down.outputs, up.outputs, down.weight.shape[0]
-    if sizes != (rows.shape[1], rows.shape[1], 2 * down.inputs, up.weight.shape[0]):
-        return None
-    return (up, down) if all(p.bias is None or p.bias.shape == (sizes[3], p.outputs) for p in found) else None
-
-
-def _is_plain(tensor: Any, rows: torch.Tensor) -> bool:
-    plain = type(tensor) is nn.Parameter and type(tensor.data) is torch.Tensor and tensor.dim() in (2, 3)
-    return plain and tensor.dtype == rows.dtype and tensor.device == rows.device and tensor.is_contiguous()
-
-
-# -- recognition -----------------------------------------------------------------------------------------------------
 
 
 def experts_part(call: Call) -> ExpertsPart | None:
     """The part for a module of transformers' interface of which the gate is known; else None."""
-    module: Any = call.module
-    if not _is_of_interface(module) or not module.has_gate or module.has_post_expert_norm:
-        return None
     rows = call.input
     places = (
         place_of(call, lambda x: x is rows),
         place_of(call, lambda x: isinstance(x, torch.Tensor) and not x.is_floating_point()),
         place_of(call, lambda x: isinstance(x, torch.Tensor) and x.is_floating_point() and x is not rows),
     )
-    if None in places or len(call.args) + len(call.kwargs) != 3 or not _is_replaceable(module):
+    if None in places or len(call.args) + len(call.kwargs) != 3:
         return None
-    gate = _gate_of(module, rows)
-    return None if gate is None else ExpertsPart(call, places, *gate)  # type: ignore[arg-type]
-
-
-def _is_of_interface(module: nn.Module) -> bool:
-    """Whether its class's forward is the one that chooses among the implementations."""
-    interface = sys.modules.get(_INTERFACE)
-    return interface is not None and getattr(type(module).forward, "__globals__", None) is vars(interface)
-
-
-_MAGNITUDES = (0.1, 6.0, 1e3)  # of gates and ups: few values reach a limit
-
-
-@torch.no_grad()
-def _gate_of(module: Any, rows: torch.Tensor) -> tuple[GateKind, tuple[str, str]] | None:
-    """How the module's method gates, and its attributes that are alpha and the limit; "" if there are none."""
-    generator = torch.Generator().manual_seed(0)
-    both = [(torch.randn(32, 64, generator=generator) * size).to(rows.device) for size in _MAGNITUDES]
-    expected = [module._apply_gate(x) for x in both]
-    numbers = [name for name, value in vars(module).items() if isinstance(value, float)]
-    plain = itertools.product(ACTIVATIONS, [""], ["", *numbers])
-    scaled = itertools.product([SCALED_SILU], numbers, ["", *numbers])
-    for (activation, alpha, limit), adds, interleaved in itertools.product((*plain, *scaled), *[(False, True)] * 2):
-        values = [getattr(module, name) if name else 0.0 for name in (alpha, limit)]
-        kind = GateKind(activation, interleaved, bool(limit), adds)
-        if not all(are_close(gated(x, Gate(kind, *values)), y, 1e-5) for x, y in zip(both, expected)):
-            continue
-        like = both[1].to(rows.dtype)
-        result = module._apply_gate(like)
-        kinds = [kind._replace(rounds=rounds) for rounds in (True, False)]
-        kinds = [kind for kind in kinds if are_alike(gated(like, Gate(kind, *values)), result)]
-        return (kinds[0], (alpha, limit)) if kinds else None
-    return None
+    known = known_experts(call.module, rows)
+    return None if known is None else ExpertsPart(call, places, known)  # type: ignore[arg-type]

@@ -5,13 +5,14 @@ Its attention and its MLP are called as modules, whatever they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_paged.fused.gpu.parts import GatedPart, NormOf, Part, norm_of, passes_through
+from hf_paged.fused.gpu.parts import MLPPart, NormOf, Part, norm_of, passes_through
 from hf_paged.fused.gpu.trace import Call, Place, at, same_memory
 from hf_paged.kernels.rows import are_alike, normalise
 from hf_paged.model.overrides import is_override
@@ -25,6 +26,13 @@ class Norms:
     after_attention: NormOf | None
     before_mlp: NormOf | None
     after_mlp: NormOf | None
+    is_parallel: bool = False
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the norms before attention and MLP are one module."""
+        first, second = self.before_attention, self.before_mlp
+        return first is not None and second is not None and first.module is second.module
 
     def present(self) -> list[NormOf]:
         norms = self.before_attention, self.after_attention, self.before_mlp, self.after_mlp
@@ -34,18 +42,31 @@ class Norms:
 class LayerPart(Part):
     """r = x + after_attention(attention(before_attention(x))); result = r + after_mlp(mlp(before_mlp(r))).
 
-    Both sums may have a constant factor, an attribute of the layer, before what is added to x and r.
+    Both sums may have a constant factor, an attribute of the layer, before what is added to x and r. In a parallel
+    layer the MLP reads x instead of r, and both norms may be one module: result = x + attention(before_attention(x)) +
+    mlp(before_mlp(x)).
     """
 
     kind = "layer"
 
-    def __init__(self, call: Call, found: _Found) -> None:
+    def __init__(self, call: Call, found: _Found, mlp: Part | None) -> None:
         super().__init__(call.module, {child.name for child in call.children} - {found.attention.name, found.mlp.name})
         self._norms, self._rows, self._passed = found.norms, found.rows, found.passed
-        self._scale = found.scale
+        self._scale, self._is_parallel = found.scale, found.norms.is_parallel
         self._attention, self._mlp = found.attention.name, found.mlp.name
         self._attention_rows = found.attention_rows
         self._rest: tuple[Any, ...] | None = call.output[1:] if isinstance(call.output, tuple) else None
+        self._found_mlp = mlp
+        self._tried: Part | None = None  # in a trial, where the MLP's own forward is in force
+
+    def trials(self, call: Call) -> Iterator[Any]:
+        """Without and with the part of the MLP."""
+        yield self.compute(*call.args, **call.kwargs)
+        self._tried = self._found_mlp
+        try:
+            yield self.compute(*call.args, **call.kwargs)
+        finally:
+            self._tried = self._found_mlp = None  # it would keep the weights of an MLP that is replaced
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         from hf_paged.kernels.triton.norm import add_norm
@@ -63,18 +84,28 @@ class LayerPart(Part):
         rows = x if first is None else add_norm(flat, after=first).out.view(shape)  # type: ignore[union-attr]
         attended = self._attend(rows, args, kwargs).reshape(flat.shape)
         scale = getattr(self.module, self._scale) if self._scale else None
-        both = add_norm(attended, flat, before=after, after=before, scale=scale)
-        assert both.total is not None
-        residual, rows = both.total, both.total if both.out is None else both.out
         mlp: Any = self.module._modules[self._mlp]
-        if last is not None:
-            added = _first(mlp(rows.view(shape))).reshape(flat.shape)
-            result = add_norm(added, residual, before=last, scale=scale).total
-        elif (part := self._part_of(mlp)) is not None:
-            result = part.add_to(residual, rows, scale)
+        part = None if last is not None else self._part_of(mlp)
+        product = None if part is None else part.product()
+        if product is not None and product.bias is not None and (before is None or scale is not None):
+            product = None  # the bias would be in what the MLP reads, or multiplied
+        bias = None if product is None else product.bias
+        if self._is_parallel:
+            both = add_norm(attended, flat, bias=bias)
+            read = rows.reshape(flat.shape) if self._norms.is_one else add_norm(flat, after=before).out
         else:
-            added = _first(mlp(rows.view(shape))).reshape(flat.shape)
-            result = residual + (added if scale is None else added * scale)
+            both = add_norm(attended, flat, before=after, after=before, scale=scale, bias=bias)
+            read = both.total if both.out is None else both.out
+        result = both.total
+        assert result is not None and read is not None
+        if part is not None and product is not None:
+            part.add_to(result, read, product.matrix, scale)
+        else:
+            added = _first(mlp(read.view(shape))).reshape(flat.shape)
+            if last is not None:
+                result = add_norm(added, result, before=last, scale=scale).total
+            else:
+                result = result + (added if scale is None else added * scale)
         assert result is not None
         out = result.view(shape)
         return out if self._rest is None else (out, *self._rest)
@@ -89,14 +120,17 @@ class LayerPart(Part):
             passed[self._attention_rows] = rows
         return _first(attention(*positional, **passed))  # type: ignore[arg-type]
 
-    @staticmethod
-    def _part_of(mlp: nn.Module) -> GatedPart | None:
+    @property
+    def mlp(self) -> nn.Module | None:
+        return self.module._modules[self._mlp]
+
+    def _part_of(self, mlp: nn.Module) -> MLPPart | None:
         """The part that computes the MLP in this step, if calling the MLP would run nothing else."""
         forward = vars(mlp).get("forward")
-        part = getattr(forward, "__self__", None)
+        part = self._tried or getattr(forward, "__self__", None)
         if mlp._forward_hooks or mlp._forward_pre_hooks or not is_override(forward):
             return None
-        return part if isinstance(part, GatedPart) else None
+        return part if isinstance(part, MLPPart) else None
 
 
 def _first(out: Any) -> torch.Tensor:
@@ -121,10 +155,10 @@ class _Found:
     scale: str = ""
 
 
-def layer_part(call: Call) -> LayerPart | None:
-    """The part for a decoder layer of this form; None if it computed anything else."""
+def layer_part(call: Call, parts: Mapping[nn.Module, Part]) -> LayerPart | None:
+    """The part for a decoder layer of this form; None if it computed anything else. parts: those of modules in it."""
     found = _find(call)
-    return None if found is None else LayerPart(call, found)
+    return None if found is None else LayerPart(call, found, parts.get(found.mlp.module))
 
 
 def _find(call: Call) -> _Found | None:
@@ -179,22 +213,34 @@ def _norms(
     before_mlp = _norm_between(norms, None, mlp.input)
     after_mlp = _norm_between(norms, mlp.result, None)
     found = [each for each in (before, after, before_mlp, after_mlp) if each is not None]
-    if len(set(map(id, found))) != len(norms) or len(found) != len(norms):
-        return None
     if not same_memory(attention.input if before is None else before.input, x):
         return None
-    factor = scale or 1.0
-    residual = x + (attended if after is None else after.output) * factor
-    if not are_alike(residual, mlp.input if before_mlp is None else before_mlp.input):
+    is_parallel = before_mlp is not None and same_memory(before_mlp.input, x)
+    if set(map(id, found)) != set(map(id, norms)) or len(found) != len(norms) + (is_parallel and before_mlp is before):
         return None
-    if not are_alike(residual + (mlp.result if after_mlp is None else after_mlp.result) * factor, out):
+    if is_parallel:
+        is_known = not scale and after is None and after_mlp is None and _is_sum(out, x, attended, mlp.result)
+    else:
+        factor = scale or 1.0
+        residual = x + (attended if after is None else after.output) * factor
+        added = mlp.result if after_mlp is None else after_mlp.result
+        is_known = are_alike(residual, mlp.input if before_mlp is None else before_mlp.input)
+        is_known = is_known and are_alike(residual + added * factor, out)
+    if not is_known:
         return None
     parts = [None if each is None else norm_of(each.module, x.shape[-1], x.dtype) for each in
              (before, after, before_mlp, after_mlp)]  # fmt: skip
     for each, norm in zip((before, after, before_mlp, after_mlp), parts, strict=True):
         if each is not None and norm is not None and not are_alike(normalise(each.input, norm()), each.output):
             return None
-    return Norms(*parts)
+    return Norms(*parts, is_parallel=is_parallel)
+
+
+def _is_sum(out: torch.Tensor, *addends: torch.Tensor) -> bool:
+    """Whether it is their sum, in whatever order, each sum of two rounded."""
+    return any(
+        are_alike(a + b + c, out) for a, b, c in (addends, addends[1:] + addends[:1], addends[::2] + addends[1:2])
+    )
 
 
 def _norm_between(norms: list[Call], source: Any, target: Any) -> Call | None:

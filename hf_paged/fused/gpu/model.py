@@ -16,7 +16,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
 from hf_paged.fused.gpu.experts import experts_part
 from hf_paged.fused.gpu.layers import LayerPart, layer_part
-from hf_paged.fused.gpu.parts import NormPart, Part, activation_part, gated_part, norm_of
+from hf_paged.fused.gpu.parts import ChainPart, NormPart, Part, activation_part, chain_part, gated_part, norm_of
 from hf_paged.fused.gpu.rotary import names_of, rotary_functions
 from hf_paged.fused.gpu.router import router_part
 from hf_paged.fused.gpu.trace import Call, Trace
@@ -149,10 +149,10 @@ class FusedParts:
     def _choose(self, model: nn.Module) -> None:
         """Set the overrides of the parts that are ready."""
         self._overrides.withdraw()
-        # Parts of modules that were replaced would keep their weights alive.
         present = set(model.modules())
-        self._parts = [part for part in self._parts if part.module in present and part.is_whole()]
-        ready = [part for part in self._parts if part.is_ready() and self._has_own_rotary(part)]
+        self._parts = [part for part in self._parts if None not in part.modules]  # the others hold no more
+        ready = [each for each in self._parts if each.module in present and each.is_ready()]
+        ready = [part for part in ready if self._has_own_rotary(part)]
         for part in ready:
             if part.group is not None:
                 part.group.look()
@@ -192,9 +192,12 @@ class _Finder:
 
     @property
     def parts(self) -> list[Part]:
-        """A part of an attention or layer holds what it got in one call, such as the layer's index in the cache."""
+        """A part of an attention or layer holds what it got in one call, such as the layer's index in the cache. A
+        chain of modules is of use only to a layer that adds its last product to the residual."""
         once = {module for module, count in self._calls.items() if count == 1}
-        return [p for m, p in self._found.items() if m in once or not isinstance(p, AttentionPart | LayerPart)]
+        found = {m: p for m, p in self._found.items() if m in once or not isinstance(p, AttentionPart | LayerPart)}
+        used = {part.mlp for part in found.values() if isinstance(part, LayerPart)}
+        return [part for module, part in found.items() if module in used or not isinstance(part, ChainPart)]
 
     def summary(self) -> str:
         """One line: what is computed by our kernels, and for how many of the attentions."""
@@ -225,13 +228,13 @@ class _Finder:
             return None
         if call.reads:
             if call.key is None:
-                return layer_part(call)
+                return layer_part(call, self._found)
             self._attentions.add(call.module)
             return attention_part(call, self._cache)
         norm = norm_of(call.module, rows.shape[-1], rows.dtype)
         if norm is None:
             found = (gated_part(call) if call.children else activation_part(call)) or router_part(call)
-            return found or experts_part(call)
+            return found or experts_part(call) or chain_part(call)
         # torch computes its own norms in one launch already.
         is_called = len(call.args) == 1 and not call.kwargs and type(call.module) not in (nn.LayerNorm, nn.RMSNorm)
         return NormPart(norm) if is_called else None

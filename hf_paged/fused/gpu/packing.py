@@ -7,12 +7,14 @@ changes in place (optimizers, `load_state_dict`, weight syncs) need no care. Kno
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from hf_paged.model.overrides import foreign_forward
 
@@ -23,11 +25,35 @@ _linear_forward = nn.Linear.forward
 
 def is_linear(module: nn.Module | None) -> bool:
     """Whether calling the module would run nn.Linear's own forward and nothing else."""
-    return (
-        type(module) is nn.Linear
-        and not (module._forward_hooks or module._forward_pre_hooks or foreign_forward(module))
-        and nn.Linear.forward is _linear_forward
-    )
+    return type(module) is nn.Linear and nn.Linear.forward is _linear_forward and is_unhooked(module)
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether calling the module would run its class's forward and nothing else."""
+    return not (module._forward_hooks or module._forward_pre_hooks or foreign_forward(module))
+
+
+class Product(NamedTuple):
+    """rows @ matrix + bias. matrix [in, out], bias [out] or None."""
+
+    matrix: torch.Tensor
+    bias: torch.Tensor | None
+
+
+_conv_forward = Conv1D.forward
+
+
+def product_of(module: nn.Module | None) -> Product | None:
+    """What a linear layer computes, if calling it would run nothing else; Conv1D is transformers' own."""
+    is_conv = type(module) is Conv1D and Conv1D.forward is _conv_forward and is_unhooked(module)
+    if module is None or not (is_conv or is_linear(module)):
+        return None
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
+        return None
+    if bias is not None and bias.dtype != weight.dtype:
+        return None
+    return Product(weight if is_conv else weight.t(), bias)
 
 
 class LinearGroup:
@@ -38,8 +64,13 @@ class LinearGroup:
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self.names = list(names)
-        self._children = module._modules
+        self._module = weakref.ref(module)  # it must not keep weights of a module that is replaced
         self._sizes: list[int] | None = None  # of the layers' results, where one product gives all
+
+    @property
+    def _children(self) -> dict[str, Any]:
+        module = self._module()
+        return {} if module is None else module._modules
 
     @property
     def is_one(self) -> bool:
@@ -54,7 +85,8 @@ class LinearGroup:
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """rows [..., size] -> the layers' results [..., size of each], which may be views of one tensor."""
         if self._sizes is None:
-            return [self._children[name](rows) for name in self.names]  # type: ignore[misc]
+            children = self._children
+            return [children[name](rows) for name in self.names]
         first: Any = self._children[self.names[0]]
         total = sum(self._sizes)
         bias = None if first.bias is None else first.bias.as_strided((total,), (1,))

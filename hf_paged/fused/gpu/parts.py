@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_paged.fused.gpu.packing import LinearGroup, is_linear
+from hf_paged.fused.gpu.packing import LinearGroup, Product, is_unhooked, product_of
 from hf_paged.fused.gpu.trace import Call, same_memory
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.rows import ACTIVATIONS, MAX_SIZE, NORM_KINDS, Norm, NormKind, are_alike, are_close, normalise
@@ -29,6 +30,9 @@ class Part:
 
     skipped: names of its children that are not called, nor what is inside them.
     modules: the module and all that are not called. classes: their classes when the part was recognised.
+
+    Modules are referred to weakly: a part must not keep the weights of modules that are replaced, but it holds again
+    when they are put back.
     """
 
     kind = "part"
@@ -36,12 +40,20 @@ class Part:
     """Its linear layers that read the same rows, if there are any."""
 
     def __init__(self, module: nn.Module, skipped: Iterable[str] = ()) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self._skipped = _places_of(module, skipped)
-        self.modules = [module, *(child for _, _, child in self._skipped)]
         self.classes = [type(each) for each in self.modules]
         self._class_forwards = ClassForwards(self.classes)
         mark(type(self).forward)
+
+    @property
+    def module(self) -> nn.Module:
+        return _alive(self._module)
+
+    @property
+    def modules(self) -> list[nn.Module | None]:
+        """None for those that are gone."""
+        return [self._module(), *(child() for _, _, child in self._skipped)]
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -57,14 +69,19 @@ class Part:
 
     def is_whole(self) -> bool:
         """Whether the modules that are not called are where they were when it was recognised."""
-        return all(children.get(name) is child for children, name, child in self._skipped)
+        places = ((parent(), name, child()) for parent, name, child in self._skipped)
+        return self._module() is not None and all(
+            parent is not None and child is not None and parent._modules.get(name) is child
+            for parent, name, child in places
+        )
 
     def is_ready(self) -> bool:
-        """Whether it computes what its module would: other code has hooked or changed nothing that it passes over, and
-        nothing is in training mode."""
-        if list(map(type, self.modules)) != self.classes or any(each.training for each in self.modules):
+        """Whether it computes what its module would: other code has replaced, hooked or changed nothing that it passes
+        over, and nothing is in training mode."""
+        modules = [module for module in self.modules if module is not None]
+        if not self.is_whole() or list(map(type, modules)) != self.classes or any(each.training for each in modules):
             return False
-        bare = all(is_bare(child) for _, _, child in self._skipped)
+        bare = all(map(is_unhooked, modules[1:]))
         return bare and not foreign_forward(self.module) and not self._class_forwards.changed()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,24 +91,28 @@ class Part:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def _places_of(module: nn.Module, names: Iterable[str]) -> list[tuple[dict[str, Any], str, nn.Module]]:
-    """These children and all modules inside them: the dictionary that has each, its name there, and the module."""
-    places: list[tuple[dict[str, Any], str, nn.Module]] = []
+Reference = weakref.ref[nn.Module]
+
+
+def _alive(reference: Reference) -> nn.Module:
+    module = reference()
+    assert module is not None
+    return module
+
+
+def _places_of(module: nn.Module, names: Iterable[str]) -> list[tuple[Reference, str, Reference]]:
+    """These children and all modules inside them: the parent of each, its name there, and the module."""
+    places: list[tuple[Reference, str, Reference]] = []
     for name in names:
         child = module._modules[name]
         if child is not None:
-            places += [(module._modules, name, child), *_places_of(child, child._modules)]
+            places += [(weakref.ref(module), name, weakref.ref(child)), *_places_of(child, child._modules)]
     return places
 
 
 def passes_through(module: nn.Module) -> bool:
     """Whether the module returns what it gets, outside of training mode."""
     return type(module) in (nn.Dropout, nn.Identity)
-
-
-def is_bare(module: nn.Module) -> bool:
-    """Whether calling the module would run its class's forward and nothing else."""
-    return not (module._forward_hooks or module._forward_pre_hooks or foreign_forward(module))
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------
@@ -101,16 +122,23 @@ _probed: dict[tuple[Any, ...], NormKind | None] = {}
 
 
 class NormOf:
-    """The norm that a module computes, with its current weight and epsilon."""
+    """The norm that a module computes, with its current weight and epsilon. constant: the epsilon of a module that has
+    it in its code."""
 
-    def __init__(self, module: nn.Module, kind: NormKind, size: int) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, kind: NormKind, size: int, constant: float | None = None) -> None:
+        self._module = weakref.ref(module)
         self.size = size
         self._kind = kind
+        self._constant = constant
+
+    @property
+    def module(self) -> nn.Module:
+        return _alive(self._module)
 
     def __call__(self) -> Norm:
         parameters = self.module._parameters
-        return Norm(parameters.get("weight"), parameters.get("bias"), _epsilon(self.module), self._kind)
+        eps = _epsilon(self.module) if self._constant is None else self._constant
+        return Norm(parameters.get("weight"), parameters.get("bias"), eps, self._kind)
 
     def takes(self, rows: torch.Tensor) -> bool:
         weight = self.module._parameters.get("weight")
@@ -119,7 +147,7 @@ class NormOf:
 
 def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
     """The norm of rows of this size and dtype that the module computes; None if it is none, or has hooks."""
-    if module._modules or not is_bare(module) or not set(module._parameters) <= {"weight", "bias"}:
+    if module._modules or not is_unhooked(module) or not set(module._parameters) <= {"weight", "bias"}:
         return None
     weights = [weight for weight in module._parameters.values() if weight is not None]
     if (
@@ -130,15 +158,21 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
         return None
     if any(weight.dtype != dtype or not weight.is_contiguous() for weight in weights):
         return None
-    eps = _epsilon(module)
-    if math.isnan(eps):
-        return None
+    own = _epsilon(module)
+    if math.isnan(own) and any(isinstance(value, float) for value in vars(module).values()):
+        return None  # it may be that number
     device = weights[0].device if weights else torch.device("cpu")
-    key = type(module), type(module).forward, dtype, size, eps, len(weights), device
-    if key not in _probed:
-        _probed[key] = _probe_norm(module, size, dtype, eps, device)
-    kind = _probed[key]
-    return None if kind is None else NormOf(module, kind, size)
+    for eps in USUAL_EPSILONS if math.isnan(own) else (own,):
+        key = type(module), type(module).forward, dtype, size, eps, len(weights), device
+        if key not in _probed:
+            _probed[key] = _probe_norm(module, size, dtype, eps, device)
+        if (kind := _probed[key]) is not None:
+            return NormOf(module, kind, size, eps if math.isnan(own) else None)
+    return None
+
+
+USUAL_EPSILONS = 1e-5, 1e-6
+"""Those that modules have in their code."""
 
 
 def _epsilon(module: nn.Module) -> float:
@@ -189,40 +223,48 @@ class NormPart(Part):
         return out.view(rows.shape)
 
 
-# -- gated MLPs ------------------------------------------------------------------------------------------------------
+# -- MLPs ------------------------------------------------------------------------------------------------------------
 
 
-class GatedPart(Part):
-    """down(activation(gate(x)) * up(x)), where one linear layer may compute both gate and up."""
+class MLPPart(Part):
+    """A module that ends with a linear layer, its child `down`."""
 
     kind = "MLP"
 
-    def __init__(self, call: Call, inputs: list[str], down: str, order: int, activation: str) -> None:
-        skipped = {child.name for child in call.children} - {*inputs, down}
-        super().__init__(call.module, skipped)
-        self.group, self._down = LinearGroup(call.module, inputs), down
-        self._gate_is_second = order == 1
-        self._activation = activation
+    def __init__(self, module: nn.Module, down: str, skipped: Iterable[str]) -> None:
+        super().__init__(module, skipped)
+        self._down = down
+
+    def inner(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the last layer is called with."""
+        raise NotImplementedError
 
     def compute(self, rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._child(self._down)(self._inner(rows))
+        out: torch.Tensor = self._child(self._down)(self.inner(rows))
         return out
 
-    def add_to(self, residual: torch.Tensor, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """residual + scale * the MLP's result for `rows`; may write it into `residual`."""
-        inner, down = self._inner(rows), self._child(self._down)
-        weight = down._parameters.get("weight")
-        if is_linear(down) and type(weight) is nn.Parameter and down.bias is None:
-            flat, alpha = residual.view(-1, residual.shape[-1]), 1.0 if scale is None else scale
-            flat.addmm_(inner.view(-1, inner.shape[-1]), weight.t(), alpha=alpha)
-            return residual
-        result: torch.Tensor = down(inner)
-        return residual + (result if scale is None else result * scale)
+    def product(self) -> Product | None:
+        """The last layer, if it may be added to a residual in place."""
+        return product_of(self.module._modules[self._down])
+
+    def add_to(self, residual: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, scale: float | None) -> None:
+        """residual += scale * (what the last layer is called with for `rows`) @ matrix. rows [num_rows, size]."""
+        residual.addmm_(self.inner(rows), matrix, alpha=1.0 if scale is None else scale)
 
     def _child(self, name: str) -> Any:
         return self.module._modules[name]
 
-    def _inner(self, rows: torch.Tensor) -> torch.Tensor:
+
+class GatedPart(MLPPart):
+    """down(activation(gate(x)) * up(x)), where one linear layer may compute both gate and up."""
+
+    def __init__(self, call: Call, inputs: list[str], down: str, order: int, activation: str) -> None:
+        super().__init__(call.module, down, {child.name for child in call.children} - {*inputs, down})
+        self.group = LinearGroup(call.module, inputs)
+        self._gate_is_second = order == 1
+        self._activation = activation
+
+    def inner(self, rows: torch.Tensor) -> torch.Tensor:
         from hf_paged.kernels.triton.gate import gated
 
         assert self.group is not None
@@ -232,6 +274,41 @@ class GatedPart(Part):
             gate, up = up, gate
         size = gate.shape[-1]
         return gated(_as_rows(gate, size), _as_rows(up, size), self._activation).view(*rows.shape[:-1], size)
+
+
+class ChainPart(MLPPart):
+    """Modules called one after the other, whatever they are, the last of them a linear layer.
+
+    Alone it computes what the module does; a layer adds its last product to the residual.
+    """
+
+    def __init__(self, call: Call, names: list[str]) -> None:
+        super().__init__(call.module, names[-1], {child.name for child in call.children} - set(names))
+        self._first = names[:-1]
+
+    def inner(self, rows: torch.Tensor) -> torch.Tensor:
+        for name in self._first:
+            rows = self._child(name)(rows)
+        return rows
+
+
+def chain_part(call: Call) -> ChainPart | None:
+    """The part for a module that did nothing but call its children, one with the result of the other."""
+    called = [child for child in call.children if not passes_through(child.module)]
+    if len(call.args) != 1 or call.kwargs or call.names or len(called) < 2 or product_of(called[-1].module) is None:
+        return None
+    if not all(child.name for child in call.children) or len({child.module for child in called}) < len(called):
+        return None
+    rows, last = call.input, called[-1]
+    for child in called:
+        if not _is_same(child.input, rows) or len(child.args) != 1 or child.kwargs:
+            return None
+        rows = child.output
+    return ChainPart(call, [child.name for child in called]) if _is_same(last.output, call.output) else None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return same_memory(a, b) and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _as_rows(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -279,16 +356,20 @@ def _computes(call: Call, called: set[Call], activation: str) -> bool:
 
 
 class ActivationPart(Part):
-    """An activation that torch has as one operation, of a module that computes it by several."""
+    """An activation in one launch, of a module that computes it by several operations."""
 
     kind = "activation"
 
     def __init__(self, module: nn.Module, activation: str) -> None:
         super().__init__(module)
-        self._function = ACTIVATIONS[activation]
+        self._activation = activation
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return self._function(x)
+        from hf_paged.kernels.triton.gate import gated
+
+        if self._activation != "relu_squared":
+            return ACTIVATIONS[self._activation](x)
+        return gated(_as_rows(x, x.shape[-1]), None, self._activation).view(x.shape)
 
 
 def activation_part(call: Call) -> ActivationPart | None:
@@ -296,9 +377,10 @@ def activation_part(call: Call) -> ActivationPart | None:
     x, result = call.input, call.output
     if len(call.args) != 1 or call.kwargs or call.module._parameters or not isinstance(result, torch.Tensor):
         return None
-    if len(call.names) < 2 or not set(call.names) <= {"mul", "pow", "add", "tanh", "erf", "sigmoid", "div"}:
+    known = {"mul", "pow", "add", "tanh", "erf", "sigmoid", "div", "relu"}
+    if len(call.names) < 2 or not set(call.names) <= known or call.children:
         return None
-    names = ("gelu_tanh", "gelu", "silu")
+    names = ("gelu_tanh", "gelu", "silu", "relu_squared")
     close = (name for name in names if x.shape == result.shape and are_close(ACTIVATIONS[name](x), result, 0.01))
     found = next(close, None)
     return None if found is None or not _is_activation(call.module, found) else ActivationPart(call.module, found)

@@ -99,6 +99,7 @@ _LAYER_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_layer_in": ([_POINTER], None),
     "hfp_layer_out_workspace": ([_INTEGER] * 5, _INTEGER),
     "hfp_layer_out": ([_POINTER], None),
+    "hfp_experts": ([_POINTER], _INTEGER),
     "hfp_decode_layers": ([*[_POINTER] * 3, _INTEGER], None),
 }
 

@@ -44,19 +44,21 @@ def gate_kernel(
     dtype: tl.constexpr = out.dtype.element_ty
     x = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
     x = activate(x, ACTIVATION)
-    other = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + columns, (x.to(dtype).to(tl.float32) * other).to(dtype), mask=inside)
+    if up is not None:
+        other = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32) * other
+    tl.store(out + row * SIZE + columns, x.to(dtype), mask=inside)
 
 
 _launches = RowLaunches()
 
 
-def gate_launch(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str) -> Launch:
+def gate_launch(gate: torch.Tensor, up: torch.Tensor | None, out: torch.Tensor, activation: str) -> Launch:
     """See `gated`; out [num_rows, size], contiguous."""
     num_rows, size = gate.shape
     block = min(1024, next_power_of_2(size))
     # The stride of a single row is arbitrary; a kernel must not be compiled for each.
-    strides = [out.stride(0) if num_rows == 1 else x.stride(0) for x in (gate, up)]
+    strides = [out.stride(0) if x is None or num_rows == 1 else x.stride(0) for x in (gate, up)]
     args = {
         "gate": gate, "up": up, "out": out, "gate_stride": strides[0], "up_stride": strides[1],
         "ACTIVATION": activation, "SIZE": size, "BLOCK": block,
@@ -64,9 +66,9 @@ def gate_launch(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activat
     return Launch(gate_kernel, (num_rows, triton.cdiv(size, block)), args, {"num_warps": 4})
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up. gate, up [num_rows, size], contiguous in their last dimension, of one dtype; activation:
-    one of `rows.ACTIVATIONS`."""
+def gated(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """activation(gate) * up, or activation(gate). gate, up [num_rows, size], contiguous in their last dimension, of one
+    dtype; activation: one of `rows.ACTIVATIONS`."""
     out = gate.new_empty(gate.shape)
     num_rows, size = gate.shape
     if num_rows and size:

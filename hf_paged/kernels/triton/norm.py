@@ -34,6 +34,8 @@ def scaled(x, scale, weight, columns, inside, KIND: tl.constexpr, DTYPE: tl.cons
         w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
         if KIND[1]:
             w += 1.0
+        if KIND[3]:
+            w = w.to(DTYPE).to(tl.float32)
         y *= w
     return y
 
@@ -53,7 +55,7 @@ def _normalised(
 
 @triton.jit
 def add_norm_kernel(
-    rows, residual, total, out, before, before_bias, before_eps, after, after_bias, after_eps, scale,
+    rows, residual, total, out, bias, before, before_bias, before_eps, after, after_bias, after_eps, scale,
     row_stride, residual_stride, SCALES: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +73,10 @@ def add_norm_kernel(
     if residual is not None:
         x += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
         x = x.to(dtype).to(tl.float32)
-        tl.store(total + row * SIZE + columns, x.to(dtype), mask=inside)
+        sums = x
+        if bias is not None:
+            sums += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + row * SIZE + columns, sums.to(dtype), mask=inside)
     if AFTER is not None:
         y = _normalised(x, after, after_bias, after_eps, columns, inside, AFTER, SIZE, dtype)
         tl.store(out + row * SIZE + columns, y, mask=inside)
@@ -88,6 +93,7 @@ def add_norm_launch(
     before: Norm | None,
     after: Norm | None,
     scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Launch:
     """See `add_norm`."""
     size = rows.shape[1]
@@ -97,7 +103,7 @@ def add_norm_launch(
     strides = [size if x is None or len(x) == 1 else x.stride(0) for x in (rows, residual)]
     args = {
         "rows": rows, "residual": residual, "total": results.total,
-        "out": results.out, "before": first.weight, "before_bias": first.bias, "before_eps": first.eps,
+        "out": results.out, "bias": bias, "before": first.weight, "before_bias": first.bias, "before_eps": first.eps,
         "after": last.weight, "after_bias": last.bias, "after_eps": last.eps,
         "scale": 1.0 if scale is None else scale, "SCALES": scale is not None,
         "row_stride": strides[0], "residual_stride": strides[1],
@@ -114,11 +120,13 @@ def add_norm(
     before: Norm | None = None,
     after: Norm | None = None,
     scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Rows:
-    """total = residual + scale * before(rows), and after(total), in one launch; without a norm the rows themselves.
+    """sum = residual + scale * before(rows), and after(sum), in one launch; without a norm the rows themselves.
 
     rows, residual [num_rows, size], contiguous in their last dimension, of one dtype, which is that of the weights too.
-    size: at most `rows.MAX_SIZE`.
+    size: at most `rows.MAX_SIZE`. bias [size]: added to the sum that is returned, not to what is normalised: the sum is
+    going to be added to by a product whose bias it is.
     """
     total = None if residual is None else rows.new_empty(rows.shape)
     out = None if after is None else rows.new_empty(rows.shape)
@@ -126,12 +134,12 @@ def add_norm(
     if rows.shape[0]:
         first, last = before or _NONE, after or _NONE
         tensors = {
-            "rows": rows, "residual": residual, "total": total, "out": out, "before": first.weight,
+            "rows": rows, "residual": residual, "total": total, "out": out, "bias": bias, "before": first.weight,
             "before_bias": first.bias, "after": last.weight, "after_bias": last.bias,
         }  # fmt: skip
         kinds = before and before[2:], after and after[2:]  # with epsilons
         _launches.run(
             rows.shape[0], rows.device, tensors, (rows.shape[1], scale, kinds),
-            lambda: add_norm_launch(rows, residual, results, before, after, scale),
+            lambda: add_norm_launch(rows, residual, results, before, after, scale, bias),
         )  # fmt: skip
     return results

@@ -31,17 +31,6 @@ HFP_EXPORT void hfp_layer_in(const LayerIn *l) {
                          l->cos, l->sin, rows, dim, threads});
 }
 
-/* gate[i] = gate[i] / (1 + exp(-gate[i])) * up[i] */
-INLINE void gate_vector(uint16_t *gate, const uint16_t *up) {
-    const vf x = load_bf16(gate);
-    /* Beyond these bounds the result is 0 or x. NaN is preserved, because min and max return their second operand. */
-    const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(104), _mm512_max_ps(_mm512_set1_ps(-104), (__m512)-x));
-    vf power;
-    const vf y = exp_parts((vf)bounded, &power);
-    const vf silu = round_bf16(x / (1.0f + (vf)_mm512_scalef_ps((__m512)y, (__m512)power)));
-    store_bf16(gate, silu * load_bf16(up));
-}
-
 HFP_EXPORT int64_t hfp_layer_out_workspace(int64_t rows, int64_t x_depth, int64_t depth, int64_t inner,
                                             int64_t threads) {
     const int64_t max_depth = x_depth > depth ? x_depth : depth;
@@ -75,7 +64,7 @@ HFP_EXPORT void hfp_layer_out(const LayerOut *l) {
             _mm_prefetch(next + i * 8, _MM_HINT_T1);
             _mm_prefetch(next + i * 8 + 64, _MM_HINT_T1);
         }
-        gate_vector(gate + i, up + i);
+        gate_vector(gate + i, gate + i, up + i);
     }
     apply(&l->down, gate, rows, inner, l->out, rest, threads);
     add_rows(l->out, middle, rows * depth, threads);

@@ -60,6 +60,20 @@ typedef struct {
     double norm_eps;
 } LayerOut;
 
+typedef struct {
+    const uint16_t *x;    /* [tokens, depth] */
+    const int64_t *index; /* the experts of each token, [tokens, top_k] */
+    const float *weights; /* [tokens, top_k] */
+    int64_t tokens, top_k, depth, inner, experts;
+    int64_t rounds;                 /* whether a result is rounded to bf16 after it is multiplied by its weight */
+    const uint16_t *gate_up, *down; /* [experts, 2 * inner, depth], [experts, depth, inner] */
+    uint16_t *out;                  /* [tokens, depth] */
+    int64_t *places;                /* [tokens * top_k + experts + 1] */
+    uint16_t *rows, *both, *results; /* [tokens * top_k, depth], [same, 2 * inner], [same, depth] */
+    char *workspace;                /* hfp_linear_workspace() bytes for the larger depth, aligned to 64 */
+    int64_t threads;
+} Experts;
+
 int64_t hfp_linear_workspace(int64_t rows, int64_t depth, int64_t threads);
 void hfp_linear(const Linear *call);
 void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n, double eps,
@@ -76,5 +90,16 @@ INLINE vf round_bf16(vf x) {
 }
 INLINE __m256i to_bf16(vf x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)round_bf16(x), 16)); }
 INLINE void store_bf16(uint16_t *p, vf x) { _mm256_storeu_si256((__m256i *)p, to_bf16(x)); }
+
+/* to[i] = gate[i] / (1 + exp(-gate[i])) * up[i], for 16 elements */
+INLINE void gate_vector(uint16_t *to, const uint16_t *gate, const uint16_t *up) {
+    const vf x = load_bf16(gate);
+    /* Beyond these bounds the result is 0 or x. NaN is preserved, because min and max return their second operand. */
+    const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(104), _mm512_max_ps(_mm512_set1_ps(-104), (__m512)-x));
+    vf power;
+    const vf y = exp_parts((vf)bounded, &power);
+    const vf silu = round_bf16(x / (1.0f + (vf)_mm512_scalef_ps((__m512)y, (__m512)power)));
+    store_bf16(to, silu * load_bf16(up));
+}
 #endif
 #endif

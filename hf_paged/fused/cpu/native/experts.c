@@ -1,0 +1,63 @@
+/* The experts of a mixture: gated MLPs with SiLU, of which each token goes through a few, chosen for it. All tokens of an
+ * expert are computed together, so that its weights are read once. depth and inner are multiples of 16. */
+#include "layers.h"
+#if HAS_DPBF16
+
+/* Sorts all pairs of a token and its expert by expert. starts: [experts + 1], where the pairs of each begin; places: the
+ * place of each pair. Returns whether all experts exist. */
+static int sort_pairs(const Experts *e, int64_t *starts, int64_t *places) {
+    const int64_t pairs = e->tokens * e->top_k;
+    memset(starts, 0, (size_t)(e->experts + 1) * sizeof(int64_t));
+    for (int64_t i = 0; i < pairs; i++) {
+        if (e->index[i] < 0 || e->index[i] >= e->experts) return 0;
+        starts[e->index[i] + 1]++;
+    }
+    for (int64_t i = 0; i < e->experts; i++) starts[i + 1] += starts[i];
+    for (int64_t i = 0; i < pairs; i++) places[i] = starts[e->index[i]]++;
+    for (int64_t i = e->experts; i > 0; i--) starts[i] = starts[i - 1];
+    starts[0] = 0;
+    return 1;
+}
+
+/* The results of one expert for n rows. both: its workspace, [n, 2 * inner] */
+static void expert_rows(const Experts *e, int64_t expert, const uint16_t *rows, int64_t n, uint16_t *both,
+                        uint16_t *results) {
+    const int64_t inner = e->inner, depth = e->depth, threads = e->threads;
+    hfp_linear(&(Linear){rows, n, 2 * inner, depth, e->gate_up + expert * 2 * inner * depth, NULL, 0, both,
+                         e->workspace, threads});
+    /* Row by row to the front of `both`: a row's result ends before the next row's gates begin. */
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t i = 0; i < inner; i += 16) {
+            const uint16_t *gate = both + r * 2 * inner + i;
+            gate_vector(both + r * inner + i, gate, gate + inner);
+        }
+    hfp_linear(&(Linear){both, n, depth, inner, e->down + expert * depth * inner, NULL, 0, results, e->workspace,
+                         threads});
+}
+
+/* out = the sums of the results of each token's experts, times their weights. Returns 0, and computes nothing, if an
+ * expert does not exist; else 1. The result of a token does not depend on other tokens. */
+HFP_EXPORT int64_t hfp_experts(const Experts *e) {
+    const int64_t depth = e->depth, top_k = e->top_k, pairs = e->tokens * top_k;
+    int64_t *places = e->places, *starts = places + pairs;
+    if (!sort_pairs(e, starts, places)) return 0;
+#pragma omp parallel for schedule(static) num_threads(e->threads) if (e->threads > 1 && pairs * depth >= FORK_ELEMENTS)
+    for (int64_t i = 0; i < pairs; i++)
+        memcpy(e->rows + places[i] * depth, e->x + i / top_k * depth, (size_t)depth * 2);
+    for (int64_t i = 0; i < e->experts; i++) {
+        const int64_t start = starts[i], n = starts[i + 1] - start;
+        if (n) expert_rows(e, i, e->rows + start * depth, n, e->both + start * 2 * e->inner, e->results + start * depth);
+    }
+#pragma omp parallel for schedule(static) num_threads(e->threads) if (e->threads > 1 && pairs * depth >= FORK_ELEMENTS)
+    for (int64_t t = 0; t < e->tokens; t++)
+        for (int64_t i = 0; i < depth; i += 16) {
+            vf sum = {0};
+            for (int64_t j = t * top_k; j < (t + 1) * top_k; j++) {
+                const vf x = load_bf16(e->results + places[j] * depth + i) * e->weights[j];
+                sum += e->rounds ? round_bf16(x) : x;
+            }
+            store_bf16(e->out + t * depth + i, sum);
+        }
+    return 1;
+}
+#endif

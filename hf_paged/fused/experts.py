@@ -1,0 +1,148 @@
+"""Experts of transformers' `ExpertsInterface`: what their modules compute, and whether it may be computed otherwise.
+
+The interface defines it by attributes of the module (`is_transposed`, ...), the parameters' names, and the method
+`_apply_gate`, which is recognised by trial. Knows modules; never kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection, gated
+from hf_paged.kernels.rows import ACTIVATIONS, are_alike, are_close
+
+_INTERFACE = "transformers.integrations.moe"  # the module of the interface
+_IMPLEMENTATIONS = {
+    "eager": None, "grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward",
+}  # fmt: skip
+"""Those that ours stands in for, with their functions. Others are wanted for what they do themselves."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Operands(NamedTuple):
+    """rows [num_tokens, n], index and weights [num_tokens, top_k], contiguous; the products up (gates and ups) and
+    down."""
+
+    rows: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+    up: Projection
+    down: Projection
+
+
+class KnownExperts:
+    """A module of the interface with its gate as it was recognised.
+
+    kind, alpha, limit: the gate; its numbers are attributes of the module ("": it has none).
+    """
+
+    def __init__(self, module: Any, kind: GateKind, alpha: str, limit: str) -> None:
+        self.kind = kind
+        self._numbers = alpha, limit
+        self._class = type(module)
+        self._apply_gate = self._class._apply_gate
+
+    def gate(self, module: Any) -> Gate:
+        """With the current values of its numbers."""
+        alpha, limit = (getattr(module, name) if name else 0.0 for name in self._numbers)
+        return Gate(self.kind, alpha, limit)
+
+    def operands(self, module: Any, rows: Any, index: Any, weights: Any) -> Operands | None:
+        """None where the module must compute itself: an adapter changes the classes of modules while it computes."""
+        if type(module) is not self._class or self._class._apply_gate is not self._apply_gate:
+            return None
+        if "_apply_gate" in vars(module) or not is_replaceable(module) or not _are_operands(rows, index, weights):
+            return None
+        projections = projections_of(module, rows)
+        if projections is None:
+            return None
+        return Operands(rows.contiguous(), index.contiguous(), weights.contiguous(), *projections)
+
+
+def known_experts(module: Any, rows: torch.Tensor) -> KnownExperts | None:
+    """The experts, if the module is one of the interface and its gate is known. rows: of the dtype and device."""
+    if not is_of_interface(module) or not module.has_gate or module.has_post_expert_norm or not is_replaceable(module):
+        return None
+    found = _gate_of(module, rows)
+    return None if found is None else KnownExperts(module, found[0], *found[1])
+
+
+def _are_operands(rows: Any, index: Any, weights: Any) -> bool:
+    if not all(isinstance(x, torch.Tensor) and x.dim() == 2 for x in (rows, index, weights)):
+        return False
+    return bool(
+        rows.dtype in DTYPES
+        and weights.dtype in (rows.dtype, torch.float32)
+        and index.dtype in (torch.int64, torch.int32)
+        and index.shape == weights.shape
+        and 0 < index.shape[0] == rows.shape[0]
+    )
+
+
+def is_replaceable(module: Any) -> bool:
+    """Whether the interface would compute these experts by one of the known implementations, here and whole."""
+    interface = sys.modules.get(_INTERFACE)
+    name = getattr(module.config, "_experts_implementation", None)
+    if interface is None or name not in _IMPLEMENTATIONS or module._is_expert_parallel:
+        return False
+    function = _IMPLEMENTATIONS[name]
+    return function is None or interface.ALL_EXPERTS_FUNCTIONS.get(name) is vars(interface)[function]
+
+
+def projections_of(module: Any, rows: torch.Tensor) -> tuple[Projection, Projection] | None:
+    """The products up and down; None if the parameters are no plain ones of the rows' dtype and sizes."""
+    found = []
+    for name in ("gate_up_proj", "down_proj"):
+        tensors = [module._parameters.get(name)]
+        if module.has_bias:
+            tensors.append(module._parameters.get(f"{name}_bias"))
+        if not all(_is_plain(tensor, rows) for tensor in tensors):
+            return None
+        found.append(Projection(tensors[0], tensors[1] if module.has_bias else None, module.is_transposed))
+    up, down = found
+    sizes = up.inputs, down.outputs, up.outputs, down.weight.shape[0]
+    if sizes != (rows.shape[1], rows.shape[1], 2 * down.inputs, up.weight.shape[0]):
+        return None
+    return (up, down) if all(p.bias is None or p.bias.shape == (sizes[3], p.outputs) for p in found) else None
+
+
+def _is_plain(tensor: Any, rows: torch.Tensor) -> bool:
+    plain = type(tensor) is nn.Parameter and type(tensor.data) is torch.Tensor and tensor.dim() in (2, 3)
+    return plain and tensor.dtype == rows.dtype and tensor.device == rows.device and tensor.is_contiguous()
+
+
+def is_of_interface(module: nn.Module) -> bool:
+    """Whether its class's forward is the one that chooses among the implementations."""
+    interface = sys.modules.get(_INTERFACE)
+    return interface is not None and getattr(type(module).forward, "__globals__", None) is vars(interface)
+
+
+_MAGNITUDES = (0.1, 6.0, 1e3)  # of gates and ups: few values reach a limit
+
+
+@torch.no_grad()
+def _gate_of(module: Any, rows: torch.Tensor) -> tuple[GateKind, tuple[str, str]] | None:
+    """How the module's method gates, and its attributes that are alpha and the limit; "" if there are none."""
+    generator = torch.Generator().manual_seed(0)
+    both = [(torch.randn(32, 64, generator=generator) * size).to(rows.device) for size in _MAGNITUDES]
+    expected = [module._apply_gate(x) for x in both]
+    numbers = [name for name, value in vars(module).items() if isinstance(value, float)]
+    plain = itertools.product(ACTIVATIONS, [""], ["", *numbers])
+    scaled = itertools.product([SCALED_SILU], numbers, ["", *numbers])
+    for (activation, alpha, limit), adds, interleaved in itertools.product((*plain, *scaled), *[(False, True)] * 2):
+        values = [getattr(module, name) if name else 0.0 for name in (alpha, limit)]
+        kind = GateKind(activation, interleaved, bool(limit), adds)
+        if not all(are_close(gated(x, Gate(kind, *values)), y, 1e-5) for x, y in zip(both, expected)):
+            continue
+        like = both[1].to(rows.dtype)
+        result = module._apply_gate(like)
+        kinds = [kind._replace(rounds=rounds) for rounds in (True, False)]
+        kinds = [kind for kind in kinds if are_alike(gated(like, Gate(kind, *values)), result)]
+        return (kinds[0], (alpha, limit)) if kinds else None
+    return None

@@ -1,0 +1,28 @@
+"""The report of `hf_paged.check`: how a model runs, and on a GPU which of its parts our kernels compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
+from hf_paged.model import support
+from hf_paged.model.state import unwrapped
+from hf_paged.model.support import SupportReport
+
+
+def check(model: Any) -> SupportReport:
+    """Report, layer by layer, how `cache_implementation="paged"` and the engine will run `model`, and why; on a GPU
+    also which parts of it our kernels compute, or why none.
+
+    The first call runs the model on a few tokens, without gradients and without changing the model or the random state;
+    the report is cached. Raises TypeError if `model` is not a transformers model.
+    """
+    report = support.check(model)
+    model = unwrapped(model)
+    if not report.native or not is_on_gpu(model):
+        return report
+    reason = obstacle(model)
+    parts = fused_parts(model) if reason is None else None
+    found = str(parts) if parts else f"nothing is computed in fewer launches: {reason or 'no part of it is known'}"
+    return replace(report, fused=found)

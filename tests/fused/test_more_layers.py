@@ -1,0 +1,140 @@
+"""Layers of other forms in fewer launches: attention and MLP side by side, MLPs without a gate, biases of products,
+norms whose epsilon is in their code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_paged import CacheConfig, Engine
+from hf_paged.fused.gpu import parts
+from hf_paged.fused.gpu.layers import LayerPart
+from hf_paged.fused.gpu.model import fused_parts
+from hf_paged.fused.gpu.parts import ChainPart
+from hf_paged.kernels.triton import launch as triton_launch
+from tests.architectures.tiny import tiny_model
+from tests.fused import fewer
+from tests.fused.test_changed_modules import Halves, computes_as_plain
+from tests.fused.test_fewer_launches import by_generate, kinds, run
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
+)
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer.on_cpu(monkeypatch, by_torch=True)
+
+
+def new(name: str) -> Any:
+    """A tiny model whose biases and norms are random too."""
+    model = tiny_model(name)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.3
+    return model
+
+
+def layers_of(model: Any) -> list[Any]:
+    found: Any = fused_parts(model)
+    return [part for part in found._parts if isinstance(part, LayerPart)]
+
+
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "cohere", "starcoder2", "olmo", "jais2", "gpt2")
+]
+
+
+@pytest.mark.parametrize("name", ["phi", "nemotron", "modernbert-decoder", *SLOW])
+def test_the_same_tokens(name: str) -> None:
+    model = new(name)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert kinds(model) >= {"MLP", "layer"} and len(layers_of(model)) == model.config.num_hidden_layers
+        assert all(layer._norms.is_parallel == (name in ("phi", "gpt_neox", "cohere")) for layer in layers_of(model))
+        assert run(engine) == by_generate(model)
+        for layer in layers_of(model):
+            mlp = layer.module._modules[layer._mlp]
+            with torch.no_grad():
+                for parameter in mlp.parameters():
+                    parameter.mul_(-2)
+        assert run(engine) == by_generate(model)
+
+
+def test_a_bias_that_is_multiplied_or_read() -> None:
+    """A bias of the last product is added beforehand only where nothing else reads the sum."""
+    model = new("starcoder2")
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = nn.Identity()
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert computes_as_plain(engine, model) and run(engine) == by_generate(model)
+
+
+@pytest.mark.parametrize("place", ["mlp", "mlp.fc2", "mlp.activation_fn", "resid_dropout"])
+def test_hooks_in_a_parallel_layer(place: str) -> None:
+    model = new("phi")
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        before = run(engine)
+        module = model.model.layers[1].get_submodule(place)
+        handle = module.register_forward_hook(lambda module, args, out: out * -3)
+        assert run(engine) == by_generate(model) != before
+        handle.remove()
+        assert run(engine) == before
+
+
+def test_what_is_no_chain() -> None:
+    """The module computes something between its children, or another child reads its rows."""
+    model = new("nemotron")
+    owner = type(model.model.layers[0].mlp)
+    assert any(isinstance(part, ChainPart) for part in fused_parts(model)._parts)  # type: ignore[union-attr]
+
+    class Scaled(owner):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.up_proj(x)) * 1.0)
+
+    class Skipping(owner):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.act_fn(self.up_proj(x))
+            return self.down_proj(self.up_proj(x))
+
+    for other in (Scaled, Skipping):
+        changed = new("nemotron")
+        for layer in changed.model.layers:
+            layer.mlp.__class__ = other
+        assert not any(isinstance(part, ChainPart) for part in fused_parts(changed)._parts)  # type: ignore[union-attr]
+        with Engine(changed, CacheConfig(num_blocks=64), fuse=True) as engine:
+            assert run(engine) == by_generate(changed)
+
+
+class OwnEpsilon(nn.Module):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.own_name = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:], None, None, self.own_name)
+
+
+class InCode(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:], None, None, 1e-6)
+
+
+def test_epsilons() -> None:
+    """One that is an attribute of an unknown name may be changed; one in the code is found."""
+    assert parts.norm_of(OwnEpsilon(1e-6), 64, torch.float32) is None
+    module = InCode()
+    found = parts.norm_of(module, 64, torch.float32)
+    assert found is not None and found().eps == 1e-6 and found().kind.is_centered
+    assert parts.norm_of(Halves(), 64, torch.float32) is None
+
+
+def test_a_product_that_cannot_be_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer is tried with the part of its MLP too."""
+    model = new("nemotron")
+    monkeypatch.setattr(parts.MLPPart, "add_to", lambda self, residual, *_: residual.mul_(2))
+    assert kinds(model) == {"attention", "norm", "activation"}
