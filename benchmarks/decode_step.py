@@ -64,7 +64,11 @@ def open_engine(model: Any, batch: int, steps: int, args: argparse.Namespace) ->
     tokens = context + WARM_STEPS + steps + 2
     blocks = batch * (-(-tokens // 16) + 1)
     engine = hf_paged.Engine(
-        model, {"num_blocks": blocks}, {"prefix_caching": False}, fuse=False if args.no_fuse else None
+        model,
+        {"num_blocks": blocks},
+        {"prefix_caching": False},
+        fuse=False if args.no_fuse else None,
+        prepack=False if args.no_prepack else None,
     )
     generator = torch.Generator().manual_seed(0)
     for _ in range(batch):
@@ -143,6 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step instead of timing steps")
+    parser.add_argument("--no-prepack", action="store_true", help="leave weights where they are")
     parser.add_argument("--no-fuse", action="store_true", help="leave decoder layers to torch but for their attention")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)

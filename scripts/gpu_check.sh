@@ -62,6 +62,8 @@ part_profile() {
     --json "$out/profile.json" || status=1
   timeout 240 "$python" benchmarks/decode_step.py --device cuda --model 8b --batch 1 8 64 --no-fuse \
     --json "$out/decode-step-no-fuse.json" || status=1
+  timeout 240 "$python" benchmarks/decode_step.py --device cuda --model 8b --batch 1 8 64 --no-prepack \
+    --json "$out/decode-step-no-prepack.json" || status=1
   return "$status"
 }
 

@@ -105,6 +105,7 @@ def _lines(name: str, result: dict[str, Any]) -> list[str]:
     if name == "throughput":
         return [f"| {row['system']}, offline | {row['tokens_per_s']:.0f} tokens/s |" for row in result["results"]]
     torch_layers = ", layers left to torch" if name.endswith("no-fuse") else ""
+    torch_layers += ", weights left apart" if name.endswith("no-prepack") else ""
     return [
         f"| decode step{torch_layers}, batch {row['batch']} x {row['context']} tokens | {row['step_ms']:.2f} ms, "
         f"{row['step_over_read']:.2f} x reading weights and K/V |"

@@ -64,7 +64,7 @@ def test_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [["--no-fuse"], ["--profile"]], ids=["time", "profile"])
+@pytest.mark.parametrize("option", [["--no-fuse", "--no-prepack"], ["--profile"]], ids=["time", "profile"])
 def test_decode_step(option: list[str], tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     sizes = ["--model", "tiny", "--device", "cpu", "--context", "20", "--steps", "6", "--batch", "3"]

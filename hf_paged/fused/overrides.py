@@ -29,7 +29,8 @@ def overrides_for_engine(model: Any, prepack: bool | None, fuse: bool | None = N
         raise ValueError(f"fuse=True: {obstacle(model) or 'no part of the model is known'}; leave it out")
     packed = parts.pack() if parts and prepack is not False else 0
     if on_gpu and prepack and not packed:
-        reason = "no weights of the model can be placed side by side" if parts else "no part of the model is known"
+        why_none = obstacle(model) or ("fuse=False" if fuse is False else "no part of the model is known")
+        reason = "no weights of the model can be placed side by side" if parts else why_none
         raise ValueError(f"prepack=True: {reason}; leave it out")
     return _overrides(model, linears, native_decoder(model, linears), parts)
 

@@ -114,10 +114,12 @@ def test_replayed_graphs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_switch(model: Any) -> None:
     open_engine(model, prepack=False).close()
     assert num_packed(model) == 0
-    with pytest.raises(ValueError, match="prepack=True: no part of the model is known; leave it out"):
+    with pytest.raises(ValueError, match="prepack=True: fuse=False; leave it out"):
         Engine(model, CacheConfig(num_blocks=64), fuse=False, prepack=True)
     with pytest.raises(ValueError, match="prepack=True: no weights of the model can be placed side by side; leave it"):
         open_engine(tiny_model("phi3"))
+    with pytest.raises(ValueError, match="prepack=True: the model computes one sequence at a time"):
+        Engine(tiny_model("bloom"), CacheConfig(num_blocks=64), prepack=True)
     open_engine(model, None).close()
     assert num_packed(model) == 4
     with open_engine(model, prepack=False) as engine:  # what another engine has moved stays where it is

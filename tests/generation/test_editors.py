@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -13,6 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.sampling import editors, warpers
+from hf_paged.generation.sampling.edits import Edit, Op, apply_edits
 from hf_paged.generation.sampling.processors import chain_of, process_together
 from tests import models
 from tests.generation.test_engine import assert_as_solo, assert_idle, solo
@@ -322,3 +324,15 @@ def test_the_processors_of_a_greedy_request_are_not_called(monkeypatch: pytest.M
     with Engine(model) as engine:
         outputs = engine.generate(models.prompts(4, 7), made)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6]
+
+
+def test_a_second_edit_of_one_kind_sees_the_first() -> None:
+    """A repetition penalty and an encoder's may have one factor and the same tokens."""
+    one, two = np.array([1, 2]), np.array([2, 3])
+    for op, expected in ((Op.SCALE, [1.0, 0.5, 0.25, 0.5]), (Op.GROW, [1.0, 3.0, 9.0, 3.0])):
+        scores = torch.ones(2, 4)
+        apply_edits(scores, [[], [Edit(op, one, None, 2.0), Edit(op, two, None, 2.0)]])
+        assert scores.tolist() == [[1.0] * 4, expected]
+    scores = torch.ones(1, 4)
+    apply_edits(scores, [[Edit(Op.ADD, ids, np.array([2.0, 4.0], dtype=np.float32)) for ids in (one, two)]])
+    assert scores.tolist() == [[1.0, 3.0, 7.0, 5.0]]

@@ -495,6 +495,20 @@ def test_an_adapter_that_is_deleted_and_loaded_again(make: Callable[[], Any]) ->
         assert tokens(output) == expected(model, request_id.split()[0], prompt, options)
 
 
+def test_a_name_that_is_taken_again_at_once() -> None:
+    """Nothing has looked at the model while it had no such adapter."""
+    model = with_transformers()
+    known = adapters.Adapters(model)
+    old = known.choose("y")
+    assert known.choose("y") is old
+    model.delete_adapter("y")
+    model.add_adapter(lora(TARGETS["y"]), "y")
+    new = known.choose("y")
+    assert new is not old and new.key != old.key
+    with pytest.raises(RuntimeError, match="adapter 'y' was deleted or replaced"):
+        known.run(old, lambda: None)
+
+
 def test_adapters_unloaded_from_a_running_engine() -> None:
     model = with_peft()
     (prompt,) = models.prompts(9)
@@ -576,6 +590,18 @@ def test_adapters_that_need_more_than_rows() -> None:
                 engine.add_request(prompt, config("greedy"), adapter=name)
         (output,) = engine.generate([prompt], config("greedy"), adapter="x")
         assert tokens(output) == expected(model, "x", prompt, config("greedy"))
+
+
+def test_adapters_that_no_layer_has() -> None:
+    """Configs as PEFT leaves them for kinds that it does not put into layers."""
+    model = with_transformers()
+    model.peft_config |= {"nowhere": lora(["q_proj"]), "poly": peft.PolyConfig(target_modules=["q_proj"])}
+    known = adapters.Adapters(model)
+    with pytest.raises(ValueError, match="'nowhere' has no weights in layers that can be switched"):
+        known.choose("nowhere")
+    with pytest.raises(ValueError, match="'poly' is of the kind POLY, which takes arguments of its own"):
+        known.choose("poly")
+    assert known.choose(BASE).key is None and known.choose("x").names.keys() < known._layers.keys()
 
 
 def test_a_model_without_adapters_is_not_waited_for() -> None:

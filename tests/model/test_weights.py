@@ -20,6 +20,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.model.state import state_of
+from hf_paged.model.weights import Weights
 from tests import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
@@ -657,6 +658,24 @@ def test_a_prefix_that_is_held_goes_with_its_weights() -> None:
 
 
 # -- the state of a model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("contents", [False, True])
+def test_what_else_changes_beside_a_replaced_weight(contents: bool) -> None:
+    """Between two looks: in place, and through `.data`, which only a look at the contents can see."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    weights = Weights(model)
+    weights.look(contents=contents)
+    first, second, third = model
+    first.weight = nn.Parameter(torch.randn(4, 4))
+    with torch.no_grad():
+        second.weight.mul_(2.0)
+    third.weight.data.fill_(3.0)
+    weights.look(contents=contents)
+    assert [weights.moved_at(layer.weight) > 0 for layer in model] == [True, True, contents]
+    assert not any(weights.moved_at(layer.bias) for layer in model)
+    weights.changed()
+    assert all(weights.moved_at(layer.bias) == weights.epoch for layer in model)
 
 
 def test_the_report_follows_the_structure() -> None:

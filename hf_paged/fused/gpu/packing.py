@@ -91,7 +91,8 @@ class LinearGroup:
         total = sum(self._sizes)
         bias = None if first.bias is None else first.bias.as_strided((total,), (1,))
         weight = first.weight.as_strided((total, first.weight.shape[1]), first.weight.stride())
-        return list(functional.linear(rows, weight, bias).split(self._sizes, -1))
+        joined = functional.linear(rows, weight, bias)
+        return list(joined.split_with_sizes(self._sizes, -1))  # `split` takes Python's way there
 
     def pack(self) -> bool:
         """Place the weights side by side; returns whether they are now, or were already.

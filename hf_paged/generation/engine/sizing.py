@@ -131,8 +131,11 @@ def _bind(
     if report.native:
         memory = PagedMemory(cache_config.block_size, 1, windows=window_groups(report))
         return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse))
-    if fuse:
-        raise ValueError("fuse=True: the model computes one sequence at a time (hf_paged.check says why); leave it out")
+    for name, switch in (("fuse", fuse), ("prepack", prepack)):
+        if switch:
+            raise ValueError(
+                f"{name}=True: the model computes one sequence at a time (hf_paged.check says why); leave it out"
+            )
     if (size := num_ranks(model)) > 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} is computed one sequence at a time (hf_paged.check says why), which the engine "
