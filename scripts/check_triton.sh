@@ -17,4 +17,5 @@ if ! "$folder/bin/python" -c "import sys, pytest, triton; sys.exit(triton.__vers
 fi
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 "$folder/bin/python" -m pytest -q -m "not gpu" \
   -p no:cacheprovider ${WORKERS:+-n "$WORKERS"} \
-  tests/kernels/test_compile_offline.py tests/kernels/test_triton.py tests/kernels/test_triton_sampling.py
+  tests/kernels/test_compile_offline.py tests/kernels/test_triton.py tests/kernels/test_triton_sampling.py \
+  tests/kernels/test_triton_rows.py tests/kernels/test_triton_experts.py

@@ -15,7 +15,9 @@ class RouterKind(NamedTuple):
     """What routers of one size may differ in.
 
     scores: of all experts: the logits themselves ("none"), or their "softmax" or "sigmoid". The experts with the
-    highest scores are chosen, with a bias (an argument) those with the highest sums of both.
+    highest scores are chosen, with a bias (an argument) those with the highest sums of both. "mixer": the logits; the
+    weight of a chosen expert is its softmax among those that are not chosen yet and not far below it: by at most
+    2 * eps of the larger of both (SparseMixer, arXiv 2409.12136).
     weights: of the scores of the chosen experts: these themselves ("none"), divided by their sum plus eps ("sum") or by
     their sum, at least eps ("clamp"), their "softmax", "sigmoid", or sigmoid divided by the sum ("sigmoid_sum").
     is_low: every operation is rounded to the logits' dtype; else they are computed in fp32.
@@ -50,6 +52,9 @@ def route(
     Of equal scores torch on a CPU takes any, and the kernel the first, as torch.topk does on CUDA.
     """
     kind, top_k = router.kind, router.top_k
+    if kind.scores == "mixer":
+        weights, index = _mix(logits, router)
+        return (weights * router.scale).to(dtype), index
     x = logits if kind.is_low else logits.float()
     scores = x if kind.scores == "none" else x.softmax(-1) if kind.scores == "softmax" else x.sigmoid()
     choice = scores if bias is None else scores + bias
@@ -69,3 +74,14 @@ def route(
     elif kind.weights == "clamp":
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.eps)
     return (weights * router.scale if router.scale != 1 else weights).to(dtype), index
+
+
+def _mix(logits: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
+    free, weights, index = logits, [], []
+    for _ in range(router.top_k):
+        best, place = free.max(-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * router.eps
+        weights.append(free.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, place))
+        index.append(place)
+        free = free.scatter(-1, place, -torch.inf)
+    return torch.cat(weights, -1), torch.cat(index, -1)

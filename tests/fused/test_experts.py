@@ -14,7 +14,10 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers.integrations import moe
 
 from hf_paged import CacheConfig, Engine
+from hf_paged.fused.experts import projections_of
 from hf_paged.fused.gpu import model as fused_model
+from hf_paged.integration.attention import packed_cache
+from hf_paged.kernels.triton import experts as kernels
 from hf_paged.kernels.triton import launch as triton_launch
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
@@ -47,7 +50,7 @@ def counts(model: Any) -> tuple[int, int]:
 # the choice, sigmoid with a bias and groups, with a bias as an argument, with a linear layer of their own.
 TYPES = {
     "mixtral": 4, "gpt_oss": 4, "granitemoe": 4, "aria_text": 4, "cohere2_moe": 4, "glm4_moe": 3, "minimax_m2": 4,
-    "hunyuan_v1_moe": 4, "afmoe": 3,
+    "hunyuan_v1_moe": 4, "afmoe": 3, "ernie4_5_moe": 3, "phimoe": 4,
 }  # fmt: skip
 QUICK = ("mixtral", "gpt_oss", "glm4_moe")
 
@@ -82,7 +85,9 @@ def test_groups_and_factors(by_torch: None) -> None:
     model = copy.deepcopy(tiny_model("glm4_moe"))
     routers = [layer.mlp.gate for layer in model.model.layers[1:]]
     for router in routers:
-        router.num_group, router.topk_group, router.routed_scaling_factor = 2, 1, 1.0
+        del router.routed_scaling_factor
+        router.temperature, router.routed_scaling_factor = 1.0, 1.0  # of which one counts
+        router.num_group, router.topk_group = 2, 1
         router.e_score_correction_bias.copy_(torch.randn(4))
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
         assert counts(model) == (3, 3) and computes_as_plain(engine, model)
@@ -121,6 +126,16 @@ def test_behaviour_that_few_tokens_do_not_show(model: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(owner, "forward", scaled)
     assert counts(copy.deepcopy(tiny_model("mixtral"))) == (4, 0)
+
+
+def test_tiles_that_are_wrong(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes are tried, although a few tokens need one."""
+
+    def wrong(*args: Any, size: str | None = None, **kwargs: Any) -> torch.Tensor:
+        return fewer.product(*args, **kwargs) * (0.5 if size == "large" else 1)
+
+    monkeypatch.setattr(kernels, "product", wrong)
+    assert counts(model) == (0, 4)
 
 
 def test_other_implementations(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +239,7 @@ def test_weights_replaced_changed_and_parametrized(model: Any, engine: Engine) -
     blocks(model)[3].experts = copy.deepcopy(experts)
     assert computes_as_plain(engine, model)
     experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.detach().transpose(1, 2).contiguous().transpose(1, 2))
+    assert projections_of(experts, torch.empty(1, 64)) is None
     assert computes_as_plain(engine, model)
 
     class Halves(nn.Module):
@@ -235,18 +251,40 @@ def test_weights_replaced_changed_and_parametrized(model: Any, engine: Engine) -
         assert computes_as_plain(engine, model)
 
 
+def test_a_child_of_a_router(by_torch: None) -> None:
+    model = copy.deepcopy(tiny_model("ernie4_5_moe"))
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert counts(model) == (3, 3)
+        run(engine)
+        model.model.layers[1].mlp.gate.moe_statics.register_forward_hook(lambda module, args, result: -result)
+        assert computes_as_plain(engine, model)
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
 def test_adapters(model: Any) -> None:
-    """PEFT changes the class of the experts and the router while they compute."""
+    """PEFT changes the classes of experts and routers while they compute, also of parts that were known before."""
     peft = pytest.importorskip("peft")
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
     config = peft.LoraConfig(
         r=4, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False, lora_dropout=0.0
     )
     plain = by_generate(model)
+    known = fused_model.fused_parts(model)
+    assert known is not None
     adapted = peft.get_peft_model(model, config).eval()
     with Engine(adapted, CacheConfig(num_blocks=64), fuse=True) as engine:
         assert run(engine) == by_generate(adapted) != plain
+    with torch.no_grad():
+        known.apply(model)
+    token = packed_cache.set(object())  # as in a packed step
+    try:
+        block, rows = blocks(model)[1], torch.randn(1, 3, 64)
+        assert "forward" in vars(block.experts.get_base_layer()) and "forward" in vars(block.gate.get_base_layer())
+        inside = block(rows)
+    finally:
+        packed_cache.reset(token)
+        known.undo(model)
+    torch.testing.assert_close(inside, block(rows))
 
 
 def test_training_mode(model: Any) -> None:

@@ -23,14 +23,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.routing import Router, RouterKind
 from hf_paged.kernels.rows import NORM_KINDS, Norm, NormKind, RotaryKind
+from hf_paged.kernels.triton.experts import SIZES, assign_launch, combine_launch, product_launch, tile_of
 from hf_paged.kernels.triton.gate import gate_launch
 from hf_paged.kernels.triton.launch import Launch, Target
 from hf_paged.kernels.triton.norm import Rows, add_norm_launch
 from hf_paged.kernels.triton.nucleus import nucleus_launch
 from hf_paged.kernels.triton.ops import attention_launches
 from hf_paged.kernels.triton.rotary import rotate_launch
+from hf_paged.kernels.triton.routing import route_launch
 from hf_paged.kernels.triton.sampling import greedy_launches
 from hf_paged.kernels.triton.write import copy_blocks_launch, write_kv_launch
 
@@ -191,6 +195,43 @@ def _between_attentions() -> dict[str, Launch]:
     return found
 
 
+def _experts(chip: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Launch]:
+    """Experts of the sizes of Qwen3-30B-A3B, and interleaved ones of GPT-OSS; routers, one with a bias and groups."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    num_tokens, top_k, num_experts = 64, 8, 128
+    index, logits = empty(num_tokens, top_k, dtype=torch.int64), empty(num_tokens, 256, dtype=torch.float32)
+    pairs = Assignment(empty(num_tokens * top_k, dtype=torch.int32), empty(num_experts + 1, dtype=torch.int32))
+    weights, total = empty(num_tokens, top_k), empty(num_tokens, 2048)
+    found = {
+        "assign": assign_launch(index, num_experts, pairs),
+        "combine": combine_launch(empty(num_tokens * top_k, 2048), weights, total),
+        "route": route_launch(empty(num_tokens, 128), None, Router(RouterKind("softmax", "sum"), 8), weights, index),
+        "route groups": route_launch(
+            logits, logits[0], Router(RouterKind("sigmoid", "sum", False, 8, 4), 8, 1e-20, 2.5), weights, index
+        ),
+    }
+    gate, oss = Gate(GateKind()), Gate(GateKind(SCALED_SILU, True, True, True), 1.702, 7.0)
+    for size in SIZES:
+        tile = tile_of(CHIPS[chip][0], dtype.itemsize, size)
+        for name, hidden, inner, transposed, gates in (
+            ("", 2048, 768, False, gate),
+            ("transposed ", 2048, 768, True, gate),
+            ("interleaved ", 2880, 2880, True, oss),
+        ):
+            for part, inputs, outputs in (("up", hidden, 2 * inner), ("down", inner, hidden)):
+                shape = (inputs, outputs) if transposed else (outputs, inputs)
+                bias = empty(num_experts, outputs) if gates is oss else None
+                projection = Projection(empty(num_experts, *shape), bias, transposed)
+                rows = empty(num_tokens * (1 if part == "up" else top_k), inputs)
+                out = empty(num_tokens * top_k, inner if part == "up" else hidden)
+                launch = product_launch(rows, pairs, projection, out, gates if part == "up" else None, tile)
+                found[f"experts {name}{part} {size}"] = launch
+    return found
+
+
 def variants(chip: str) -> dict[str, Launch]:
     """Every kernel at the shapes for which it is tuned; more of them on sm90, whose code paths other chips share."""
     every_feature = {"sliding_window": 1024, "softcap": 30.0}
@@ -212,7 +253,7 @@ def variants(chip: str) -> dict[str, Launch]:
     cache = cache.unflatten(0, (1, 16))
     found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
     found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64), [cache, cache])
-    found |= _between_attentions()
+    found |= _between_attentions() | _experts(chip)
     logits, *results = (torch.empty(256, 128_256, dtype=torch.bfloat16, device="meta"), *(
         torch.empty(256 * 16, dtype=dtype, device="meta") for dtype in (torch.int64, *[torch.float32] * 3, torch.int32)
     ))  # fmt: skip
@@ -226,6 +267,8 @@ def variants(chip: str) -> dict[str, Launch]:
         found["decode d64 fp32"] = _attention(chip, 1, 64, dtype=torch.float32)[1]
         found["short decode d128"] = _attention(chip, 1, 128, max_seq_len=200)[-1]
         found["prefill d80"] = _attention(chip, 4096, 80)[-1]
+        # fp32 does not use the matrix units, and has no pipeline to speak of.
+        found |= {f"fp32 {name}": each for name, each in _experts(chip, torch.float32).items() if "experts" in name}
         found["prefill d128 fp16"] = _attention(chip, 4096, 128, dtype=torch.float16)[-1]
     return found
 

@@ -24,9 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import host_step
 
 from hf_paged.kernels import ops
+from hf_paged.kernels.experts import Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import REPEATABLE
+from hf_paged.kernels.routing import Router, RouterKind
 from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
-from hf_paged.kernels.triton import gate, norm, rotary
+from hf_paged.kernels.triton import experts, gate, norm, rotary, routing
 from hf_paged.kernels.triton.launch import Launch, RowLaunches
 from hf_paged.kernels.triton.sampling import greedy
 from tests.kernels.cases import Case, make_batch
@@ -199,6 +201,53 @@ def _rotation(
     )  # fmt: skip
 
 
+def calls_of_experts() -> Iterator[Callable[[], Any]]:
+    """Their pairs, products, and sums."""
+
+    def index(num_tokens: int, top_k: int = 2) -> torch.Tensor:
+        return empty(num_tokens, top_k, dtype=torch.int64)
+
+    for tensor, num_experts in (
+        (index(8), 4), (index(8), 4), (index(8), 8), (index(9), 4), (index(8).int(), 4), (index(8, 4), 4),
+        (index(4, 4), 4),
+    ):  # fmt: skip
+        yield partial(experts.assign, tensor, num_experts)
+    gate, pairs, starts = Gate(GateKind()), empty(16, dtype=torch.int32), empty(5, dtype=torch.int32)
+    weight, usual = empty(4, 64, 64), Assignment(pairs, starts)
+    for rows, assignment, weights, options in (
+        (empty(8, 64), usual, (weight, None, False), {}),
+        (empty(8, 64), usual, (empty(4, 64, 64), None, False), {}),
+        (empty(4, 64), Assignment(pairs[:8], starts), (weight, None, False), {}),
+        (empty(16, 64), usual, (weight, None, False), {}),
+        (empty(8, 64), usual, (weight, None, True), {}),
+        (empty(8, 64), usual, (weight, empty(4, 64), False), {}),
+        (empty(8, 64), usual, (weight, None, False), {"size": "large"}),
+        (empty(8, 64), usual, (weight, None, False), {"gate": gate}),
+        (empty(8, 64), usual, (weight, None, False), {"gate": gate._replace(limit=2.0)}),
+        (empty(8, 64), usual, (weight, None, False), {"gate": Gate(GateKind(is_interleaved=True))}),
+        (empty(8, 64), usual, (empty(3, 64, 64), None, False), {}),
+        (empty(8, 64), usual, (empty(4, 32, 64), None, False), {}),
+        (empty(8, 32), usual, (empty(4, 64, 32), None, False), {}),
+        (empty(8, 64, aligned=False), usual, (weight, None, False), {}),
+    ):
+        yield partial(experts.product, rows, assignment, Projection(*weights), **options)
+    for num_tokens, top_k, size in ((8, 2, 64), (7, 2, 64), (1, 2, 64), (4, 4, 64), (8, 2, 32)):
+        yield partial(experts.combine, empty(num_tokens * top_k, size), empty(num_tokens, top_k))
+    yield partial(experts.combine, empty(16, 64), empty(8, 2, dtype=torch.float32))
+
+
+def calls_of_routing() -> Iterator[Callable[[], Any]]:
+    usual, bias = Router(RouterKind(), 2), empty(8, dtype=torch.float32)
+    for logits, tensor, router, dtype in (
+        (empty(8, 8), None, usual, torch.float32), (empty(5, 8), None, usual, torch.float32),
+        (empty(8, 8), bias, usual, torch.float32), (empty(8, 8), bias.half(), usual, torch.float32),
+        (empty(8, 8), None, usual._replace(top_k=3), torch.float32), (empty(8, 16), None, usual, torch.float32),
+        (empty(8, 8), None, usual._replace(scale=2.0), torch.float32), (empty(8, 8), None, usual, torch.bfloat16),
+        (empty(8, 8), None, Router(RouterKind("sigmoid"), 2), torch.float32), (empty(1, 8), None, usual, torch.float32),
+    ):  # fmt: skip
+        yield partial(routing.route, logits, tensor, router, dtype)
+
+
 def kept_launches(module: Any, calls: Iterable[Callable[[], Any]]) -> dict[str, Any]:
     """Calls as they come, and then each without what the calls before it have left.
 
@@ -241,5 +290,8 @@ if __name__ == "__main__":
         for name in CASES:
             print(json.dumps(compared(name)))
         print(json.dumps(greedy_launches()))
-        for module, calls in ((norm, calls_of_norm()), (gate, calls_of_gate()), (rotary, calls_of_rotary())):
+        for module, calls in (
+            (norm, calls_of_norm()), (gate, calls_of_gate()), (rotary, calls_of_rotary()),
+            (experts, calls_of_experts()), (routing, calls_of_routing()),
+        ):  # fmt: skip
             print(json.dumps(kept_launches(module, calls)))

@@ -41,6 +41,7 @@ CONFIGS: dict[str, Any] = {
     "qwen3 72": lambda: transformers.Qwen3Config(**_SIZES, head_dim=72),
     "mistral": lambda: transformers.MistralConfig(**_SIZES, head_dim=16, sliding_window=250),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_SIZES, head_dim=256, sliding_window=300, layer_types=_WINDOWS),
+    "mixtral": lambda: transformers.MixtralConfig(**_SIZES, head_dim=16, num_local_experts=4),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=1500),
 }
 

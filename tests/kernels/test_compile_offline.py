@@ -48,11 +48,15 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
         "fits shared memory": found["shared"] <= CHIPS[chip] * 1024,
     }
     if chip.startswith("gfx"):
-        wanted["matrix cores"] = not attends or found["mfma"] > 0
+        wanted["matrix cores"] = not (attends or name.startswith("experts")) or found["mfma"] > 0
     elif name in ("write", "copy"):
         wanted["16 bytes an access"] = found["wide_loads"] >= 4 and found["wide_stores"] >= 4
     elif name.startswith(("norm", "gate", "rotate", "sum")):
         wanted["16 bytes an access"] = found["wide_loads"] >= 2 and found["wide_stores"] >= 1
+    elif name.startswith("experts"):
+        wanted["pipelined"] = chip == "sm100" or (bool(found["in_flight"]) and min(found["in_flight"]) >= 4)
+        if chip in ("sm90", "sm100") and name.endswith("large"):
+            wanted["wgmma"] = found["wgmma" if chip == "sm90" else "tcgen05"] > 0
     elif name in ("greedy pieces", "top-p"):
         wanted["16 bytes an access"] = found["wide_loads"] >= 4
     elif attends:
@@ -115,8 +119,8 @@ def test_nothing_is_compiled_or_captured_after_the_warm_up() -> None:
     are those of the warm-up."""
     runs = [json.loads(line) for line in offline("sm90", script="serving.py").splitlines()]
     assert {run["name"]: (run["later"], run["captures"]) for run in runs} == {run["name"]: ([], 0) for run in runs}
-    assert len(runs) == 4 and all(run["used"] > 5 for run in runs)
-    assert [run["replays"] > 20 for run in runs] == [False, False, True, True]
+    assert len(runs) == 5 and all(run["used"] > 5 for run in runs)
+    assert [run["replays"] > 20 for run in runs] == [False, False, True, True, True]
     assert sum(run["swaps"] for run in runs) > 0 and sum(run["copies"] for run in runs) > 0
 
 
@@ -124,7 +128,9 @@ def test_nothing_is_compiled_or_captured_after_the_warm_up() -> None:
 def test_a_step_prepares_the_launches_of_its_layers_once() -> None:
     """The layers after the first do without our choice of kernels and Triton's binder; its launcher gets what it would
     get with them. A tensor with another alignment needs another machine code."""
-    *runs, greedy, norm, gate, rotary = [json.loads(line) for line in offline(script="repeated.py").splitlines()]
+    *runs, greedy, norm, gate, rotary, experts, routing = [
+        json.loads(line) for line in offline(script="repeated.py").splitlines()
+    ]
     assert greedy == {"name": "greedy", "bound": [2, 0, 2, 2], "args": [True] * 4}
     assert [run["name"] for run in runs] == ["lean", "shared", "whole", "mixed", "window"]
     assert all(run["equal"] == [True] * 3 for run in runs)
@@ -134,4 +140,6 @@ def test_a_step_prepares_the_launches_of_its_layers_once() -> None:
     assert norm == {"name": "norm", "unequal": [], "again": [1, 2, 8]}
     assert gate == {"name": "gate", "unequal": [], "again": [1, 9, 10, 16, 19]}
     assert rotary == {"name": "rotary", "unequal": [], "again": [1, 2, 5, 10]}
+    assert experts == {"name": "experts", "unequal": [], "again": [1, 8, 9, 22]}
+    assert routing == {"name": "routing", "unequal": [], "again": [1]}
     assert [run["bound"] for run in runs] == [[3, 0, 2], [6, 0, 3], [2, 0, 2], [7, 0, 4], [3, 0, 2]]

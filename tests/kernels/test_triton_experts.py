@@ -121,6 +121,7 @@ KINDS = [
     RouterKind("sigmoid", "sum"), RouterKind("none", "sigmoid_sum"), RouterKind("none", "sigmoid"),
     RouterKind("softmax", "clamp"), RouterKind("softmax", "none", is_low=True),
     RouterKind("sigmoid", "sum", groups=4, chosen_groups=2), RouterKind("softmax", "none", groups=5, chosen_groups=3),
+    RouterKind("mixer", is_low=True),
 ]  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def test_routers(kind: RouterKind) -> None:
     for (num_experts, top_k), dtype in itertools.product(((20, 3), (60, 7)), (torch.float32, torch.bfloat16)):
         logits = logits_of(2, num_experts, dtype)
         for bias in (None, None if kind.is_low else random(num_experts)):
-            router = Router(kind, top_k, 1e-3, 1.7)
+            router = Router(kind, top_k, 0.1 if kind.scores == "mixer" else 1e-3, 1.7)
             actual, expected = (each(logits, bias, router, dtype) for each in (route, routing.route))
             if kind.groups == 1 or bias is not None:  # sums of two logits may be equal otherwise
                 assert torch.equal(actual[1], expected[1])

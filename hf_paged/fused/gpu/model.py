@@ -142,9 +142,10 @@ class FusedParts:
         """All on which it depends which parts are ready."""
         modules = [module for part in self._parts for module in part.modules]
         classes = list(map(type, modules))
-        forwards = [owner.forward for owner in dict.fromkeys([*classes, nn.Linear])]
+        # A module may be gone: PEFT gives experts a module for the time of a call.
+        forwards = [getattr(owner, "forward", None) for owner in dict.fromkeys([*classes, nn.Linear])]
         rotary = [function.is_own() for function in self._rotary.values()]
-        return [self._weights.layout, classes, forwards, [module.training for module in modules], rotary]
+        return [self._weights.layout, classes, forwards, [getattr(m, "training", None) for m in modules], rotary]
 
     def _choose(self, model: nn.Module) -> None:
         """Set the overrides of the parts that are ready."""

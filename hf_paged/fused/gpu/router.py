@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -108,6 +108,7 @@ _OPERATIONS = {
     "mm", "addmm", "_to_copy", "_softmax", "topk", "sum", "div", "div_", "add", "add_", "sigmoid", "gather", "scatter_",
     "zeros_like", "fill_", "zero_", "masked_fill", "bitwise_not", "clone", "mul", "clamp", "clamp_min",
 }  # fmt: skip
+_OF_MIXERS = {"mm", "max", "abs", "clamp", "sub", "div", "gt", "masked_fill", "_softmax", "gather", "scatter", "cat"}
 
 
 def router_part(call: Call) -> RouterPart | None:
@@ -130,11 +131,11 @@ def router_part(call: Call) -> RouterPart | None:
     called = [child.module for child in call.children if product.child and child.name == product.child]
     names = call.names_without(called)
     bias = _bias_of(call, logits.shape[1], product)
-    rule = None if set(names) - _OPERATIONS else _rule_of(call, place, product, bias)
-    # A factor, or a limit, that the probe did not show.
-    if rule is None or ("mul" in names) != isinstance(rule.scale, str):
-        return None
-    if any(name.startswith("clamp") for name in names) != (rule.kind.weights == "clamp"):
+    known = not set(names) - _OPERATIONS or not set(names) - _OF_MIXERS
+    # A factor or a limit may be there without effect on the probe.
+    used = Used(any(name.startswith("clamp") for name in names), "mul" in names)
+    rule = _rule_of(call, place, product, bias, used) if known else None
+    if rule is None:
         return None
     return RouterPart(call, place, product, bias, rule)
 
@@ -142,9 +143,9 @@ def router_part(call: Call) -> RouterPart | None:
 def _product_of(call: Call, logits: torch.Tensor) -> Product | None:
     rows = call.input.reshape(-1, call.input.shape[-1])
     for child in call.children:
-        if child.name and isinstance(child.output, torch.Tensor) and child.output.shape == logits.shape:
-            same = torch.equal(child.output.to(logits.dtype), logits) and isinstance(child.input, torch.Tensor)
-            return Product(child=child.name, upcasts=child.input.dtype != rows.dtype) if same else None
+        tensors = isinstance(child.input, torch.Tensor) and isinstance(child.output, torch.Tensor)
+        if child.name and tensors and torch.equal(child.output.to(logits.dtype), logits):
+            return Product(child=child.name, upcasts=child.input.dtype != rows.dtype)
     parameters = {name: p for name, p in call.module._parameters.items() if type(p) is nn.Parameter}
     weights = [name for name, p in parameters.items() if p.shape == (logits.shape[1], rows.shape[1])]
     biases = ["", *(name for name, p in parameters.items() if p.shape == logits.shape[1:])]
@@ -179,24 +180,31 @@ def _bias_of(call: Call, num_experts: int, product: Product) -> Bias | None:
     return found[0] if len(found) == 1 else None
 
 
+class Used(NamedTuple):
+    """Operations of the module: a limit, a product of elements."""
+
+    clamps: bool
+    multiplies: bool
+
+
 _known: dict[tuple[Any, ...], Rule | None] = {}  # by class, sizes, dtypes and all attributes that are numbers
 
 
-def _rule_of(call: Call, place: Place, product: Product, bias: Bias | None) -> Rule | None:
+def _rule_of(call: Call, place: Place, product: Product, bias: Bias | None, used: Used) -> Rule | None:
     module = call.module
     scalars = [(name, x) for name, x in vars(module).items() if isinstance(x, bool | int | float | str)]
     tensors = [call.input, *call.output]
     key = (
-        type(module), type(module).forward, place, product, bias, tuple(scalars),
+        type(module), type(module).forward, place, product, bias, used, tuple(scalars),
         tuple((x.shape[-1], x.dtype, x.device, x.dim()) for x in tensors),
     )  # fmt: skip
     if key not in _known:
-        _known[key] = _probed(call, place, product, bias)
+        _known[key] = _probed(call, place, product, bias, used)
     return _known[key]
 
 
 @torch.no_grad()
-def _probed(call: Call, place: Place, product: Product, bias: Bias | None) -> Rule | None:
+def _probed(call: Call, place: Place, product: Product, bias: Bias | None, used: Used) -> Rule | None:
     """The rule by which a copy of the module turns chosen logits into weights, with a bias and factors that show."""
     rows, (logits, weights, index) = call.input, call.output
     probe, args, kwargs = _copy(call, product)
@@ -223,7 +231,7 @@ def _probed(call: Call, place: Place, product: Product, bias: Bias | None) -> Ru
     # The logits before they are returned have the dtype of the product.
     before = chosen.to(torch.float32 if product.upcasts else rows.dtype)
     fitting = []
-    for rule in _rules(probe, index.shape[1], bias is not None):
+    for rule in _rules(probe, index.shape[1], bias is not None, used):
         result = _ordered(*route(before, tensor if rule.has_bias else None, rule.router(probe), weights.dtype))
         wanted = _ordered(*expected[1:])
         if all(map(torch.equal, result, wanted)):
@@ -261,32 +269,36 @@ def _numbers(attributes: dict[str, Any]) -> list[str]:
 
 
 def _logits(num_experts: int, top_k: int) -> torch.Tensor:
-    """Rows of distinct logits within +-4, which are exact in bf16 for up to 512 experts; and one of very low ones, of
-    which top_k + 1 differ."""
+    """Rows of distinct logits within +-4, which are exact in bf16 for up to 512 experts; and two of close ones, and of
+    very low ones, of which top_k + 1 differ."""
     generator = torch.Generator().manual_seed(0)
     places = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(16)])
     unit = max(1, 1 << (num_experts - 1).bit_length()) / 8
-    low = torch.full((1, num_experts), -120.0)
-    low[0, : top_k + 1] = -64 - torch.arange(min(top_k + 1, num_experts)) / 2
-    return torch.cat([(places - num_experts // 2) / unit, low])
+    last = torch.tensor([[90.0], [-120.0]]).repeat(1, num_experts)
+    different = torch.arange(min(top_k + 1, num_experts))
+    last[0, : top_k + 1], last[1, : top_k + 1] = 128 - different, -64 - different / 2
+    return torch.cat([(places - num_experts // 2) / unit, last])
 
 
-def _rules(probe: nn.Module, top_k: int, may_have_bias: bool) -> Iterator[Rule]:
+def _rules(probe: nn.Module, top_k: int, may_have_bias: bool, used: Used) -> Iterator[Rule]:
     attributes = vars(probe)
     numbers = _numbers(attributes)
     groups = [(1, 1)]
     if isinstance(attributes.get("num_group"), int) and attributes["num_group"] > 1:
         groups.insert(0, (attributes["num_group"], attributes["topk_group"]))
+    weights = ("clamp",) if used.clamps else ("none", "sum", "softmax", "sigmoid", "sigmoid_sum")
     choices = itertools.product(
-        groups, (True, False) if may_have_bias else (False,), ("softmax", "none", "sigmoid"),
-        ("none", "sum", "clamp", "softmax", "sigmoid", "sigmoid_sum"), (False, True), [1.0, *numbers],
+        groups, (True, False) if may_have_bias else (False,), ("softmax", "none", "sigmoid"), weights, (False, True),
+        numbers if used.multiplies else [1.0],
     )  # fmt: skip
-    for (num, used), has_bias, scores, weights, is_low, scale in choices:
+    for (num, chosen), has_bias, scores, weight, is_low, scale in choices:
         if has_bias and is_low:  # the kernel rounds no sum of a score and its bias
             continue
-        eps: list[str | float] = [*numbers] if weights == "clamp" else [0.0, 1e-20] if "sum" in weights else [0.0]
+        eps: list[str | float] = [*numbers] if weight == "clamp" else [0.0, 1e-20] if "sum" in weight else [0.0]
         for each in eps:
-            yield Rule(RouterKind(scores, weights, is_low, num, used), top_k, has_bias, each, scale)
+            yield Rule(RouterKind(scores, weight, is_low, num, chosen), top_k, has_bias, each, scale)
+    if used.clamps and top_k == 2:
+        yield from (Rule(RouterKind("mixer", is_low=True), top_k, False, name) for name in numbers)
 
 
 def _ordered(weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,11 +307,11 @@ def _ordered(weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _agree(result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether weights and experts of the probe's rows are alike; of the last row, which has equal logits, the weights
+    """Whether weights and experts of the probe's rows are alike; of the last two, which have equal logits, the weights
     by themselves, as they may be tiny."""
-    if not torch.equal(result[1][:-1], expected[1][:-1]):
+    if not torch.equal(result[1][:-2], expected[1][:-2]):
         return False
     one, other = result[0].float(), expected[0].float()
     tolerance = 1e-5 if expected[0].dtype == torch.float32 else 0.01
-    last = torch.allclose(one[-1].sort()[0], other[-1].sort()[0], tolerance, 0, equal_nan=True)
-    return last and are_close(one[:-1], other[:-1], tolerance)
+    last = torch.allclose(one[-2:].sort()[0], other[-2:].sort()[0], tolerance, 0, equal_nan=True)
+    return last and are_close(one[:-2], other[:-2], tolerance)

@@ -16,7 +16,9 @@ import triton.language as tl
 
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, Projection
 from hf_paged.kernels.triton.gate import activate, sigmoid
-from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, target_of
+from hf_paged.kernels.triton.launch import INTERPRET, Launch, RowLaunches, Target, next_power_of_2, target_of
+
+_launches = RowLaunches()
 
 # -- pairs sorted by expert ------------------------------------------------------------------------------------------
 
@@ -54,7 +56,9 @@ def assign(index: torch.Tensor, num_experts: int) -> Assignment:
     """index [num_tokens, top_k], int64 or int32, contiguous: the experts of each token."""
     pairs = torch.empty(index.numel(), dtype=torch.int32, device=index.device)
     result = Assignment(pairs, torch.empty(num_experts + 1, dtype=torch.int32, device=index.device))
-    assign_launch(index, num_experts, result).run(index.device)
+    tensors: dict[str, torch.Tensor | None] = {"index": index, **result._asdict()}
+    options = index.numel(), num_experts
+    _launches.run(num_experts, index.device, tensors, options, lambda: assign_launch(index, num_experts, result))
     return result
 
 
@@ -91,6 +95,12 @@ def size_for(num_pairs: int, num_experts: int) -> str:
     return "small" if num_pairs <= 16 * num_experts else "large"
 
 
+def _num_tiles(num_pairs: int, num_experts: int, bm: int) -> int:
+    """The most tiles of bm pairs that there may be: each expert with a pair may leave one partly empty."""
+    used = min(num_experts, num_pairs)
+    return used + (num_pairs - used) // bm
+
+
 @triton.jit
 def _load_weights(weight, columns, dims, valid, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TRANSPOSED: tl.constexpr,
                   EVEN: tl.constexpr):  # fmt: skip
@@ -120,17 +130,17 @@ def _rounded(x, ROUNDS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _gated(x, up, alpha, limit, GATE: tl.constexpr, DTYPE: tl.constexpr):
-    """GATE: a GateKind."""
-    rounds: tl.constexpr = GATE[4]
-    if GATE[2]:  # NaN stays NaN, as in torch
+def _gated(x, up, alpha, limit, ACTIVATION: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr):
+    """GATE: a GateKind without its activation."""
+    rounds: tl.constexpr = GATE[3]
+    if GATE[1]:  # NaN stays NaN, as in torch
         x = tl.where(x > limit, limit, x)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    if GATE[0] == "scaled_silu":
+    if ACTIVATION == "scaled_silu":
         x = x * _rounded(sigmoid(_rounded(x * alpha, rounds, DTYPE)), rounds, DTYPE)
     else:
-        x = activate(x, GATE[0])
-    if GATE[3]:
+        x = activate(x, ACTIVATION)
+    if GATE[2]:
         up = _rounded(up + 1.0, rounds, DTYPE)
     return _rounded(x, rounds, DTYPE) * up
 
@@ -139,13 +149,13 @@ def _gated(x, up, alpha, limit, GATE: tl.constexpr, DTYPE: tl.constexpr):
 def product_kernel(
     rows, weight, bias, out, pairs, starts, alpha, limit,
     NUM_EXPERTS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j): tile t of all experts' tiles of BM pairs, and columns [j * BN, ...) of its result.
 
-    GATE: a GateKind, with which a column is that of a gate and an up; or None. EXPERTS: a power of two, at least
-    NUM_EXPERTS. Programs after the last tile return. UPCAST: multiply in fp32, for the interpreter.
+    ACTIVATION, GATE: a GateKind, with which a column is that of a gate and an up; or None. EXPERTS: a power of two, at
+    least NUM_EXPERTS. Programs after the last tile return. UPCAST: multiply in fp32, for the interpreter.
     """
     tile = tl.program_id(0)
     each = tl.arange(0, EXPERTS)
@@ -172,7 +182,7 @@ def product_kernel(
         bias += expert * OUTPUTS
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     valid = columns < size
-    if GATE is None or not GATE[1]:
+    if GATE is None or not GATE[0]:
         acc = tl.zeros([BM, BN], tl.float32)
         ups = tl.zeros([BM, BN], tl.float32)
         both = columns
@@ -191,20 +201,20 @@ def product_kernel(
             x = x.to(tl.float32)
         w = _load_weights(weight, both, dims, both_valid, OUTPUTS, INPUTS, TRANSPOSED, even)
         acc = tl.dot(x, w.to(x.dtype), acc, input_precision="ieee")
-        if GATE is not None and not GATE[1]:
+        if GATE is not None and not GATE[0]:
             w = _load_weights(weight, size + columns, dims, valid, OUTPUTS, INPUTS, TRANSPOSED, even)
             ups = tl.dot(x, w.to(x.dtype), ups, input_precision="ieee")
 
     if GATE is None:
         result = _with_bias(acc, bias, columns, valid, dtype)
     else:
-        if GATE[1]:
+        if GATE[0]:
             wide = _with_bias(acc, bias, both, both_valid, dtype)
             gate, up = tl.split(tl.reshape(wide, (BM, BN, 2)))
         else:
             gate = _with_bias(acc, bias, columns, valid, dtype)
             up = _with_bias(ups, bias, size + columns, valid, dtype)
-        result = _gated(gate, up, alpha, limit, GATE, dtype)
+        result = _gated(gate, up, alpha, limit, ACTIVATION, GATE, dtype)
     targets = out + pair.to(tl.int64)[:, None] * size + columns[None, :]
     tl.store(targets, result.to(dtype), mask=inside[:, None] & valid[None, :])
 
@@ -220,19 +230,17 @@ def product_launch(
     """See `product`; out [num_pairs, n], contiguous."""
     num_pairs, num_experts = assignment.pairs.numel(), projection.weight.shape[0]
     bn = tile.bn if gate is None else tile.bn // 2
-    # Each expert but the last may leave a tile partly empty; no more experts than pairs have any.
-    used = min(num_experts, num_pairs)
-    num_tiles = used + (num_pairs - used) // tile.bm
     args = {
         "rows": rows, "weight": projection.weight, "bias": projection.bias, "out": out, "pairs": assignment.pairs,
         "starts": assignment.starts, "alpha": 1.0 if gate is None else gate.alpha,
         "limit": 0.0 if gate is None else gate.limit, "NUM_EXPERTS": num_experts,
         "PAIRS_OF_ROW": num_pairs // rows.shape[0], "OUTPUTS": projection.outputs, "INPUTS": projection.inputs,
-        "TRANSPOSED": projection.is_transposed, "GATE": None if gate is None else tuple(gate.kind),
+        "TRANSPOSED": projection.is_transposed, "GATE": None if gate is None else tuple(gate.kind[1:]),
+        "ACTIVATION": None if gate is None else gate.kind.activation,
         "EXPERTS": next_power_of_2(num_experts), "BM": tile.bm, "BN": bn, "BK": tile.bk, "STAGES": tile.num_stages,
         "UPCAST": INTERPRET and rows.dtype != torch.float32,
     }  # fmt: skip
-    grid = (num_tiles, triton.cdiv(out.shape[1], bn))
+    grid = (_num_tiles(num_pairs, num_experts, tile.bm), triton.cdiv(out.shape[1], bn))
     return Launch(product_kernel, grid, args, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
 
 
@@ -252,7 +260,14 @@ def product(
     num_pairs, num_experts = assignment.pairs.numel(), projection.weight.shape[0]
     out = rows.new_empty(num_pairs, projection.outputs // (1 if gate is None else 2))
     tile = tile_of(target_of(rows.device), rows.element_size(), size or size_for(num_pairs, num_experts))
-    product_launch(rows, assignment, projection, out, gate, tile).run(rows.device)
+    tensors = {
+        "rows": rows, "weight": projection.weight, "bias": projection.bias, "out": out, **assignment._asdict(),
+    }  # fmt: skip
+    options = projection.weight.shape, projection.is_transposed, num_pairs // len(rows), gate, tile
+    _launches.run(
+        _num_tiles(num_pairs, num_experts, tile.bm), rows.device, tensors, options,
+        lambda: product_launch(rows, assignment, projection, out, gate, tile),
+    )  # fmt: skip
     return out
 
 
@@ -293,7 +308,9 @@ def combine(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     results [num_pairs, n], weights [num_tokens, top_k], both contiguous. weights: of the results' dtype, or fp32.
     """
     out = results.new_empty(weights.shape[0], results.shape[1])
-    combine_launch(results, weights, out).run(results.device)
+    tensors: dict[str, torch.Tensor | None] = {"results": results, "weights": weights, "out": out}
+    options = weights.shape[1], results.shape[1]
+    _launches.run(len(out), out.device, tensors, options, lambda: combine_launch(results, weights, out))
     return out
 
 

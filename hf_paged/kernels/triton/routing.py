@@ -12,7 +12,7 @@ import triton.language as tl
 
 from hf_paged.kernels.routing import Router
 from hf_paged.kernels.triton.gate import sigmoid
-from hf_paged.kernels.triton.launch import Launch, next_power_of_2
+from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
 
 @triton.jit
@@ -47,6 +47,14 @@ def _in_best_groups(x, inside, each, NUM: tl.constexpr, GROUPS: tl.constexpr, CH
 
 
 @triton.jit
+def _is_far(x, best, eps, inside, DTYPE: tl.constexpr):
+    """Which logits are so far below the best that they do not count in its softmax (see `RouterKind`, "mixer")."""
+    size = tl.where(inside, tl.abs(x), 1.0)
+    gap = _rounded(best - x, True, DTYPE) / tl.where(size < best, best, size)
+    return _rounded(gap, True, DTYPE) > _rounded(tl.zeros_like(gap) + 2.0 * eps, True, DTYPE)
+
+
+@triton.jit
 def route_kernel(
     logits, bias, weights, index, eps, scale, SCORES: tl.constexpr, WEIGHTS: tl.constexpr, LOW: tl.constexpr,
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
@@ -78,9 +86,13 @@ def route_kernel(
     w = tl.zeros([SLOTS], tl.float32)
     for slot in range(TOP_K):
         best = _first_best(choice, free, each, BLOCK)
+        score = tl.sum(tl.where(each == best, x, 0.0), 0)
+        if SCORES == "mixer":
+            is_far = _is_far(x, score, eps, inside, dtype)
+            score = 1.0 / tl.sum(tl.where(free & (is_far == 0), tl.exp(x - score), 0.0), 0)
         free = free & (each != best)
         chosen = tl.where(slots == slot, best, chosen)
-        w = tl.where(slots == slot, tl.sum(tl.where(each == best, x, 0.0), 0), w)
+        w = tl.where(slots == slot, score, w)
 
     if WEIGHTS == "softmax":
         w = tl.where(valid, w, -float("inf"))
@@ -97,6 +109,9 @@ def route_kernel(
     w = w * scale
     tl.store(weights + token * TOP_K + slots, w.to(weights.dtype.element_ty), mask=valid)
     tl.store(index + token * TOP_K + slots, chosen.to(tl.int64), mask=valid)
+
+
+_launches = RowLaunches()
 
 
 def route_launch(
@@ -122,5 +137,9 @@ def route(
     weights = logits.new_empty(logits.shape[0], router.top_k, dtype=dtype)
     index = torch.empty_like(weights, dtype=torch.int64)
     if logits.shape[0]:
-        route_launch(logits, bias, router, weights, index).run(logits.device)
+        tensors: dict[str, torch.Tensor | None] = {"logits": logits, "bias": bias, "weights": weights, "index": index}
+        _launches.run(
+            len(logits), logits.device, tensors, (router, logits.shape[1]),
+            lambda: route_launch(logits, bias, router, weights, index),
+        )  # fmt: skip
     return weights, index
