@@ -29,7 +29,7 @@ OPERATIONS = (
 def on_cpu(patch: pytest.MonkeyPatch, *, by_torch: bool = False) -> None:
     """From here on models on a CPU are treated as on a GPU, but for their attention."""
     patch.setattr(fused_model, "DEVICE_TYPE", "cpu")
-    for native in ("native_layers", "layers_for_engine", "layers_for_calls"):
+    for native in ("native_layers", "native_experts", "layers_for_engine", "layers_for_calls"):
         patch.setattr(overrides, native, lambda *_: None)
     if by_torch:
         for module, name in OPERATIONS:

@@ -5,7 +5,7 @@ now: in an engine, which places the weights of layers that read the same rows si
 
 A launch is an operation of torch that is neither a view nor an allocation, or one of `fewer.OPERATIONS`; attention
 counts as two (split and reduce) and a separate write of K and V as one. On a GPU a few operations take more launches
-than one, such as `topk` and `sort`. Experts are looped over as on a CPU.
+than one, such as `topk` and `sort`. DBRX loops over its experts.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,8 +23,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
 ]
 
-TYPES = ["llama", "mistral", "qwen2", "phi3", "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt_oss", "gpt2", "phi",
-         "gpt_neox", "nemotron", "starcoder2"]  # fmt: skip
+TYPES = ["llama", "mistral", "qwen2", "phi3", "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt2", "phi", "gpt_neox",
+         "nemotron", "starcoder2"]  # fmt: skip
+# In half precision other roundings may choose other experts.
+MIXTURES = ["mixtral", "gpt_oss", "qwen3_moe", "glm4_moe", "phimoe"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMITS = {"llama": 13, "qwen3": 16, "gemma3_text": 16}
 
 
@@ -59,8 +63,9 @@ def logits(model: Any, *, fused: bool) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name,dtype", [*itertools.product(TYPES, DTYPES), *((name, torch.float32) for name in MIXTURES)], ids=str
+)
 def test_logits(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name).to("cuda", dtype)
     parts, expected = fused_parts(model), logits(model, fused=False)
@@ -83,14 +88,8 @@ def test_memory_while_weights_are_moved() -> None:
     assert torch.cuda.max_memory_allocated() <= before + 2 * 2 * 1024 * 4096 + 2**20  # gate and up of one layer
 
 
-@pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("name", LIMITS)
-def test_kernels_of_a_step(name: str, moves: bool) -> None:
-    """Those of its four layers, and at most 30 for what comes before and after them."""
-    model = tiny_model(name).to("cuda", torch.bfloat16)
-    parts = fused_parts(model)
-    if moves:
-        assert parts is not None and parts.pack() == 8
+def kernels_of_steps(model: Any) -> list[list[str]]:
+    """Those of a step with a prompt and of a decode step."""
     logits(model, fused=True)  # compiles
     memory = PagedMemory(16, growable=True)
     packed = PackedModel(model, memory, [parts for parts in [fused_parts(model)] if parts is not None])
@@ -105,6 +104,24 @@ def test_kernels_of_a_step(name: str, moves: bool) -> None:
                 torch.cuda.synchronize()
             events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
             counts.append([event.name for event in events if not event.name.startswith("Mem")])
+    return counts
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("name", LIMITS)
+def test_kernels_of_a_step(name: str, moves: bool) -> None:
+    """Those of its four layers, and at most 30 for what comes before and after them."""
+    model = tiny_model(name).to("cuda", torch.bfloat16)
+    parts = fused_parts(model)
+    if moves:
+        assert parts is not None and parts.pack() == 8
+    counts = kernels_of_steps(model)
     for kernel in ("add_norm_kernel", "rotate_kernel", "gate_kernel"):
         assert sum(kernel in each for each in counts[1]) >= 4, counts[1]
     assert len(counts[1]) <= 4 * (LIMITS[name] - 3 * moves) + 30, counts[1]
+
+
+def test_kernels_of_experts() -> None:
+    for kernels in kernels_of_steps(tiny_model("mixtral").to("cuda", torch.bfloat16)):
+        for kernel, count in (("route", 4), ("assign", 4), ("product", 8), ("combine", 4)):
+            assert sum(f"{kernel}_kernel" in each for each in kernels) == count, kernels

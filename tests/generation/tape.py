@@ -114,7 +114,7 @@ def install(patch: pytest.MonkeyPatch, costs: StepCosts | None = None) -> None:
     patch.setattr(graphs, "CudaGraphs", TapedGraphs)
     patch.setattr(ops, "paged_attention", _taped_attention)
     patch.setattr(TapedGraphs, "captures", 0)
-    for native in ("native_layers", "layers_for_engine"):  # of a CPU: no operations of torch
+    for native in ("native_layers", "native_experts", "layers_for_engine"):  # of a CPU: no operations of torch
         patch.setattr(overrides, native, lambda *_: None)
     # transformers asks, and leaves out what no graph can do.
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(_tapes))

@@ -180,6 +180,11 @@ def _between_attentions() -> dict[str, Launch]:
         found[f"norm {size}"] = add_norm_launch(rows, rows, Rows(rows, rows), None, norm)
         both = add_norm_launch(rows, rows, Rows(rows, rows), norm, Norm(empty(size), empty(size), 1e-6, NORM_KINDS[3]))
         found[f"norms before and after {size}"] = both
+    bias = add_norm_launch(
+        empty(8, 4096), empty(8, 4096), Rows(empty(8, 4096), empty(8, 4096)), None, None, bias=empty(4096)
+    )
+    found["sum with a bias"] = bias
+    found["activation"] = gate_launch(empty(8, 16_384), None, empty(8, 16_384), "relu_squared")
     found["gate"] = gate_launch(empty(8, 14_336), empty(8, 14_336), empty(8, 14_336), "silu")
     for dim, norm in ((128, None), (256, Norm(empty(256), None, 1e-6, NormKind(adds_one=True)))):
         query, key, cache, angles = empty(8, 32, dim), empty(8, 8, dim), empty(9, 16, 8, dim), empty(8, dim)

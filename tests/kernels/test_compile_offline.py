@@ -51,7 +51,7 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
         wanted["matrix cores"] = not (attends or name.startswith("experts")) or found["mfma"] > 0
     elif name in ("write", "copy"):
         wanted["16 bytes an access"] = found["wide_loads"] >= 4 and found["wide_stores"] >= 4
-    elif name.startswith(("norm", "gate", "rotate")):
+    elif name.startswith(("norm", "gate", "rotate", "sum")):
         wanted["16 bytes an access"] = found["wide_loads"] >= 2 and found["wide_stores"] >= 1
     elif name.startswith("experts"):
         wanted["pipelined"] = chip == "sm100" or (bool(found["in_flight"]) and min(found["in_flight"]) >= 4)

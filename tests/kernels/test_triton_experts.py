@@ -16,7 +16,9 @@ from hf_paged.kernels import routing
 from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection
 from hf_paged.kernels.routing import Router, RouterKind
 from hf_paged.kernels.rows import ACTIVATIONS, are_close
+from hf_paged.kernels.triton import experts as triton_experts
 from hf_paged.kernels.triton import launch as triton_launch
+from hf_paged.kernels.triton import routing as triton_routing
 from hf_paged.kernels.triton.experts import SIZES, assign, combine, product
 from hf_paged.kernels.triton.routing import route
 
@@ -168,6 +170,8 @@ def test_two_variants_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch)
         seen.add((self.kernel.__name__, tuple(plain.items())))
 
     monkeypatch.setattr(triton_launch.Launch, "run", record)
+    for module in (triton_experts, triton_routing):
+        monkeypatch.setattr(module, "_launches", triton_launch.RowLaunches())
     both, router = projections(8, 40, 24, torch.float32), Router(RouterKind(), 2)
     for count in (1, 2, 3, 16, 33, 64, 65, 256, 1000):
         rows = random(count, 40)
