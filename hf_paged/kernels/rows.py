@@ -69,21 +69,32 @@ class RotaryKind(NamedTuple):
 
     is_interleaved: the pairs are (0, 1), (2, 3), ...; else (0, n / 2), (1, n / 2 + 1), ... has_angle_of_pair: angle i
     belongs to pair i; else to element i. doubles: the head has two rotated elements for each angle; else one. rounds:
-    both products are rounded to the heads' dtype before they are added.
+    both products are rounded to the heads' dtype before they are added. turns_back: by the negative angles.
     """
 
     is_interleaved: bool = False
     has_angle_of_pair: bool = False
     doubles: bool = False
     rounds: bool = True
+    turns_back: bool = False
 
 
-ROTARY_KINDS = tuple(
-    RotaryKind(interleaved, of_pair, doubles, rounds)
-    for rounds in (True, False)
-    for of_pair, doubles in ((False, False), (True, True), (True, False))
-    for interleaved in (False, True)
+ROTARY_KINDS = (
+    *(
+        RotaryKind(interleaved, of_pair, doubles, rounds)
+        for rounds in (True, False)
+        for of_pair, doubles in ((False, False), (True, True), (True, False))
+        for interleaved in (False, True)
+    ),
+    RotaryKind(turns_back=True),
 )
+
+Angles = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+"""Cosines and sines [num_tokens, n], or both in one complex tensor."""
+
+
+def cos_and_sin(angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+    return (angles.real, angles.imag) if isinstance(angles, torch.Tensor) else angles
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind) -> torch.Tensor:
@@ -99,7 +110,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Rota
     c, s = cos.float()[:, None, angle], sin.float()[:, None, angle]
     x = heads[..., :turned].float()
     y = x[..., other]
-    own, cross = x * c, torch.where(is_first, -y, y) * s
+    own, cross = x * c, torch.where(is_first != kind.turns_back, -y, y) * s
     if kind.rounds:
         own, cross = own.to(heads.dtype).float(), cross.to(heads.dtype).float()
     return torch.cat([(own + cross).to(heads.dtype), heads[..., turned:]], -1)

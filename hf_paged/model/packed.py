@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,15 +71,17 @@ class PackedCache(Cache):
         self._elsewhere: dict[torch.device, list[AttentionMetadata]] = {}  # the same for layers on other devices
         self.handles: list[LayerHandle] = []  # of this step, in order of update
         self._groups: dict[int, int] = {}
-        self._positions = torch.zeros(0, dtype=torch.int64)
+        self._shared: dict[Any, torch.Tensor] = {}
+        self.positions = torch.zeros(0, dtype=torch.int64)
         self.numbers_tokens = False  # whether a layer has derived positions from the length of the cache
 
     def begin_step(self, metadata: list[AttentionMetadata], positions: torch.Tensor) -> None:
         """Set the step's metadata, one record per group, and its tokens' positions, int64 [num_tokens]."""
         self.step = metadata
         self._elsewhere = {}
+        self._shared = {}
         self.handles = []
-        self._positions = positions
+        self.positions = positions
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0  # only masks use it, and a packed step's masks are patterns
@@ -93,7 +95,13 @@ class PackedCache(Cache):
         if layer_idx is None:
             return 0
         self.numbers_tokens = True
-        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
+
+    def once(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What several layers need alike: computed for the first that asks in a step."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]
 
     def group_of(self, layer_idx: int) -> int:
         """Index of the layer's group in the memory, and so of its metadata in `step`."""

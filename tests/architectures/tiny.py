@@ -135,6 +135,8 @@ def _specials() -> None:
     special("lfm2", layer_types=["conv", "full_attention"] * 2)
     special("lfm2_moe", layer_types=["conv", "full_attention"] * 2)
     special("mamba2", num_heads=8)
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "llama_4_scaling_beta": 0.5}
+    special("ministral3", rope_parameters=rope | {"original_max_position_embeddings": 16})
     for name in ("qwen4_exp", "qwen4_exp_text"):
         text = {
             "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,

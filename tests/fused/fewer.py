@@ -62,16 +62,24 @@ def rotate(
     query: torch.Tensor,
     key: torch.Tensor,
     *,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    angles: definitions.Angles | None,
     kind: RotaryKind,
     norms: tuple[Norm | None, Norm | None] = (None, None),
+    norm_is_last: bool = False,
+    factor: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     heads: list[Any] = []
     for x, own in ((query, norms[0]), (key, norms[1])):
-        x = x if own is None else definitions.normalise(x, own)
-        heads.append((x if angles is None else definitions.rotate(x, *angles, kind)).contiguous())
+        if own is not None and not norm_is_last:
+            x = definitions.normalise(x, own)
+        x = x if angles is None else definitions.rotate(x, *definitions.cos_and_sin(angles), kind)
+        if own is not None and norm_is_last:
+            x = definitions.normalise(x, own)
+        heads.append(x.contiguous())
+    if factor is not None:
+        heads[0] = (heads[0] * factor[:, None, None]).to(query.dtype)
     if into is None:
         return heads[0], heads[1]
     written = into[2] >= 0

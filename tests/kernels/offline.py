@@ -192,6 +192,16 @@ def _between_attentions() -> dict[str, Launch]:
             query, key, key, (query, cache, cache), torch.empty(8, dtype=torch.int64, device="meta"),
             (angles, angles), RotaryKind(), (norm, norm),
         )  # fmt: skip
+    query, key, cache, slots = empty(8, 32, 128), empty(8, 8, 128), empty(9, 16, 8, 128), torch.empty(8, device="meta")
+    centered = Norm(empty(128), empty(128), 1e-6, NormKind(is_centered=True))
+    found["rotate a part after layer norms"] = rotate_launch(
+        query, key, key, (query, cache, cache), slots.long(), (empty(8, 64), empty(8, 64)), RotaryKind(),
+        (centered, centered),
+    )  # fmt: skip
+    found["rotate by complex angles, norms, a factor"] = rotate_launch(
+        query, key, key, (query, cache, cache), slots.long(), torch.empty(8, 64, dtype=torch.complex64, device="meta"),
+        RotaryKind(True, True, True, False), (Norm(None, None, 1e-6, NormKind()),) * 2, True, slots.float(),
+    )  # fmt: skip
     return found
 
 

@@ -172,6 +172,7 @@ def calls_of_rotary() -> Iterator[Callable[[], Any]]:
     usual: dict[str, Any] = {
         "tokens": 8, "heads": (4, 2), "dim": 32, "v_dim": 32, "blocks": 5, "block_size": 16, "angles": 32,
         "kind": RotaryKind(), "norms": (None, None), "packed": False, "writes": True, "aligned": True,
+        "is_last": False, "factor": None, "is_complex": False,
     }  # fmt: skip
     of_heads = Norm(empty(32), None, 1e-6, NormKind())
     for changed in (
@@ -181,13 +182,17 @@ def calls_of_rotary() -> Iterator[Callable[[], Any]]:
         {"norms": (of_heads, of_heads._replace(eps=1e-5))},
         {"norms": (of_heads._replace(eps=1e-5), of_heads)}, {"writes": False}, {"writes": False, "tokens": 1},
         {"aligned": False}, {"writes": False, "packed": True},
+        {"norms": (of_heads, of_heads), "is_last": True}, {"factor": torch.float32}, {"factor": torch.bfloat16},
+        {"norms": (of_heads._replace(bias=empty(32)), of_heads)}, {"kind": RotaryKind(turns_back=True)},
+        {"is_complex": True}, {"is_complex": True, "tokens": 1}, {"is_complex": True, "tokens": 9},
     ):  # fmt: skip
         yield _rotation(**usual | changed)
 
 
 def _rotation(
     tokens: int, heads: tuple[int, int], dim: int, v_dim: int, blocks: int, block_size: int, angles: int,
-    kind: RotaryKind, norms: Any, packed: bool, writes: bool, aligned: bool,
+    kind: RotaryKind, norms: Any, packed: bool, writes: bool, aligned: bool, is_last: bool,
+    factor: torch.dtype | None, is_complex: bool,
 ) -> Callable[[], Any]:  # fmt: skip
     sizes = [heads[0] * dim, heads[1] * dim, heads[1] * v_dim]
     projected = empty(tokens, sum(sizes)).split(sizes, -1) if packed else [empty(tokens, n) for n in sizes]
@@ -195,8 +200,10 @@ def _rotation(
     slots = empty(tokens, dtype=torch.int64)
     into = (empty(blocks, block_size, heads[1], dim), empty(blocks, block_size, heads[1], v_dim), slots)
     cos = empty(tokens, angles, aligned=aligned)
+    given = empty(tokens, angles, dtype=torch.complex64) if is_complex else (cos, empty(tokens, angles))
     return partial(
-        rotary.rotate, query, key, angles=(cos, empty(tokens, angles)) if angles else None, kind=kind, norms=norms,
+        rotary.rotate, query, key, angles=given if angles else None, kind=kind, norms=norms, norm_is_last=is_last,
+        factor=None if factor is None else empty(tokens, dtype=factor),
         value=value if writes else None, into=into if writes else None,
     )  # fmt: skip
 

@@ -139,7 +139,7 @@ def test_a_step_prepares_the_launches_of_its_layers_once() -> None:
     # Kernels between attentions are kept for all layers and steps: other numbers of rows, weights and blocks.
     assert norm == {"name": "norm", "unequal": [], "again": [1, 2, 8]}
     assert gate == {"name": "gate", "unequal": [], "again": [1, 9, 10, 16, 19]}
-    assert rotary == {"name": "rotary", "unequal": [], "again": [1, 2, 5, 10]}
+    assert rotary == {"name": "rotary", "unequal": [], "again": [1, 2, 5, 10, 30]}
     assert experts == {"name": "experts", "unequal": [], "again": [1, 8, 9, 22]}
     assert routing == {"name": "routing", "unequal": [], "again": [1]}
     assert [run["bound"] for run in runs] == [[3, 0, 2], [6, 0, 3], [2, 0, 2], [7, 0, 4], [3, 0, 2]]

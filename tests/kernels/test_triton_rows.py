@@ -126,13 +126,22 @@ WRITES: list[dict[str, Any]] = [
     {"kind": NormKind(is_centered=False), "dims": 40, "v_dims": 24, "block_size": 1},
     {"kind": None, "heads": (1, 1), "dims": 20, "v_dims": 40},
     {"kind": None, "heads": (17, 1), "angles": None},
+    {"kind": NormKind(is_centered=True), "heads": (3, 2), "dims": 40, "turned": 16},
+    {"kind": NormKind(is_centered=True), "dims": 24, "is_last": True, "factor": True},
+    {"kind": NormKind(), "dims": 40, "is_last": True, "rotary": RotaryKind(turns_back=True)},
+    {"kind": NormKind(), "rotary": RotaryKind(True, True, True, False), "is_complex": True, "is_last": True},
+    {"kind": None, "dims": 40, "rotary": RotaryKind(False, True, True), "is_complex": True, "factor": True},
+    {"kind": NormKind(rounds_first=True), "angles": None, "factor": True},
 ]
 
 
 @pytest.mark.parametrize("case", WRITES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_rotation_and_write(dtype: torch.dtype, case: dict[str, Any]) -> None:
-    """Slots of several blocks, a padded token, and NaN in all slots that are not written."""
+    """Norms before and after rotations of several kinds, angles that are complex, factors of the query.
+
+    Slots of several blocks, a padded token, and NaN in all slots that are not written.
+    """
     (heads, kv_heads), dims = case.get("heads", (4, 2)), case.get("dims", 32)
     v_dims, block_size, kind = case.get("v_dims", dims), case.get("block_size", 4), case["kind"]
     packed = random(4, heads * dims + kv_heads * (dims + v_dims), dtype=dtype)
@@ -143,20 +152,27 @@ def test_norms_rotation_and_write(dtype: torch.dtype, case: dict[str, Any]) -> N
     key_cache, value_cache = caches[..., :dims], caches[..., dims:]
     slots = torch.tensor([3, -1, 4, 2], device=DEVICE)
     norms = tuple(None if kind is None else make_norm(dims, kind, dtype) for _ in range(2))
-    angles = (
-        None if "angles" in case else (random(4, dims // 2 * 2, dtype=dtype), random(4, dims // 2 * 2, dtype=dtype))
-    )
-    rotary = RotaryKind()
+    rotary, is_last = case.get("rotary", RotaryKind()), case.get("is_last", False)
+    cos, sin = (random(4, case.get("turned", dims) // (2 if rotary.doubles else 1), dtype=dtype) for _ in range(2))
+    angles: Any = (cos, sin)
+    if "is_complex" in case:
+        angles = torch.complex(cos.float(), sin.float())
+    if "angles" in case:
+        angles = None
+    factor = random(4) if "factor" in case else None
     outs = rotate(
-        query, key, angles=angles, kind=rotary, norms=norms, value=value, into=(key_cache, value_cache, slots)
-    )
+        query, key, angles=angles, kind=rotary, norms=norms, norm_is_last=is_last, factor=factor, value=value,
+        into=(key_cache, value_cache, slots),
+    )  # fmt: skip
     assert outs[1] is None
 
-    def expected(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        x = x if norm is None else definitions.normalise(x, norm)
-        return x if angles is None else definitions.rotate(x, *angles, rotary)
+    def expected(x: torch.Tensor, norm: Norm | None, factor: torch.Tensor | None = None) -> torch.Tensor:
+        x = x if norm is None or is_last else definitions.normalise(x, norm)
+        x = x if angles is None else definitions.rotate(x, *definitions.cos_and_sin(angles), rotary)
+        x = definitions.normalise(x, norm) if norm is not None and is_last else x
+        return x if factor is None else (x * factor[:, None, None]).to(dtype)
 
-    check(outs[0], expected(query, norms[0]))
+    check(outs[0], expected(query, norms[0], factor))
     written = slots >= 0
     flat_key, flat_value = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     check(flat_key[slots[written]], expected(key, norms[1])[written])

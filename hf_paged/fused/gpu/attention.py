@@ -1,4 +1,5 @@
-"""An attention module in which one launch normalises and rotates the heads and writes K and V to their blocks."""
+"""An attention module in which one launch normalises, rotates and multiplies the heads and writes K and V to their
+blocks."""
 
 from __future__ import annotations
 
@@ -9,22 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.fused.gpu.factors import Factor, factor_of
 from hf_paged.fused.gpu.packing import LinearGroup
 from hf_paged.fused.gpu.parts import NormOf, Part, norm_of, passes_through
-from hf_paged.fused.gpu.trace import Call, Place, at, place_of, same_memory
+from hf_paged.fused.gpu.trace import Call, Operation, Place, at, place_of, same_memory
 from hf_paged.integration.attention import HANDLE, LayerHandle, attention_forward
-from hf_paged.kernels.rows import ROTARY_KINDS, RotaryKind, are_alike, normalise
+from hf_paged.kernels.rows import ROTARY_KINDS, Angles, RotaryKind, are_alike, cos_and_sin, normalise
 from hf_paged.kernels.rows import rotate as rotate_by_torch
 from hf_paged.model.packed import PackedCache
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where the heads of the query, key or value are: in the result of linear layer `linear`, from element `start`,
     `count` heads (0: as many as there are), one every `step` elements. norm: of the layer's whole result, a module that
-    is called. heads_norm: of each head."""
+    is called. heads_norm: of each head, before the rotation or, if `norm_is_last`, after it."""
 
     linear: str
     start: int
@@ -33,6 +33,7 @@ class Source:
     dim: int
     norm: str = ""
     heads_norm: NormOf | None = None
+    norm_is_last: bool = False
 
     def of(self, projected: torch.Tensor) -> torch.Tensor:
         """projected [1, num_tokens, n] -> [num_tokens, heads, dim], a view."""
@@ -47,12 +48,24 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the module finds its arguments. angles: of the tuple of cosines and sines, if it rotates."""
+    """Where the module finds its arguments. angles: of the cosines and sines, if it rotates. positions: if a
+    factor follows from those that it gets."""
 
     rows: Place
     cache: Place
     mask: Place
     angles: Place | None
+    positions: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a module makes its query, key and value: where they come from, how the first two are rotated (None: not at
+    all), and by what the query is multiplied."""
+
+    sources: tuple[Source, Source, Source]
+    rotary: RotaryKind | None
+    factor: Factor | None
 
 
 class AttentionPart(Part):
@@ -64,15 +77,15 @@ class AttentionPart(Part):
         self,
         call: Call,
         places: Places,
-        sources: tuple[Source, Source, Source],
-        rotary: RotaryKind | None,
+        heads: Heads,
         handle: LayerHandle,
         out: str,
         skipped: set[str],
     ) -> None:
         super().__init__(call.module, skipped)
-        self._places, self._sources, self._rotary, self._out = places, sources, rotary or RotaryKind(), out
-        self.group = LinearGroup(call.module, dict.fromkeys(source.linear for source in sources))
+        self._places, self._sources, self._out = places, heads.sources, out
+        self._rotary, self._factor = heads.rotary or RotaryKind(), heads.factor
+        self.group = LinearGroup(call.module, dict.fromkeys(source.linear for source in heads.sources))
         self._layer_idx = handle.layer_idx
         self._options = {name: value for name, value in handle.options.items() if name != "s_aux"}
         self._scaling = _name_of_factor(call.module, handle.options["scaling"])
@@ -84,14 +97,16 @@ class AttentionPart(Part):
         angles = None if self._places.angles is None else at(self._places.angles, args, kwargs)
         if not isinstance(cache, PackedCache) or not isinstance(rows, torch.Tensor):
             return self.plain(*args, **kwargs)
-        if not self._fits(cache, rows, angles):
+        positions = cache.positions if self._places.positions is None else at(self._places.positions, args, kwargs)
+        if not self._fits(cache, rows, angles) or not same_memory(positions, cache.positions):
             return self.plain(*args, **kwargs)
         module = self.module
         assert self.group is not None
         projected = dict(zip(self.group.names, self.group(rows), strict=True))
         heads = [self._heads(source, projected) for source in self._sources]
         handle = cache.handle_for(self._layer_idx, rows.device)
-        query = self._rotate(heads, angles, handle).transpose(0, 1).unsqueeze(0)
+        factor = None if self._factor is None else self._factor(module, cache, rows.dtype)
+        query = self._rotate(heads, angles, factor, handle).transpose(0, 1).unsqueeze(0)
         setattr(query, HANDLE, handle)
         sinks = module._parameters[self._sinks] if self._sinks else None
         options = self._options | ({"scaling": getattr(module, self._scaling)} if self._scaling else {})
@@ -111,19 +126,30 @@ class AttentionPart(Part):
             return False  # its blocks are allocated when the module's own forward first writes
         return self._places.angles is None or are_angles(angles, rows.shape[1])
 
-    def _rotate(self, heads: list[torch.Tensor], angles: Angles | None, handle: LayerHandle) -> torch.Tensor:
+    def _rotate(
+        self, heads: list[torch.Tensor], angles: Angles | None, factor: torch.Tensor | None, handle: LayerHandle
+    ) -> torch.Tensor:
         """The query [num_tokens, heads, dim], rotated; the key and the value are written."""
         from hf_paged.kernels.triton.rotary import rotate
 
         query, key, value = heads
         norms = [None if source.heads_norm is None else source.heads_norm() for source in self._sources[:2]]
-        flat = None if angles is None else (_flat(angles[0]), _flat(angles[1]))
-        into = (*handle.kv, handle.metadata.slot_mapping)
-        return rotate(query, key, angles=flat, kind=self._rotary, norms=(norms[0], norms[1]), value=value, into=into)[0]
+        return rotate(
+            query, key, angles=None if angles is None else _flat(angles), kind=self._rotary,
+            norms=(norms[0], norms[1]), norm_is_last=self._sources[0].norm_is_last, factor=factor,
+            value=value, into=(*handle.kv, handle.metadata.slot_mapping),
+        )[0]  # fmt: skip
 
 
 def are_angles(angles: Any, num_tokens: int) -> bool:
-    """Whether these are cosines and sines [..., num_tokens, n] of one row of tokens."""
+    """Whether these are cosines and sines [..., num_tokens, n] of one row of tokens, or one complex tensor of both."""
+    if isinstance(angles, torch.Tensor) and angles.is_complex():
+        count = angles.shape[-1]
+        return (
+            angles.dim() > 1
+            and angles.shape[-2:].numel() == angles.numel() == num_tokens * count
+            and (angles.is_contiguous())
+        )
     if not isinstance(angles, tuple | list) or len(angles) != 2:
         return False
     cos, sin = angles
@@ -139,8 +165,11 @@ def are_angles(angles: Any, num_tokens: int) -> bool:
     )
 
 
-def _flat(angles: torch.Tensor) -> torch.Tensor:
-    return angles.view(angles.shape[-2:])
+def _flat(angles: Angles) -> Angles:
+    if isinstance(angles, torch.Tensor):
+        return angles.view(angles.shape[-2:])
+    cos, sin = angles
+    return cos.view(cos.shape[-2:]), sin.view(sin.shape[-2:])
 
 
 def _name_of_parameter(module: nn.Module, tensor: Any) -> str:
@@ -163,21 +192,28 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     if call.reads != 1 or call.key is None or call.value is None or not cache.handles:
         return None
     handle, rows = cache.handles[-1], call.input
-    places = _places_of(call, rows)
+    places = _places_of(call, cache, rows)
     sinks = handle.options.get("s_aux")
     if places is None or (sinks is not None and not _is_own(call.module, sinks)):
         return None
     last = _last(call)
     if last is None or not last.name or not same_memory(last.output, call.result) or not _rest_is_constant(call):
         return None
-    found = _sources_of(call, rows, places) if _only_rotates(call) else None
+    factor, before = factor_of(call)
+    if factor is None or not factor.is_given:
+        places = replace(places, positions=None)
+    elif places.positions is None:
+        return None
+    numbers = None if factor is None else factor(call.module, cache, rows.dtype)
+    if numbers is not None and bool((numbers == 1).all()):
+        return None  # a trial shows nothing
+    found = _heads_of(call, rows, places, factor, numbers) if _only_rotates(before) else None
     if found is None:
         return None
-    sources, rotary = found
-    if rotary is None:
+    if found.rotary is None:
         places = replace(places, angles=None)
-    skipped = _skipped_by(call, sources)
-    return None if skipped is None else AttentionPart(call, places, sources, rotary, handle, last.name, skipped)
+    skipped = _skipped_by(call, found.sources)
+    return None if skipped is None else AttentionPart(call, places, found, handle, last.name, skipped)
 
 
 def _last(call: Call) -> Call | None:
@@ -204,13 +240,15 @@ def written(cache: PackedCache) -> tuple[torch.Tensor, torch.Tensor]:
     return key, value
 
 
-_OPERATIONS = {"mul", "neg", "cat", "add", "sub", "stack", "_to_copy", "clone", "copy_", "index", "index_select"}
+_OPERATIONS = {"mul", "neg", "cat", "add", "sub", "stack", "clone", "copy_", "index", "index_select", "arange"}
 
 
-def _only_rotates(call: Call) -> bool:
-    """Whether it computed nothing that a trial on few tokens may not show, such as a limit that few values reach."""
+def _only_rotates(operations: list[Operation]) -> bool:
+    """Whether they are nothing that a trial on few tokens may not show, such as a limit that few values reach."""
+    names = [name for name, _ in operations]
     # The query and the key are rotated alike: a further factor, which may be 1 as yet, makes an odd number.
-    return set(call.names) <= _OPERATIONS and call.names.count("mul") % 2 == 0
+    by_numbers = any(numbers for name, numbers in operations if name in ("mul", "add", "sub"))
+    return set(names) <= _OPERATIONS and names.count("mul") % 2 == 0 and not by_numbers
 
 
 def _is_own(module: nn.Module, tensor: torch.Tensor) -> bool:
@@ -221,7 +259,7 @@ def _rest_is_constant(call: Call) -> bool:
     return not isinstance(call.output, tuple) or all(item is None for item in call.output[1:])
 
 
-def _places_of(call: Call, rows: Any) -> Places | None:
+def _places_of(call: Call, cache: PackedCache, rows: Any) -> Places | None:
     if not isinstance(rows, torch.Tensor) or rows.dim() != 3:
         return None
     num_tokens = rows.shape[1]
@@ -229,7 +267,8 @@ def _places_of(call: Call, rows: Any) -> Places | None:
     mask = _place_of_mask(call)
     if found[0] is None or found[1] is None or mask is None:
         return None
-    return Places(found[0], found[1], mask, place_of(call, lambda x: are_angles(x, num_tokens)))
+    angles = place_of(call, lambda x: are_angles(x, num_tokens))
+    return Places(found[0], found[1], mask, angles, place_of(call, lambda x: same_memory(x, cache.positions)))
 
 
 def _place_of_mask(call: Call) -> Place | None:
@@ -241,12 +280,12 @@ def _place_of_mask(call: Call) -> Place | None:
     return index if index < len(call.args) else None
 
 
-def _sources_of(
-    call: Call, rows: torch.Tensor, places: Places
-) -> tuple[tuple[Source, Source, Source], RotaryKind | None] | None:
-    """Where query, key and value come from, and how they are rotated (None: not at all). Found by comparing the
-    recorded K and V with the results of the children."""
-    assert call.key is not None and call.value is not None
+def _heads_of(
+    call: Call, rows: torch.Tensor, places: Places, factor: Factor | None, numbers: torch.Tensor | None
+) -> Heads | None:
+    """Found by comparing the recorded query, key and value with the results of the children. numbers [num_tokens]:
+    those of the factor."""
+    assert call.key is not None and call.value is not None and call.query is not None
     key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)  # [num_tokens, heads, dim]
     kv_heads, dim, v_dim = key.shape[1], key.shape[2], value.shape[2]
     last = _last(call)
@@ -259,27 +298,37 @@ def _sources_of(
         return None
     heads = attended.shape[-1] // v_dim
     angles = None if places.angles is None else at(places.angles, call.args, call.kwargs)
+    # A layer may rotate nothing, whatever it gets.
+    kinds = [None, *(kind for kind in ROTARY_KINDS if angles is not None and _may_turn(kind, dim, angles))]
     for layout in _layouts(linears, heads, kv_heads, dim, v_dim):
-        q, k, v = (_with_norms(source, call, key.dtype) for source in layout)
-        if not torch.equal(v.of(_projected(call, v)), value):
+        results = call.query, call.key, None
+        q, k, v = (_with_norms(*both, call, key.dtype) for both in zip(layout, results, strict=True))
+        if not torch.equal(v.of(_projected(call, v)), value) or q.norm_is_last != k.norm_is_last:
             continue
-        plain = k.of(_projected(call, k))
-        if k.heads_norm is not None:
-            plain = normalise(plain, k.heads_norm())
-        if are_alike(plain, key):
-            return (q, k, v), None  # the layer does not rotate, whatever it gets
-        for kind in ROTARY_KINDS if angles is not None else ():
-            if _turns(kind, plain, angles, key):
-                return (q, k, v), kind
+        for kind in kinds:
+            if not are_alike(_turned(call, k, kind, angles), key):
+                continue
+            query = _turned(call, q, kind, angles)
+            if numbers is not None:
+                query = (query * numbers[:, None, None]).to(query.dtype)
+            return Heads((q, k, v), kind, factor) if are_alike(query, call.query) else None
     return None
 
 
-def _turns(kind: RotaryKind, plain: torch.Tensor, angles: Angles, key: torch.Tensor) -> bool:
-    cos, sin = _flat(angles[0]), _flat(angles[1])
+def _may_turn(kind: RotaryKind, dim: int, angles: Angles) -> bool:
+    cos, _ = cos_and_sin(_flat(angles))
     turned = cos.shape[1] * (2 if kind.doubles else 1)
-    if turned > plain.shape[-1] or turned % 2 or (not kind.has_angle_of_pair and kind.doubles):
-        return False
-    return are_alike(rotate_by_torch(plain, cos, sin, kind), key)
+    return turned <= dim and turned % 2 == 0 and (kind.has_angle_of_pair or not kind.doubles)
+
+
+def _turned(call: Call, source: Source, kind: RotaryKind | None, angles: Any) -> torch.Tensor:
+    """The heads of a source, normalised and rotated (by no angles without a kind)."""
+    heads, norm = source.of(_projected(call, source)), source.heads_norm
+    if norm is not None and not source.norm_is_last:
+        heads = normalise(heads, norm())
+    if kind is not None:
+        heads = rotate_by_torch(heads, *cos_and_sin(_flat(angles)), kind)
+    return normalise(heads, norm()) if norm is not None and source.norm_is_last else heads
 
 
 def _layouts(
@@ -305,27 +354,22 @@ def _layouts(
     return found  # type: ignore[return-value]
 
 
-def _with_norms(source: Source, call: Call, dtype: torch.dtype) -> Source:
-    """The source with the norms that were applied to its layer's result."""
-    result = next(c for c in call.children if c.name == source.linear).output
-    start = result.data_ptr() + source.start * result.element_size()
+def _with_norms(source: Source, result: torch.Tensor | None, call: Call, dtype: torch.dtype) -> Source:
+    """The source with the norms that were applied to its layer's result, or whose result is `result`."""
+    projected = next(c for c in call.children if c.name == source.linear).output
+    start = projected.data_ptr() + source.start * projected.element_size()
     for child in call.children:
         rows = child.input
-        if not isinstance(rows, torch.Tensor) or rows.data_ptr() != start or not child.name:
+        if not isinstance(rows, torch.Tensor) or not child.name:
             continue
-        if rows.shape[-1] == source.dim and (norm := norm_of_child(child, source.dim, dtype)) is not None:
-            return Source(source.linear, source.start, source.step, source.count, source.dim, "", norm)
-        if rows.shape == result.shape and isinstance(child.output, torch.Tensor):
+        is_first, is_last = rows.data_ptr() == start, same_memory(child.output, result)
+        if (is_first or is_last) and rows.shape[-1] == source.dim:
+            norm = norm_of(child.module, source.dim, dtype) if len(child.args) + len(child.kwargs) == 1 else None
+            if norm is not None:
+                return replace(source, heads_norm=norm, norm_is_last=not is_first)
+        if is_first and rows.shape == projected.shape and isinstance(child.output, torch.Tensor):
             return Source(source.linear, 0, source.step, source.count, source.dim, child.name)
     return source
-
-
-def norm_of_child(child: Call, size: int, dtype: torch.dtype) -> NormOf | None:
-    """The uncentered norm of rows that a child is, without further arguments."""
-    if len(child.args) + len(child.kwargs) != 1:
-        return None
-    norm = norm_of(child.module, size, dtype)
-    return None if norm is None or norm().kind.is_centered else norm
 
 
 def _projected(call: Call, source: Source) -> torch.Tensor:

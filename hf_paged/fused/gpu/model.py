@@ -177,7 +177,7 @@ class _Finder:
         self.errors: list[str] = []
         memory = PagedMemory(TRIAL_TOKENS, 1)
         self._cache = PackedModel(model, memory).cache
-        trace = Trace(model, self._cache, self._finished)
+        trace = self._trace = Trace(model, self._cache, self._finished)
         packed = PackedModel(model, memory, [trace])
         packed.cache = self._cache
         memory.append([(0, TRIAL_TOKENS)])
@@ -244,16 +244,21 @@ class _Finder:
         """Whether the part gives what its module gave. It is tried within the recorded step, on the same arguments.
 
         Needed, because what was recognised may hold for another module: kinds of norms are kept by class, whose
-        instances may differ (by a flag), and no place in the record shows the query as it was attended with.
+        instances may differ (by a flag).
         """
         attends = isinstance(part, AttentionPart)
-        expected = [*part.compared(call.output), *(written(self._cache) if attends else ())]
+        expected = [*part.compared(call.output), *(self._attended() if attends else ())]
         for output in part.trials(call):
-            actual = [*part.compared(output), *(written(self._cache) if attends else ())]
+            actual = [*part.compared(output), *(self._attended() if attends else ())]
             if not all(are_close(*both, 1e-4 if both[1].dtype == torch.float32 else 0.04)
                        for both in zip(actual, expected, strict=True)):  # fmt: skip
                 return False
         return True
+
+    def _attended(self) -> list[torch.Tensor]:
+        """The query of the last attention, and copies of the K and V that were written for it."""
+        assert self._trace.query is not None
+        return [self._trace.query, *written(self._cache)]
 
 
 def _positions(model: Any) -> torch.Tensor:

@@ -25,12 +25,17 @@ ALLOCATIONS = frozenset(
 """Operations of torch that are no views and launch nothing."""
 
 
+Operation = tuple[str, tuple[float, ...]]
+"""The name of an operation of torch, and the numbers among its arguments."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of a module.
 
-    key, value [1, heads, num_tokens, dims]: what it gave to the cache itself, if anything. reads: calls of our
-    attention within it. names: torch's operations in its own code, but views and allocations.
+    key, value [1, heads, num_tokens, dims]: what it gave to the cache itself, if anything. query [num_tokens, heads,
+    dims]: with which it then called our attention. reads: calls of our attention within it. operations: torch's in its
+    own code, but views and allocations.
     """
 
     module: nn.Module
@@ -41,8 +46,14 @@ class Call:
     children: list[Call] = field(default_factory=list)
     key: torch.Tensor | None = None
     value: torch.Tensor | None = None
+    query: torch.Tensor | None = None
     reads: int = 0
-    names: list[str] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Of its operations."""
+        return [name for name, _ in self.operations]
 
     @property
     def input(self) -> Any:
@@ -79,7 +90,7 @@ class Trace(TorchDispatchMode):
     """An override that records the calls of all modules of a model, and passes each call that ends to `finished`, while
     the forward goes on. Calls that `finished` makes are not recorded, nor is what our attention computes.
 
-    Run the forward `with` it, for the operations of torch.
+    Run the forward `with` it, for the operations of torch. query: that of the last attention, recorded or not.
     """
 
     def __init__(self, model: nn.Module, cache: PackedCache, finished: Callable[[Call], None]) -> None:
@@ -88,15 +99,17 @@ class Trace(TorchDispatchMode):
         self._finished = finished
         self._stack = [Call(model, (), {}, None)]
         self._paused = False
+        self.query: torch.Tensor | None = None
         modules = [module for module in model.modules() if module is not model]
         patches = [Patch(vars(m), "forward", self._recorder(m)) for m in modules]
         attend = ops.paged_attention
-        self._overrides = Overrides([*patches, Patch(vars(ops), "paged_attention", _unrecorded(attend), attend)])
+        self._overrides = Overrides([*patches, Patch(vars(ops), "paged_attention", self._attention(attend), attend)])
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
         if not func.is_view and name not in ALLOCATIONS:
-            self._stack[-1].names.append(name)
+            numbers = tuple(arg for arg in args if isinstance(arg, int | float))
+            self._stack[-1].operations.append((name, numbers))
         return func(*args, **(kwargs or {}))
 
     def apply(self, user: object) -> None:
@@ -112,6 +125,15 @@ class Trace(TorchDispatchMode):
             self._stack[-1].key, self._stack[-1].value = key, value
         return PackedCache.update(self._cache, key, value, *args, **kwargs)
 
+    def _attention(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if packed_cache.get() is self._cache:
+                self.query = query
+            with _disable_current_modes():
+                return function(query, *args, **kwargs)
+
+        return attend
+
     def _recorder(self, module: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Another thread may use the model meanwhile.
@@ -126,6 +148,7 @@ class Trace(TorchDispatchMode):
             finally:
                 self._stack.pop()
             call.reads = sum(handle.reads for handle in self._cache.handles) - before
+            call.query = None if call.key is None else self.query
             self._paused = True
             try:
                 with _disable_current_modes():
@@ -136,14 +159,6 @@ class Trace(TorchDispatchMode):
 
         recorder: Callable[..., Any] = mark(forward)
         return recorder
-
-
-def _unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
 
 
 def same_memory(a: Any, b: Any) -> bool:

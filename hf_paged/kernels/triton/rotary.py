@@ -1,4 +1,4 @@
-"""Norms of heads, rotary positions, and the write of K and V to their slots, in one launch.
+"""Norms of heads, rotary positions, factors of the query, and the write of K and V to their slots, in one launch.
 
 Knows rows of heads and slots; never modules.
 """
@@ -12,23 +12,42 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
+from hf_paged.kernels.rows import Angles, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 from hf_paged.kernels.triton.norm import scaled
 
 
 @triton.jit
+def _statistics(x, eps, dims, NORM: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The mean of each head, which only a layer norm subtracts, and the factor that normalises it: [heads, 1]."""
+    mean = tl.sum(x, 1)[:, None] / HEAD_DIM
+    if NORM[0]:
+        x = tl.where(dims < HEAD_DIM, x - mean, 0.0)
+    return mean, tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+
+
+@triton.jit
+def _normalised(x, mean, scale, weight, bias, columns, inside, NORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements `columns` of heads, normalised; fp32, rounded to DTYPE."""
+    if NORM[0]:
+        x -= mean
+    y = scaled(x, scale, weight, columns, inside, NORM, DTYPE)
+    if bias is not None:
+        y += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return y.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _rotated(
-    source, cos, sin, weight, eps, dims, inside, NORM: tl.constexpr, ROTARY: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, DTYPE: tl.constexpr,
+    source, cos, sin, weight, bias, eps, dims, inside, NORM: tl.constexpr, NORM_IS_LAST: tl.constexpr,
+    ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """source: pointers [heads, 1] to heads; dims [1, dims]; cos, sin: pointers to the token's angles. The heads,
-    normalised and rotated, fp32."""
+    """source: pointers [heads, 1] to heads; dims [1, dims]; cos, sin: pointers to the token's angles, or without `sin`
+    to pairs of cosine and sine. The heads, normalised and rotated (or the other way round), in fp32, rounded."""
     x = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0
-    if NORM is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-        x = scaled(x, scale, weight, dims, dims < HEAD_DIM, NORM, DTYPE).to(DTYPE).to(tl.float32)
+    if NORM is not None and not NORM_IS_LAST:
+        mean, scale = _statistics(x, eps, dims, NORM, HEAD_DIM)
+        x = _normalised(x, mean, scale, weight, bias, dims, dims < HEAD_DIM, NORM, DTYPE)
     if ROTARY is not None:
         half: tl.constexpr = TURNED // 2
         if ROTARY[0]:
@@ -37,24 +56,33 @@ def _rotated(
             other, is_first, pair = tl.where(dims < half, dims + half, dims - half), dims < half, dims % half
         turned = dims < TURNED
         y = tl.load(source + other, mask=inside & turned, other=0.0).to(tl.float32)
-        if NORM is not None:
-            y = scaled(y, scale, weight, other, turned, NORM, DTYPE).to(DTYPE).to(tl.float32)
+        if NORM is not None and not NORM_IS_LAST:
+            y = _normalised(y, mean, scale, weight, bias, other, turned, NORM, DTYPE)
         angle = pair if ROTARY[1] else dims
-        c = tl.load(cos + angle, mask=turned, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
-        own, cross = x * c, tl.where(is_first, -y, y) * s
+        if sin is None:
+            c = tl.load(cos + 2 * angle, mask=turned, other=0.0).to(tl.float32)
+            s = tl.load(cos + 2 * angle + 1, mask=turned, other=0.0).to(tl.float32)
+        else:
+            c = tl.load(cos + angle, mask=turned, other=0.0).to(tl.float32)
+            s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+        own, cross = x * c, tl.where(is_first != ROTARY[4], -y, y) * s
         if ROTARY[3]:
             own, cross = own.to(DTYPE).to(tl.float32), cross.to(DTYPE).to(tl.float32)
-        x = tl.where(turned, own + cross, x)
-    return x.to(DTYPE)
+        x = tl.where(turned, own + cross, x).to(DTYPE).to(tl.float32)
+    if NORM is not None and NORM_IS_LAST:
+        mean, scale = _statistics(x, eps, dims, NORM, HEAD_DIM)
+        x = _normalised(x, mean, scale, weight, bias, dims, dims < HEAD_DIM, NORM, DTYPE)
+    return x
 
 
 @triton.jit
 def rotate_kernel(
-    query, key, value, query_out, key_out, value_out, slots, cos, sin, query_weight, query_eps, key_weight, key_eps,
+    query, key, value, query_out, key_out, value_out, slots, cos, sin, factor,
+    query_weight, query_bias, query_eps, key_weight, key_bias, key_eps,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, angle_stride,
     k_block_stride, k_slot_stride, k_out_head_stride, v_block_stride, v_slot_stride, v_out_head_stride,
-    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, ROTARY: tl.constexpr, TURNED: tl.constexpr,
+    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, NORM_IS_LAST: tl.constexpr, ROTARY: tl.constexpr,
+    TURNED: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr, V_DIMS: tl.constexpr,
 ):  # fmt: skip
@@ -71,14 +99,17 @@ def rotate_kernel(
     dtype: tl.constexpr = query.dtype.element_ty
     if ROTARY is not None:
         cos += token * angle_stride
-        sin += token * angle_stride
+        if sin is not None:
+            sin += token * angle_stride
     if part < query_parts:
         heads = part * HEADS + tl.arange(0, HEADS)[:, None]
         inside = (heads < NUM_HEADS) & (dims < HEAD_DIM)
         source = query + token * q_token_stride + heads * q_head_stride
-        x = _rotated(source, cos, sin, query_weight, query_eps, dims, inside, QUERY_NORM, ROTARY, HEAD_DIM, TURNED,
-                     dtype)  # fmt: skip
-        tl.store(query_out + (token * NUM_HEADS + heads) * HEAD_DIM + dims, x, mask=inside)
+        x = _rotated(source, cos, sin, query_weight, query_bias, query_eps, dims, inside, QUERY_NORM, NORM_IS_LAST,
+                     ROTARY, HEAD_DIM, TURNED, dtype)  # fmt: skip
+        if factor is not None:
+            x *= tl.load(factor + token).to(tl.float32)
+        tl.store(query_out + (token * NUM_HEADS + heads) * HEAD_DIM + dims, x.to(dtype), mask=inside)
     else:
         slot = token
         if slots is not None:
@@ -89,17 +120,17 @@ def rotate_kernel(
             heads = (part - query_parts) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
             source = key + token * k_token_stride + heads * k_head_stride
-            x = _rotated(source, cos, sin, key_weight, key_eps, dims, inside, KEY_NORM, ROTARY, HEAD_DIM, TURNED,
-                         dtype)  # fmt: skip
+            x = _rotated(source, cos, sin, key_weight, key_bias, key_eps, dims, inside, KEY_NORM, NORM_IS_LAST,
+                         ROTARY, HEAD_DIM, TURNED, dtype)  # fmt: skip
             target = key_out + block * k_block_stride + place * k_slot_stride + heads * k_out_head_stride
-            tl.store(target + dims, x, mask=inside & written)
+            tl.store(target + dims, x.to(dtype), mask=inside & written)
         else:
             dims = tl.arange(0, V_DIMS)[None, :]
             heads = (part - query_parts - kv_parts) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = (heads < NUM_KV_HEADS) & (dims < V_HEAD_DIM)
-            x = tl.load(value + token * v_token_stride + heads * v_head_stride + dims, mask=inside)
+            copied = tl.load(value + token * v_token_stride + heads * v_head_stride + dims, mask=inside)
             target = value_out + block * v_block_stride + place * v_slot_stride + heads * v_out_head_stride
-            tl.store(target + dims, x, mask=inside & written)
+            tl.store(target + dims, copied, mask=inside & written)
 
 
 _NO_NORM = Norm(None, None, 0.0, NormKind())
@@ -112,31 +143,35 @@ def rotate_launch(
     value: torch.Tensor | None,
     outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     slots: torch.Tensor | None,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    angles: Angles | None,
     kind: RotaryKind,
     norms: tuple[Norm | None, Norm | None] = (None, None),
+    norm_is_last: bool = False,
+    factor: torch.Tensor | None = None,
 ) -> Launch:
     """Heads [num_tokens, heads, dims], contiguous in their last dimension, all of one dtype.
 
     outs: the query's [num_tokens, heads, dims], contiguous; the key's and value's caches [blocks, slots, heads, dims]
     with `slots` int64 [num_tokens], else as the query's. value: None where it needs nothing. angles: cos and sin
-    [num_tokens, n], contiguous in their last dimension, with equal strides. norms: RMS norms of the query's and the
-    key's heads.
+    [num_tokens, n], contiguous in their last dimension, with equal strides, or one complex tensor. norms: those of the
+    query's and the key's heads, before the rotation or, with `norm_is_last`, after it. factor [num_tokens]: of the
+    query at last, in the heads' dtype or fp32.
     """
     num_tokens, num_heads, head_dim = query.shape
     v_head_dim = 1 if value is None else value.shape[2]
     query_out, key_out, value_out = outs
-    cos, sin = angles or (None, None)
+    cos, sin = _tensors_of(angles)
     dims, v_dims = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
     heads = max(1, min(1024 // max(dims, v_dims), next_power_of_2(num_heads)))
     query_norm, key_norm = (norm or _NO_NORM for norm in norms)
     args: dict[str, Any] = {
         "query": query, "key": key, "value": value, "query_out": query_out, "key_out": key_out, "value_out": value_out,
-        "slots": slots, "cos": cos, "sin": sin, "query_weight": query_norm.weight, "query_eps": query_norm.eps,
-        "key_weight": key_norm.weight, "key_eps": key_norm.eps,
-        "angle_stride": 0 if cos is None else cos.shape[1] if num_tokens == 1 else cos.stride(0),
+        "slots": slots, "cos": cos, "sin": sin, "factor": factor,
+        "query_weight": query_norm.weight, "query_bias": query_norm.bias, "query_eps": query_norm.eps,
+        "key_weight": key_norm.weight, "key_bias": key_norm.bias, "key_eps": key_norm.eps,
+        "angle_stride": 0 if cos is None else cos[0].numel() if num_tokens == 1 else cos.stride(0),
         "QUERY_NORM": None if norms[0] is None else tuple(query_norm.kind),
-        "KEY_NORM": None if norms[1] is None else tuple(key_norm.kind),
+        "KEY_NORM": None if norms[1] is None else tuple(key_norm.kind), "NORM_IS_LAST": norm_is_last,
         "ROTARY": None if cos is None else tuple(kind),
         "TURNED": 0 if cos is None else cos.shape[1] * (2 if kind.doubles else 1),
         "NUM_HEADS": num_heads, "NUM_KV_HEADS": key.shape[1], "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
@@ -155,17 +190,26 @@ def rotate_launch(
     return Launch(rotate_kernel, (num_tokens, parts), args, {"num_warps": 4})
 
 
+def _tensors_of(angles: Angles | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Cosines and sines; of complex angles one tensor [num_tokens, n, 2] of both, which keeps its alignment."""
+    if isinstance(angles, torch.Tensor):
+        return torch.view_as_real(angles), None
+    return angles or (None, None)
+
+
 def rotate(
     query: torch.Tensor,
     key: torch.Tensor,
     *,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    angles: Angles | None,
     kind: RotaryKind,
     norms: tuple[Norm | None, Norm | None] = (None, None),
+    norm_is_last: bool = False,
+    factor: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The query and the key, normalised and rotated, in one launch: contiguous [num_tokens, heads, dims].
+    """The query and the key, normalised, rotated and multiplied, in one launch: contiguous [num_tokens, heads, dims].
 
     into: key cache, value cache and slots. Then the key and the value are written there instead, and the key that is
     returned is None. Other shapes as in `rotate_launch`.
@@ -175,18 +219,19 @@ def rotate(
     if query.shape[0]:
         outs = (query_out, key_out, None) if into is None else (query_out, *into[:2])
         slots = None if into is None else into[2]
-        cos, sin = angles or (None, None)
+        cos, sin = _tensors_of(angles)
+        first, second = norms[0] or _NO_NORM, norms[1] or _NO_NORM
         tensors = {
             "query": query, "key": key, "value": value, "query_out": outs[0], "key_out": outs[1], "value_out": outs[2],
-            "slots": slots, "cos": cos, "sin": sin,
-            "query_weight": norms[0] and norms[0].weight, "key_weight": norms[1] and norms[1].weight,
+            "slots": slots, "cos": cos, "sin": sin, "factor": factor, "query_weight": first.weight,
+            "query_bias": first.bias, "key_weight": second.weight, "key_bias": second.bias,
         }  # fmt: skip
-        of_norms = norms[0] and norms[0][2:], norms[1] and norms[1][2:]  # epsilon and kind
+        of_norms = norms[0] and norms[0][2:], norms[1] and norms[1][2:], norm_is_last  # epsilon and kind
         # All sizes that the launch depends on.
         sizes = query.shape[1:], key.shape[1], value is None or value.shape[2], outs[1].shape[1]
         num_angles = cos is None or cos.shape[1]
         _launches.run(
             query.shape[0], query.device, tensors, (sizes, num_angles, kind, of_norms),
-            lambda: rotate_launch(query, key, value, outs, slots, angles, kind, norms),
+            lambda: rotate_launch(query, key, value, outs, slots, angles, kind, norms, norm_is_last, factor),
         )  # fmt: skip
     return query_out, key_out

@@ -1,0 +1,124 @@
+"""Heads that are normalised after the rotation, by layer norms, rotated the other way round, or multiplied by a factor
+that grows with the position: what is recognised, the same tokens, and what is changed later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import CacheConfig, Engine
+from hf_paged.fused.gpu.attention import AttentionPart
+from hf_paged.fused.gpu.model import fused_parts
+from hf_paged.kernels.triton import launch as triton_launch
+from tests.architectures.tiny import tiny_model
+from tests.fused import fewer
+from tests.fused.test_changed_modules import computes_as_plain
+from tests.fused.test_fewer_launches import by_generate, complete, run
+from tests.fused.test_more_layers import new
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
+)
+
+LENGTH = 30  # of prompts: the factors of tiny models grow at every 16th position
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer.on_cpu(monkeypatch, by_torch=True)
+
+
+def attentions(model: Any) -> list[Any]:
+    found: Any = fused_parts(model)
+    return [part for part in found._parts if isinstance(part, AttentionPart)]
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "fuyu")]
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "ministral3", "persimmon", "nanochat", *SLOW])
+def test_the_same_tokens(name: str) -> None:
+    model = new(name)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        found = attentions(model)
+        assert len(found) == model.config.get_text_config().num_hidden_layers
+        factors, last = [part._factor is not None for part in found], [part._sources[0].norm_is_last for part in found]
+        assert factors == [name == "ministral3" or (name.startswith("llama4") and i % 2 == 1) for i in range(4)]
+        assert last == [name == "nanochat" or (name.startswith("llama4") and i % 2 == 0) for i in range(4)]
+        assert run(engine, LENGTH) == by_generate(model, LENGTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama4_text", "ministral3", "persimmon", "nanochat"])
+def test_the_same_tokens_with_our_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    fewer.on_cpu(monkeypatch)
+    model = new(name)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert len(attentions(model)) == 4
+        assert run(engine, LENGTH) == by_generate(model, LENGTH)
+
+
+def _attention_of(model: Any) -> Any:
+    return model.model.layers[3].self_attn
+
+
+def _rope_of(model: Any) -> dict[str, Any]:
+    found: dict[str, Any] = model.config.rope_parameters
+    return found
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "limit": ("llama4_text", lambda model: setattr(_attention_of(model), "floor_scale", 5)),
+    "growth": ("llama4_text", lambda model: setattr(_attention_of(model), "attn_scale", 3.0)),
+    "limit of a config": ("ministral3", lambda m: _rope_of(m).update(original_max_position_embeddings=5)),
+    "growth of a config": ("ministral3", lambda m: _rope_of(m).update(llama_4_scaling_beta=3.0)),
+    "epsilon": ("nanochat", lambda model: setattr(_attention_of(model).q_norm, "eps", 100.0)),
+    "bias": ("persimmon", lambda model: _attention_of(model).q_layernorm.bias.data.mul_(-20)),
+}
+
+
+@pytest.fixture(params=CHANGES)
+def change(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    name, function = CHANGES[request.param]
+    yield new(name), function
+
+
+def test_what_is_changed_later(change: tuple[Any, Callable[[Any], Any]]) -> None:
+    model, function = change
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        before = complete(engine, LENGTH)
+        assert before.token_ids == by_generate(model, LENGTH)
+        function(model)
+        after = complete(engine, LENGTH)
+        assert after.token_ids == by_generate(model, LENGTH) and after.logprobs != before.logprobs
+        assert computes_as_plain(engine, model, LENGTH) and len(attentions(model)) == 4
+
+
+def test_factors_that_a_trial_does_not_show() -> None:
+    model = copy.deepcopy(tiny_model("ministral3"))
+    _rope_of(model)["original_max_position_embeddings"] = 10_000  # all factors are 1
+    assert not attentions(model)
+
+
+@pytest.mark.parametrize("change", ["shift", "other numbers", "twice"])
+def test_other_factors(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other operations or numbers, or of other positions, are the model's own."""
+    model = copy.deepcopy(tiny_model("ministral3"))
+    space = type(_attention_of(model)).forward.__globals__
+    own = space["get_llama_4_attn_scale"]
+
+    def factor(positions: torch.Tensor, growth: float, limit: int) -> torch.Tensor:
+        if change == "shift":
+            return own(positions + 1, growth, limit)  # type: ignore[no-any-return]
+        scaling = own(positions, growth * (1.0 if change == "twice" else 1.5), limit)
+        return scaling * 1.0 if change == "twice" else scaling  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(space, "get_llama_4_attn_scale", factor)
+    assert not attentions(model)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert run(engine, LENGTH) == by_generate(model, LENGTH)
