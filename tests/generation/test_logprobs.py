@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -269,6 +270,7 @@ def test_outputs_are_values() -> None:
     assert output != CompletionOutput(0, Lists([6], 0, [0.5]), 1, 0.5) and output != 5
     for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
         assert copied == output and copied.new_token_ids == [7]
+    assert dataclasses.asdict(output)["cumulative_logprob"] == 0.75  # programs log dataclasses so
     assert repr(output) == (
         "CompletionOutput(index=0, token_ids=[6, 7], logprobs=[0.5, 0.25], cumulative_logprob=0.75, score=None, "
         "finish_reason='eos', processed_logprobs=None, top_logprobs=None)"
