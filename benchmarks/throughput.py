@@ -44,6 +44,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    # A small mixture of experts: 316 million parameters, of which a token uses a sixth
+    "moe": {
+        "model_type": "qwen3_moe", "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024,
+        "moe_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "max_position_embeddings": 8192,
+    },
     "tiny": {
         "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
@@ -94,11 +101,12 @@ class Result:
 
 
 def build_model(args: argparse.Namespace) -> Any:
-    config = transformers.LlamaConfig(**SHAPES[args.model], eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(**{"model_type": "llama", **SHAPES[args.model], **ids})
     torch.manual_seed(args.seed)
     torch.set_default_dtype(getattr(torch, args.dtype))
     with torch.device(args.device):
-        model = transformers.LlamaForCausalLM(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
     torch.set_default_dtype(torch.float32)
     return model
 

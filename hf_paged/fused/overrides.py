@@ -8,11 +8,11 @@ import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
-from hf_paged.fused.cpu.decoder import NativeDecoder, native_decoder
+from hf_paged.fused.cpu.decoder import native_decoder
 from hf_paged.fused.cpu.experts import native_experts
 from hf_paged.fused.cpu.norms import native_layers
-from hf_paged.fused.cpu.weights import LinearLayers, layers_for_calls, layers_for_engine
-from hf_paged.fused.gpu.model import FusedParts, fused_parts, is_on_gpu, obstacle
+from hf_paged.fused.cpu.weights import is_prepacked, layers_for_calls, layers_for_engine
+from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel
 
@@ -32,14 +32,14 @@ def overrides_for_engine(model: Any, prepack: bool | None, fuse: bool | None = N
         why_none = obstacle(model) or ("fuse=False" if fuse is False else "no part of the model is known")
         reason = "no weights of the model can be placed side by side" if parts else why_none
         raise ValueError(f"prepack=True: {reason}; leave it out")
-    return _overrides(model, linears, native_decoder(model, linears), parts)
+    return _overrides(model, linears, native_decoder(model, linears), native_experts(model, prepack), parts)
 
 
 def overrides_for_calls(model: Any) -> list[Override]:
     """Overrides for calls of `generate`, with packed weights if `hf_paged.prepack` was called for the model."""
     linears = layers_for_calls(model)
     decoder = native_decoder(model, linears)
-    overrides = _overrides(model, linears, decoder, fused_parts(model))
+    overrides = _overrides(model, linears, decoder, native_experts(model, is_prepacked(model)), fused_parts(model))
     may_try = model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if decoder is not None and decoder.needs_trial and may_try:
         # Dropout, in training mode, draws random numbers.
@@ -49,11 +49,9 @@ def overrides_for_calls(model: Any) -> list[Override]:
     return overrides
 
 
-def _overrides(
-    model: Any, linears: LinearLayers | None, decoder: NativeDecoder | None, parts: FusedParts | None
-) -> list[Override]:
-    found = native_layers(model), linears, decoder, native_experts(model), parts
-    return [override for override in found if override is not None]
+def _overrides(model: Any, *others: Override | None) -> list[Override]:
+    """In the order in which they are applied."""
+    return [override for override in (native_layers(model), *others) if override is not None]
 
 
 def _try_on_few_tokens(model: Any, overrides: list[Override]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_paged import Engine
+from hf_paged import Engine, prepack, release_memory
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import experts as native
 from hf_paged.fused.cpu import ops as fused_ops
@@ -40,8 +40,9 @@ def chosen(num_tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tensor,
 
 
 def by_kernel(module: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    result = fused_ops.experts(rows, index, weights, module.gate_up_proj, module.down_proj)
-    assert result is not None
+    layer = fused_ops.ExpertWeights.of(module.gate_up_proj.detach(), module.down_proj.detach())
+    result, by_copy = (fused_ops.experts(each, rows, index, weights) for each in (layer, layer.packed()))
+    assert result is not None and by_copy is not None and by_copy.equal(result)
     return result
 
 
@@ -52,14 +53,15 @@ def test_the_bits_of_transformers(shape: tuple[int, int, int], threads: int) -> 
     torch.set_num_threads(threads)
     try:
         module = experts_of(*shape)
-        for num_tokens in (1, 2, 7, 40):
+        for num_tokens in (1, 2, 7, 30, 90):
             rows = torch.randn(num_tokens, shape[0]).bfloat16()
             index, weights = chosen(num_tokens, shape[2], 2)
             for given in (weights, weights.bfloat16()):
                 with torch.no_grad():
                     expected = module(rows, index, given)
                 result = by_kernel(module, rows, index, given)
-                if shape[0] > 1024:  # a single row of an expert is added up in another order
+                # A single row of an expert, and many with AMX, are added up in another order.
+                if shape[0] > 1024 or num_tokens > 32:
                     assert torch.allclose(result.float(), expected.float(), atol=0.02, rtol=0.02)
                 else:
                     assert torch.equal(result, expected)
@@ -88,7 +90,8 @@ def test_all_tokens_to_one_expert_and_none_to_others() -> None:
 def test_an_expert_that_does_not_exist(expert: int) -> None:
     module = experts_of(64, 32, 6)
     rows, index = torch.randn(2, 64).bfloat16(), torch.tensor([[0, 1], [2, expert]])
-    assert fused_ops.experts(rows, index, torch.rand(2, 2), module.gate_up_proj, module.down_proj) is None
+    layer = fused_ops.ExpertWeights.of(module.gate_up_proj.detach(), module.down_proj.detach())
+    assert fused_ops.experts(layer, rows, index, torch.rand(2, 2)) is None
 
 
 def test_infinite_and_missing_values() -> None:
@@ -98,8 +101,9 @@ def test_infinite_and_missing_values() -> None:
     index, weights = chosen(6, 4, 2)
     with torch.no_grad():
         expected = module(rows, index, weights)
-    result = by_kernel(module, rows, index, weights)
-    assert torch.equal(result.isnan(), expected.isnan())
+    layer = fused_ops.ExpertWeights.of(module.gate_up_proj.detach(), module.down_proj.detach())
+    result = fused_ops.experts(layer, rows, index, weights)
+    assert result is not None and torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
 
 
@@ -108,13 +112,13 @@ def test_infinite_and_missing_values() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The number of tokens of each call of the kernel."""
+    """For each call of the kernel the number of tokens; negative with packed copies."""
     noted: list[int] = []
     compute = fused_ops.experts
 
-    def experts(rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
-        noted.append(len(rows))
-        return compute(rows, *args)
+    def experts(layer: fused_ops.ExpertWeights, rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
+        noted.append(-len(rows) if layer.is_packed else len(rows))
+        return compute(layer, rows, *args)
 
     monkeypatch.setattr(fused_ops, "experts", experts)
     yield noted
@@ -136,7 +140,7 @@ def scores_of(model: Any) -> torch.Tensor:
 def by_torch(model: Any) -> torch.Tensor:
     """The scores with experts computed by torch. (Plain `generate` rounds its attention otherwise in bf16.)"""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_overrides, "native_experts", lambda model: None)
+        patch.setattr(fused_overrides, "native_experts", lambda model, prepack: None)
         return scores_of(model)
 
 
@@ -257,6 +261,55 @@ def test_under_autocast(mixtral: Any, calls: list[int]) -> None:
     assert not calls
 
 
+def test_copies(mixtral: Any, calls: list[int]) -> None:
+    """Those of an engine are used by calls too, and follow changes of the weights."""
+    expected = by_torch(mixtral)
+    prompts = [list(range(3, 12)), list(range(5, 9))]
+    with Engine(mixtral) as engine:
+        outputs = engine.generate(prompts, GenerationConfig(**OPTIONS))
+    assert outputs[0].outputs[0].token_ids == expected[:, 0].argmax(-1).tolist() and max(calls) < 0
+    assert_as_torch(mixtral, calls)
+    assert max(calls) < 0
+    for module in experts_in(mixtral):
+        with torch.no_grad():
+            module.down_proj.mul_(-3)
+    assert_as_torch(mixtral, calls)
+    for module in experts_in(mixtral):
+        module.gate_up_proj.data.mul_(2)  # found by its contents
+    assert_as_torch(mixtral, calls)
+    for module in experts_in(mixtral):
+        module.gate_up_proj = nn.Parameter(module.gate_up_proj.detach() * 2)
+    assert_as_torch(mixtral, calls)
+    assert max(calls) < 0
+    release_memory(mixtral)
+    assert_as_torch(mixtral, calls)
+    assert min(calls) > 0
+
+
+def test_prepack(mixtral: Any, calls: list[int]) -> None:
+    assert_as_torch(mixtral, calls)
+    assert min(calls) > 0
+    prepack(mixtral)
+    assert_as_torch(mixtral, calls)
+    assert max(calls) < 0
+
+
+def test_no_copies_where_the_memory_is_short(mixtral: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "fits", lambda num_bytes: num_bytes < 1000)
+    with Engine(mixtral) as engine:
+        engine.generate([list(range(3, 12))], GenerationConfig(**OPTIONS))
+    assert min(calls) > 0
+
+
+def test_weights_made_in_inference_mode_are_not_copied(mixtral: Any, calls: list[int]) -> None:
+    with torch.inference_mode():
+        for module in experts_in(mixtral):
+            module.down_proj = nn.Parameter(module.down_proj.detach() * 2, requires_grad=False)
+    with Engine(mixtral) as engine:
+        engine.generate([list(range(3, 12))], GenerationConfig(**OPTIONS))
+    assert min(calls) > 0
+
+
 def test_replaced_experts(mixtral: Any, calls: list[int]) -> None:
     scores_of(mixtral)
     old = weakref.ref(experts_in(mixtral)[0])
@@ -269,7 +322,7 @@ def test_replaced_experts(mixtral: Any, calls: list[int]) -> None:
 def test_nothing_is_kept_for_a_model_that_is_gone() -> None:
     model = model_of("mixtral")
     scores_of(model)
-    found = weakref.ref(native.native_experts(model))
+    found = weakref.ref(native.native_experts(model, False))
     assert found() is not None
     del model
     gc.collect()

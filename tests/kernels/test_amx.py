@@ -44,6 +44,7 @@ def test_layers_of_models() -> None:
     run_emulated(
         "tests/fused/test_native_layers.py",
         "tests/fused/test_prepack.py",
+        "tests/fused/test_native_experts.py",
         "tests/model/test_weights.py::test_native_layers",
         "tests/fused/test_weights_in_place.py::test_copies_give_the_same_bits",
     )

@@ -8,18 +8,19 @@ to three times as long as reading the weights. The results are torch's, bit for 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_paged.fused.cpu import ops as fused_ops
-from hf_paged.fused.experts import KnownExperts, is_of_interface, known_experts
+from hf_paged.fused.cpu.weights import fits
+from hf_paged.fused.experts import KnownExperts, is_of_interface, known_experts, projections_of
 from hf_paged.integration.attention import in_packed_step
-from hf_paged.kernels.experts import GateKind
+from hf_paged.kernels.experts import GateKind, Projection
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
 from hf_paged.model.state import Slot, state_of
+from hf_paged.model.weights import Weights
 
 _IMPLEMENTATION = "grouped_mm"
 """The implementation of transformers with these bits, its default. Others round or add up in another order."""
@@ -28,41 +29,67 @@ _MULTIPLE = 16  # of which the kernel needs both sizes to be multiples
 _known: Slot[tuple[int, NativeExperts]] = Slot("native experts")
 
 
-def native_experts(model: Any) -> NativeExperts | None:
-    """Overrides for the model's experts, found once and after `weights_changed`; None if there are none."""
+def native_experts(model: Any, prepack: bool | None) -> NativeExperts | None:
+    """Overrides for the model's experts, found once and after `weights_changed`; None if there are none.
+
+    prepack: whether to keep packed copies of their weights (None: if the memory suffices). Copies that there are
+    already are used in any case: they give the same bits.
+    """
     modules = [module for module in model.modules() if is_of_interface(module)]
     if not modules or model.device.type != "cpu" or not fused_ops.is_available():
         _known.take(model)
         return None
-    known, reported = _known.get(model), state_of(model).weights.all_moved
-    if known is None or known[0] != reported or not known[1].is_of(modules):
-        known = reported, NativeExperts(modules)
+    weights = state_of(model).weights
+    known = _known.get(model)
+    if known is None or known[0] != weights.all_moved or not known[1].is_of(modules):
+        known = weights.all_moved, NativeExperts(modules, weights)
         _known.put(model, known)
-    return known[1]
+    found = known[1]
+    if not found.has_copies and (prepack or (prepack is None and fits(found.num_bytes))):
+        found.keep_copies()
+    if found.has_copies:
+        weights.look(contents=True)
+    return found
 
 
 class NativeExperts:
-    """Overrides for those of these modules that the kernel can compute."""
+    """Overrides for those of these modules that the kernel can compute.
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    has_copies: whether packed copies of the weights are kept, which are renewed when `weights` has detected a change.
+    """
+
+    def __init__(self, modules: list[nn.Module], weights: Weights) -> None:
         self._all = [weakref.ref(module) for module in modules]
+        self._weights = weights
         found = [(module, _known_here(module)) for module in modules]
+        self._mixtures = [Mixture(module, known) for module, known in found if known is not None]
         # Of each class: they are not applied after the class's forward has been replaced.
-        self._lists: list[tuple[ClassForwards, Overrides]] = []
-        for owner in dict.fromkeys(type(module) for module, known in found if known is not None):
-            patches = [
-                Patch(vars(module), "forward", _forward_of(module, known))
-                for module, known in found
-                if known is not None and type(module) is owner
-            ]
-            self._lists.append((ClassForwards([owner]), Overrides(patches)))
+        self._lists = [
+            (ClassForwards([owner]), Overrides(m.patch() for m in self._mixtures if m.owner is owner))
+            for owner in dict.fromkeys(mixture.owner for mixture in self._mixtures)
+        ]
+        self.has_copies = False
+        self._seen: tuple[int, int] | None = None  # the state of the weights when the copies were last renewed
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all weights of the experts."""
+        return sum(mixture.num_bytes for mixture in self._mixtures)
 
     def is_of(self, modules: list[nn.Module]) -> bool:
         """False if modules of the model have been replaced since this was made."""
         return [module() for module in self._all] == modules
 
+    def keep_copies(self) -> None:
+        self.has_copies, self._seen = True, None
+
     def apply(self, user: object) -> None:
         """Until `undo`, the kernel computes the experts in packed steps of this thread; other calls are unaffected."""
+        seen = (self._weights.epoch, self._weights.layout)
+        if self.has_copies and seen != self._seen:
+            for mixture in self._mixtures:
+                mixture.renew(self._weights)
+            self._seen = seen
         for classes, overrides in self._lists:
             if classes.changed():
                 overrides.withdraw()
@@ -87,36 +114,68 @@ def _known_here(module: Any) -> KnownExperts | None:
     return known if known is not None and known.kind == GateKind("silu") else None
 
 
-def _forward_of(module: Any, known: KnownExperts) -> Callable[..., torch.Tensor]:
-    # A weak reference: a strong one would keep the model alive, which is the key of its overrides.
-    owner, reference = type(module), weakref.ref(module)
-    children = dict(module._modules)
+class Mixture:
+    """The experts of one module, and their packed copies if there are any."""
 
-    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        own: Any = reference()
-        if in_packed_step() and _is_as_found(own, children) and not torch.is_autocast_enabled("cpu"):
-            result = _computed(own, known, hidden_states, top_k_index, top_k_weights)
-            if result is not None:
-                return result
-        plain: torch.Tensor = owner.forward(own, hidden_states, top_k_index, top_k_weights)
+    def __init__(self, module: Any, known: KnownExperts) -> None:
+        # A weak reference: a strong one would keep the model alive, which is the key of its overrides.
+        self._module = weakref.ref(module)
+        self._attributes = vars(module)
+        self._known = known
+        self.owner = type(module)
+        self._children = dict(module._modules)
+        self.num_bytes = sum(p.nbytes for p in module._parameters.values() if p is not None)
+        self._copy: tuple[tuple[Any, ...], fused_ops.ExpertWeights] | None = None  # and of which weights
+
+    def patch(self) -> Patch:
+        return Patch(self._attributes, "forward", self.forward)
+
+    def renew(self, weights: Weights) -> None:
+        """Make the copies, again if the weights have changed; none of weights that the kernel cannot compute with, nor
+        of those made in inference mode, whose changes cannot be noticed."""
+        module: Any = self._module()
+        parameters = [] if module is None else [p for p in module._parameters.values() if p is not None]
+        if any(parameter.is_inference() for parameter in parameters):
+            return
+        stamp = tuple((id(x), weights.moved_at(x)) for x in parameters)
+        if self._copy is not None and self._copy[0] == stamp:
+            return
+        self._copy = None
+        found = None if module is None else projections_of(module, parameters[0].new_empty(1, parameters[0].shape[-1]))
+        if found is not None and (own := _weights_of(*found)) is not None:
+            self._copy = stamp, own.packed()
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The arguments have the names of the interface."""
+        module: Any = self._module()
+        if in_packed_step() and self._is_as_found(module) and not torch.is_autocast_enabled("cpu"):
+            operands = self._known.operands(module, hidden_states, top_k_index, top_k_weights)
+            own = None if operands is None else _weights_of(operands.up, operands.down)
+            if operands is not None and own is not None:
+                layer = own if self._copy is None else self._copy[1]
+                result = fused_ops.experts(layer, operands.rows, operands.index.long(), operands.weights)
+                if result is not None:
+                    return result
+        plain: torch.Tensor = self.owner.forward(module, hidden_states, top_k_index, top_k_weights)
         return plain
 
-    marked: Callable[..., torch.Tensor] = mark(forward)
-    return marked
+    mark(forward)
+
+    def _is_as_found(self, module: Any) -> bool:
+        """Whether the activation is the one that was tried, without hooks, and the implementation has these bits."""
+        if getattr(module.config, "_experts_implementation", None) != _IMPLEMENTATION:
+            return False
+        children = self._children
+        return bool(module._modules == children) and not any(
+            child._forward_hooks or child._forward_pre_hooks or foreign_forward(child) for child in children.values()
+        )
 
 
-def _is_as_found(module: Any, children: dict[str, Any]) -> bool:
-    """Whether its activation is the one that was tried, without hooks, and the implementation the one that is equal."""
-    if module._modules != children or getattr(module.config, "_experts_implementation", None) != _IMPLEMENTATION:
-        return False
-    return not any(c._forward_hooks or c._forward_pre_hooks or foreign_forward(c) for c in children.values())
-
-
-def _computed(module: Any, known: KnownExperts, rows: Any, index: Any, weights: Any) -> torch.Tensor | None:
-    operands = known.operands(module, rows, index, weights)
-    if operands is None or operands.rows.dtype != torch.bfloat16:
+def _weights_of(up: Projection, down: Projection) -> fused_ops.ExpertWeights | None:
+    """The weights as the kernel takes them, None if it does not."""
+    plain = not up.is_transposed and up.bias is None and up.weight.dtype == torch.bfloat16
+    if not plain or up.inputs % _MULTIPLE or down.inputs % _MULTIPLE:
         return None
-    rows, index, weights, up, down = operands
-    if up.inputs % _MULTIPLE or down.inputs % _MULTIPLE or up.is_transposed or up.bias is not None:
-        return None
-    return fused_ops.experts(rows, index.long(), weights, up.weight, down.weight)
+    return fused_ops.ExpertWeights.of(up.weight, down.weight)

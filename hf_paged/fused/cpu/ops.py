@@ -40,13 +40,14 @@ def _library() -> ctypes.CDLL:
 
 
 class WeightArena:
-    """Contiguous memory for packed copies of weights, so that large pages can hold them. `parts`: one per weight."""
+    """Contiguous memory for packed copies of weights, so that large pages can hold them. `parts`: one per weight, of
+    `memory`."""
 
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
         """shapes: [columns, depth] of each weight."""
         sizes = [int(_library().hfp_packed_bytes(*shape)) for shape in shapes]
         memory = torch.empty(sum(sizes) + _LARGE_PAGE, dtype=torch.uint8)
-        memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
+        self.memory = memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
         _library().hfp_prefer_large_pages(memory.data_ptr(), memory.numel())
         self.parts = list(memory.split(sizes))
 
@@ -140,25 +141,55 @@ def rotate(
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
 
 
-def experts(
-    rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor | None:
-    """The gated MLPs with SiLU of each token's experts, times their weights, added up.
+class ExpertWeights(NamedTuple):
+    """The weights of a mixture's experts, which are gated MLPs with SiLU.
 
-    rows bf16 [tokens, depth]; index int64 and weights bf16 or fp32 [tokens, top_k]; gate_up bf16 [experts, 2 * inner,
-    depth], gates first; down bf16 [experts, depth, inner]; all contiguous, depth and inner multiples of 16. The result
-    is bf16 [tokens, depth]; None if an expert does not exist. Rounded where transformers rounds.
+    gate_up bf16 [experts, 2 * inner, depth], gates first; down bf16 [experts, depth, inner]; contiguous; or the memory
+    of WeightArenas in which each expert is packed.
     """
-    tokens, depth = rows.shape
-    count, inner, pairs = down.shape[0], down.shape[2], index.numel()
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    num_experts: int
+    depth: int
+    inner: int
+    is_packed: bool = False
+
+    @classmethod
+    def of(cls, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+        """The weights themselves. depth and inner must be multiples of 16."""
+        return cls(gate_up, down, *down.shape)
+
+    def packed(self) -> ExpertWeights:
+        """A copy."""
+        return ExpertWeights(_packed_experts(self.gate_up), _packed_experts(self.down), *self[2:5], True)
+
+
+def _packed_experts(weights: torch.Tensor) -> torch.Tensor:
+    arena = WeightArena([(weights.shape[1], weights.shape[2])] * weights.shape[0])
+    for weight, part in zip(weights, arena.parts, strict=True):
+        pack(weight, part)
+    return arena.memory
+
+
+def experts(
+    layer: ExpertWeights, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor | None:
+    """The results of each token's experts, times their weights, added up: bf16 [tokens, depth].
+
+    rows bf16 [tokens, depth]; index int64 and weights bf16 or fp32 [tokens, top_k]; all contiguous. None if an expert
+    does not exist. Rounded where transformers rounds.
+    """
+    gate_up, down, count, depth, inner, is_packed = layer
+    tokens, pairs = rows.shape[0], index.numel()
     out, threads, library = torch.empty_like(rows), torch.get_num_threads(), _library()
     wide = weights.float()
     places = torch.empty(pairs + count + 1, dtype=torch.int64)
     gathered, both, results = (rows.new_empty(pairs, size) for size in (depth, 2 * inner, depth))
     call = structs.Experts(
         rows.data_ptr(), index.data_ptr(), wide.data_ptr(), tokens, index.shape[1], depth, inner, count,
-        weights.dtype == torch.bfloat16, gate_up.data_ptr(), down.data_ptr(), out.data_ptr(), places.data_ptr(),
-        gathered.data_ptr(), both.data_ptr(), results.data_ptr(),
+        weights.dtype == torch.bfloat16, gate_up.data_ptr(), down.data_ptr(), is_packed, out.data_ptr(),
+        places.data_ptr(), gathered.data_ptr(), both.data_ptr(), results.data_ptr(),
         workspace(library.hfp_linear_workspace(pairs, max(depth, inner), threads)), threads,
     )  # fmt: skip
     return out if library.hfp_experts(ctypes.byref(call)) else None

@@ -54,6 +54,6 @@ class LayerOut(ctypes.Structure):
 
 class Experts(ctypes.Structure):
     _fields_ = _integers(
-        "x", "index", "weights", "tokens", "top_k", "depth", "inner", "experts", "rounds", "gate_up", "down", "out",
-        "places", "rows", "both", "results", "workspace", "threads",
+        "x", "index", "weights", "tokens", "top_k", "depth", "inner", "experts", "rounds", "gate_up", "down", "packed",
+        "out", "places", "rows", "both", "results", "workspace", "threads",
     )  # fmt: skip

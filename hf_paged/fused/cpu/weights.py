@@ -55,12 +55,17 @@ def layers_for_calls(model: Any) -> LinearLayers | None:
     """The same for calls of `generate`: packed copies if `prepack` was called. Raises ValueError if the weights can no
     longer be packed."""
     layers = _linears(model)
-    if not _for_calls.get(model):
+    if not is_prepacked(model):
         return _without_copies(model, layers)
     _in_place.take(model)
     if (obstacle := _obstacle(layers)) is not None:
         raise ValueError(f"prepack was called for this model, but {obstacle}; call release_memory(model)")
     return _copies(model, layers)
+
+
+def is_prepacked(model: Any) -> bool:
+    """Whether `prepack` was called for the model."""
+    return bool(_for_calls.get(model))
 
 
 def prepack(model: Any) -> None:
@@ -127,14 +132,16 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
 
 
 def _pays(layers: list[nn.Linear]) -> bool:
-    import psutil
-
     if any(layer.weight.dtype != torch.bfloat16 for layer in layers):
         return False
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    size = sum(layer.weight.nbytes for layer in layers)
-    return size <= AUTO_SHARE * float(psutil.virtual_memory().available)
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and fits(sum(layer.weight.nbytes for layer in layers))
+
+
+def fits(num_bytes: int) -> bool:
+    """Whether copies of this size are made without being asked for."""
+    import psutil
+
+    return num_bytes <= AUTO_SHARE * float(psutil.virtual_memory().available)
 
 
 class LinearLayers:

@@ -19,20 +19,25 @@ static int sort_pairs(const Experts *e, int64_t *starts, int64_t *places) {
     return 1;
 }
 
+static void apply(const Experts *e, const uint16_t *weights, int64_t expert, const uint16_t *x, int64_t rows,
+                  int64_t columns, int64_t depth, uint16_t *out) {
+    const int64_t size = e->packed ? hfp_packed_bytes(columns, depth) / 2 : columns * depth;
+    hfp_linear(&(Linear){x, rows, columns, depth, weights + expert * size, NULL, e->packed, out, e->workspace,
+                         e->threads});
+}
+
 /* The results of one expert for n rows. both: its workspace, [n, 2 * inner] */
 static void expert_rows(const Experts *e, int64_t expert, const uint16_t *rows, int64_t n, uint16_t *both,
                         uint16_t *results) {
-    const int64_t inner = e->inner, depth = e->depth, threads = e->threads;
-    hfp_linear(&(Linear){rows, n, 2 * inner, depth, e->gate_up + expert * 2 * inner * depth, NULL, 0, both,
-                         e->workspace, threads});
+    const int64_t inner = e->inner;
+    apply(e, e->gate_up, expert, rows, n, 2 * inner, e->depth, both);
     /* Row by row to the front of `both`: a row's result ends before the next row's gates begin. */
     for (int64_t r = 0; r < n; r++)
         for (int64_t i = 0; i < inner; i += 16) {
             const uint16_t *gate = both + r * 2 * inner + i;
             gate_vector(both + r * inner + i, gate, gate + inner);
         }
-    hfp_linear(&(Linear){both, n, depth, inner, e->down + expert * depth * inner, NULL, 0, results, e->workspace,
-                         threads});
+    apply(e, e->down, expert, both, n, e->depth, inner, results);
 }
 
 /* out = the sums of the results of each token's experts, times their weights. Returns 0, and computes nothing, if an

@@ -66,7 +66,8 @@ typedef struct {
     const float *weights; /* [tokens, top_k] */
     int64_t tokens, top_k, depth, inner, experts;
     int64_t rounds;                 /* whether a result is rounded to bf16 after it is multiplied by its weight */
-    const uint16_t *gate_up, *down; /* [experts, 2 * inner, depth], [experts, depth, inner] */
+    const uint16_t *gate_up, *down; /* [experts, 2 * inner, depth], [experts, depth, inner], or packed one by one */
+    int64_t packed;
     uint16_t *out;                  /* [tokens, depth] */
     int64_t *places;                /* [tokens * top_k + experts + 1] */
     uint16_t *rows, *both, *results; /* [tokens * top_k, depth], [same, 2 * inner], [same, depth] */
@@ -74,6 +75,7 @@ typedef struct {
     int64_t threads;
 } Experts;
 
+int64_t hfp_packed_bytes(int64_t columns, int64_t depth);
 int64_t hfp_linear_workspace(int64_t rows, int64_t depth, int64_t threads);
 void hfp_linear(const Linear *call);
 void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n, double eps,
