@@ -251,7 +251,7 @@ def test_outputs_are_snapshots_that_copy_when_they_are_read() -> None:
         outputs = []
         while engine.has_unfinished_requests():
             outputs += [output.outputs[0] for output in engine.step()]
-        assert not any(hasattr(output, "_copies") for output in outputs)
+        assert not any(output._copies for output in outputs)
         final = outputs[-1].token_ids
         for count, output in enumerate(outputs, len(final) - len(outputs) + 1):
             assert (

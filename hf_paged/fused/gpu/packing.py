@@ -1,4 +1,4 @@
-"""Linear layers that read the same rows, computed by one product: their weights lie side by side in one piece of memory.
+"""Linear layers that read the same rows, computed by one product: their weights lie side by side in memory.
 
 The parameters stay the same objects; each has its part of the memory. So no second copy of a weight is kept, and
 changes in place (optimizers, `load_state_dict`, weight syncs) need no care. Each part is a storage of its own, because
