@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_paged import Engine, prepack, release_memory
+from hf_paged import Engine, prepack, release_memory, weights_changed
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import experts as native
 from hf_paged.fused.cpu import ops as fused_ops
@@ -284,6 +284,21 @@ def test_copies(mixtral: Any, calls: list[int]) -> None:
     release_memory(mixtral)
     assert_as_torch(mixtral, calls)
     assert min(calls) > 0
+
+
+def test_engines_share_copies_also_after_weights_changed(mixtral: Any) -> None:
+    found = []
+    engines = []
+    for _ in range(2):
+        engines.append(Engine(mixtral))
+        found.append(native.native_experts(mixtral, None))
+        weights_changed(mixtral)
+    for engine in engines:
+        engine.generate([list(range(3, 12))], GenerationConfig(**OPTIONS))
+    copies = [[mixture._copy for mixture in each._mixtures] for each in found]
+    assert found[0] is not found[1] and None not in copies[0] and copies[0] == copies[1]
+    for engine in engines:
+        engine.close()
 
 
 def test_prepack(mixtral: Any, calls: list[int]) -> None:

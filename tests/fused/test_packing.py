@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -288,6 +289,31 @@ def test_adapters(model: Any, engine: Engine) -> None:
 
 
 # -- other uses of a packed model ------------------------------------------------------------------------------------
+
+
+def test_each_weight_is_a_storage_of_its_own(model: Any, tmp_path: Path) -> None:
+    """Programs that save models take parameters which share a storage for one, and drop all but the first."""
+    open_engine(model).close()
+    assert num_packed(model) == 2 * model.config.num_hidden_layers
+    parameters = list(model.parameters())
+    storages = [parameter.untyped_storage() for parameter in parameters]
+    assert len({storage.data_ptr() for storage in storages}) == len(parameters)
+    assert [storage.nbytes() for storage in storages] == [parameter.nbytes for parameter in parameters]
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
+    other = pytest.importorskip("accelerate.utils.other")
+    assert len(other.clean_state_dict_for_safetensors(model.state_dict())) == len(model.state_dict())
+
+
+def test_an_engine_made_in_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        engine = open_engine(model)
+    with engine:
+        assert run(engine) == by_generate(model) and num_packed(model) == 2 * model.config.num_hidden_layers
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.slow

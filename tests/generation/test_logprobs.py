@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_outputs_are_snapshots_that_copy_when_they_are_read() -> None:
         outputs = []
         while engine.has_unfinished_requests():
             outputs += [output.outputs[0] for output in engine.step()]
-        assert not any(hasattr(output, "_copies") for output in outputs)
+        assert not any(output._copies for output in outputs)
         final = outputs[-1].token_ids
         for count, output in enumerate(outputs, len(final) - len(outputs) + 1):
             assert (
@@ -269,6 +270,7 @@ def test_outputs_are_values() -> None:
     assert output != CompletionOutput(0, Lists([6], 0, [0.5]), 1, 0.5) and output != 5
     for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
         assert copied == output and copied.new_token_ids == [7]
+    assert dataclasses.asdict(output)["cumulative_logprob"] == 0.75  # programs log dataclasses so
     assert repr(output) == (
         "CompletionOutput(index=0, token_ids=[6, 7], logprobs=[0.5, 0.25], cumulative_logprob=0.75, score=None, "
         "finish_reason='eos', processed_logprobs=None, top_logprobs=None)"

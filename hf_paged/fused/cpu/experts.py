@@ -42,7 +42,7 @@ def native_experts(model: Any, prepack: bool | None) -> NativeExperts | None:
     weights = state_of(model).weights
     known = _known.get(model)
     if known is None or known[0] != weights.all_moved or not known[1].is_of(modules):
-        known = weights.all_moved, NativeExperts(modules, weights)
+        known = weights.all_moved, NativeExperts(modules, weights, known[1].copies if known else Copies())
         _known.put(model, known)
     found = known[1]
     if not found.has_copies and (prepack or (prepack is None and fits(found.num_bytes))):
@@ -52,17 +52,31 @@ def native_experts(model: Any, prepack: bool | None) -> NativeExperts | None:
     return found
 
 
+class _Copy:
+    """Packed copies of a module's weights in the state `stamp`."""
+
+    __slots__ = ("__weakref__", "stamp", "weights")
+
+    def __init__(self, stamp: tuple[Any, ...], weights: fused_ops.ExpertWeights) -> None:
+        self.stamp, self.weights = stamp, weights
+
+
+Copies = weakref.WeakKeyDictionary[nn.Module, "weakref.ref[_Copy]"]
+"""The last copies of each module: engines made before and after `weights_changed` share them."""
+
+
 class NativeExperts:
     """Overrides for those of these modules that the kernel can compute.
 
     has_copies: whether packed copies of the weights are kept, which are renewed when `weights` has detected a change.
     """
 
-    def __init__(self, modules: list[nn.Module], weights: Weights) -> None:
+    def __init__(self, modules: list[nn.Module], weights: Weights, copies: Copies) -> None:
+        self.copies = copies
         self._all = [weakref.ref(module) for module in modules]
         self._weights = weights
         found = [(module, _known_here(module)) for module in modules]
-        self._mixtures = [Mixture(module, known) for module, known in found if known is not None]
+        self._mixtures = [Mixture(module, known, copies) for module, known in found if known is not None]
         # Of each class: they are not applied after the class's forward has been replaced.
         self._lists = [
             (ClassForwards([owner]), Overrides(m.patch() for m in self._mixtures if m.owner is owner))
@@ -114,10 +128,14 @@ def _known_here(module: Any) -> KnownExperts | None:
     return known if known is not None and known.kind == GateKind("silu") else None
 
 
+def _nothing() -> None:
+    return None
+
+
 class Mixture:
     """The experts of one module, and their packed copies if there are any."""
 
-    def __init__(self, module: Any, known: KnownExperts) -> None:
+    def __init__(self, module: Any, known: KnownExperts, copies: Copies) -> None:
         # A weak reference: a strong one would keep the model alive, which is the key of its overrides.
         self._module = weakref.ref(module)
         self._attributes = vars(module)
@@ -125,7 +143,8 @@ class Mixture:
         self.owner = type(module)
         self._children = dict(module._modules)
         self.num_bytes = sum(p.nbytes for p in module._parameters.values() if p is not None)
-        self._copy: tuple[tuple[Any, ...], fused_ops.ExpertWeights] | None = None  # and of which weights
+        self._copies = copies
+        self._copy: _Copy | None = None
 
     def patch(self) -> Patch:
         return Patch(self._attributes, "forward", self.forward)
@@ -138,12 +157,16 @@ class Mixture:
         if any(parameter.is_inference() for parameter in parameters):
             return
         stamp = tuple((id(x), weights.moved_at(x)) for x in parameters)
-        if self._copy is not None and self._copy[0] == stamp:
+        if self._copy is not None and self._copy.stamp == stamp:
             return
-        self._copy = None
+        shared = None if module is None else self._copies.get(module, _nothing)()
+        self._copy = shared if shared is not None and shared.stamp == stamp else None
+        if self._copy is not None:
+            return
         found = None if module is None else projections_of(module, parameters[0].new_empty(1, parameters[0].shape[-1]))
         if found is not None and (own := _weights_of(*found)) is not None:
-            self._copy = stamp, own.packed()
+            self._copy = _Copy(stamp, own.packed())
+            self._copies[module] = weakref.ref(self._copy)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -154,7 +177,7 @@ class Mixture:
             operands = self._known.operands(module, hidden_states, top_k_index, top_k_weights)
             own = None if operands is None else _weights_of(operands.up, operands.down)
             if operands is not None and own is not None:
-                layer = own if self._copy is None else self._copy[1]
+                layer = own if self._copy is None else self._copy.weights
                 result = fused_ops.experts(layer, operands.rows, operands.index.long(), operands.weights)
                 if result is not None:
                     return result

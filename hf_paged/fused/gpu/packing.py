@@ -1,7 +1,9 @@
-"""Linear layers that read the same rows, computed by one product: their weights lie side by side in one tensor.
+"""Linear layers that read the same rows, computed by one product: their weights lie side by side in memory.
 
-The parameters stay the same objects; each becomes a view of its part. So no second copy of a weight is kept, and
-changes in place (optimizers, `load_state_dict`, weight syncs) need no care. Knows modules and tensors; never parts.
+The parameters stay the same objects; each has its part of the memory. So no second copy of a weight is kept, and
+changes in place (optimizers, `load_state_dict`, weight syncs) need no care. Each part is a storage of its own, because
+accelerate and safetensors take parameters that share a storage for one parameter, and save only the first of them.
+Knows modules and tensors; never parts.
 """
 
 from __future__ import annotations
@@ -56,6 +58,14 @@ def product_of(module: nn.Module | None) -> Product | None:
     return Product(weight if is_conv else weight.t(), bias)
 
 
+class _One(NamedTuple):
+    """Layers that one product computes. sizes: of their results. joined: the weight of all, and the bias if they have
+    one; neither keeps the memory alive."""
+
+    sizes: list[int]
+    joined: list[torch.Tensor]
+
+
 class LinearGroup:
     """Linear layers of one module, by name, that are called with the same rows.
 
@@ -65,7 +75,7 @@ class LinearGroup:
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self.names = list(names)
         self._module = weakref.ref(module)  # it must not keep weights of a module that is replaced
-        self._sizes: list[int] | None = None  # of the layers' results, where one product gives all
+        self._one: _One | None = None  # set at once: another thread may compute
 
     @property
     def _children(self) -> dict[str, Any]:
@@ -74,25 +84,22 @@ class LinearGroup:
 
     @property
     def is_one(self) -> bool:
-        return self._sizes is not None
+        return self._one is not None
 
     def look(self) -> None:
         """Find out whether one product computes the layers. To be called when a layer or weight may have changed."""
         columns = _columns(self._layers())
         are_one = bool(columns) and all(map(_are_beside, columns))
-        self._sizes = [len(weight) for weight in columns[0]] if are_one else None
+        self._one = _One(list(map(len, columns[0])), list(map(_spanning, columns))) if are_one else None
 
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """rows [..., size] -> the layers' results [..., size of each], which may be views of one tensor."""
-        if self._sizes is None:
+        one = self._one
+        if one is None:
             children = self._children
             return [children[name](rows) for name in self.names]
-        first: Any = self._children[self.names[0]]
-        total = sum(self._sizes)
-        bias = None if first.bias is None else first.bias.as_strided((total,), (1,))
-        weight = first.weight.as_strided((total, first.weight.shape[1]), first.weight.stride())
-        joined = functional.linear(rows, weight, bias)
-        return list(joined.split_with_sizes(self._sizes, -1))  # `split` takes Python's way there
+        results = functional.linear(rows, *one.joined)
+        return list(results.split_with_sizes(one.sizes, -1))  # `split` takes Python's way there
 
     def pack(self) -> bool:
         """Place the weights side by side; returns whether they are now, or were already.
@@ -105,12 +112,12 @@ class LinearGroup:
         columns = _columns(self._layers())
         if self.is_one or not columns or not all(map(_may_move, columns)):
             return self.is_one
-        for parameters in columns:
-            with torch.no_grad():
+        # Made in inference mode, as the caller may be, parameters could not be trained any more.
+        with torch.inference_mode(False), torch.no_grad():
+            for parameters in columns:
                 joined = torch.cat([parameter.detach() for parameter in parameters])
-            starts = itertools.accumulate((len(parameter) for parameter in parameters), initial=0)
-            for start, parameter in zip(starts, parameters):
-                parameter.data = joined[start : start + len(parameter)]
+                for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters])):
+                    parameter.data = torch.from_dlpack(part)  # a storage of its own, which keeps `joined` alive
         self.look()
         return self.is_one
 
@@ -137,11 +144,18 @@ def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
 
 
 def _are_beside(parameters: list[nn.Parameter]) -> bool:
-    """Whether they follow one another in one piece of memory."""
-    return all(
-        a.data_ptr() + a.nbytes == b.data_ptr() and _memory_of(a) == _memory_of(b)
-        for a, b in itertools.pairwise(parameters)
-    )
+    """Whether they follow one another in memory."""
+    return all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(parameters))
+
+
+def _spanning(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The memory of parameters beside one another as one tensor, which does not keep it alive."""
+    first, num_bytes = parameters[0], sum(parameter.nbytes for parameter in parameters)
+    storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, num_bytes)  # type: ignore[attr-defined]
+    shape = sum(map(len, parameters)), *first.shape[1:]
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=first.dtype, device=first.device)
+        return empty.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

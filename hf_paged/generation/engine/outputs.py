@@ -70,13 +70,12 @@ class CompletionOutput:
     finish_reason: str | None = None
     _num_delivered: int = 0  # how many of the tokens the reader has got before
     _start: int = 0
-    _copies: dict[str, Any] = field(init=False)  # of the lists that have been read
+    _copies: dict[str, Any] | None = field(default=None, init=False)  # of the lists that have been read
 
     def _copy(self, name: str) -> Any:
         """This output's part of a list; the same object in every call."""
-        try:
-            copies = self._copies
-        except AttributeError:  # it is set when a list is read first, because few outputs are read
+        copies = self._copies
+        if copies is None:  # made when a list is read first, because few outputs are read
             copies = self._copies = {}
         if name not in copies:
             items = getattr(self._lists, name)

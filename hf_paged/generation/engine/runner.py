@@ -5,6 +5,7 @@ Knows block tables and tokens; never queues, requests or sampling.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
@@ -260,9 +262,9 @@ class Runner:
             return None
         managers = self.memory.managers
         step = self._decode_arrays.step(
-            [seq.seq_id for seq in seqs],
+            seqs,
             [seq.num_computed_tokens for seq in seqs],
-            [manager.block_table for manager in managers],
+            [partial(_block_table, manager) for manager in managers],
             [manager.rewrites for manager in managers],
             [manager.sliding_window is None for manager in managers],
         )
@@ -347,6 +349,10 @@ class Runner:
                 seqs.append(seq)
                 rows.append(logits[-1])
         return StepResult(seqs, torch.stack(rows) if rows else None, prompts=prompts)
+
+
+def _block_table(manager: BlockManager, seq: Sequence) -> array[int]:
+    return manager.block_table(seq.seq_id)
 
 
 def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:

@@ -143,7 +143,7 @@ class Stepper:
             if seq.finish_reason is not None:
                 continue  # aborted, or failed
             seq.num_pending = 0
-            if isnan(logprob) or isnan(invalid):
+            if isnan(logprob + invalid):
                 self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT, None)
                 continue
             self._changed[request] = None
@@ -174,7 +174,7 @@ class Stepper:
 
     def _rows_of(self, seqs: list[Sequence]) -> tuple[DueRows, dict[ForkingRequest, list[int]]]:
         """The rows of requests with one sequence, and those of each other request. Row i belongs to seqs[i]."""
-        if seqs == self._due.seqs and not any(seq.finish_reason for seq in seqs):  # most steps
+        if seqs == self._due.seqs and [seq.finish_reason for seq in seqs].count(None) == len(seqs):  # most steps
             return self._due, {}
         due: list[DueRow] = []
         others: dict[ForkingRequest, list[int]] = {}  # rows of one request are neighbours

@@ -170,7 +170,7 @@ def sample_batch(due: DueRows, logits: torch.Tensor, to_fp32: ToFp32) -> tuple[S
 def _extend_histories(done: list[DueRow], tokens: torch.Tensor, failed: Failures) -> torch.Tensor | None:
     """Append each token to the history of its request; returns fp32 [n], 1 where a criterion ends the request. None:
     no request has a history."""
-    if not any(request.keeps_history for request, _, _ in done):
+    if not any([request.keeps_history for request, _, _ in done]):  # noqa: C419 (a generator takes twice as long)
         return None
     stopped = torch.zeros(len(tokens), device=tokens.device)
     ended = {request for request, _ in failed}
@@ -216,9 +216,10 @@ def _alike(due: DueRows, width: int, failed: Failures) -> dict[object, list[_Pla
 
 def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
     """Sample for requests of one sampling key. Requests that fail get an arbitrary token."""
+    if len(rows) < len(logits):
+        logits = logits[to_device(np.array([each.due.row for each in rows]), logits.device)]
     if rows[0].is_plain_greedy:
-        return _greedy([each.due.row for each in rows], logits, to_fp32)
-    logits = _chosen([each.due.row for each in rows], logits)
+        return _Columns(*greedy(logits, to_fp32))
     request = rows[0].due.request
     chains = [each.due.request.chain(logits.shape[1]) for each in rows]
     scores = _processed(rows, chains, to_fp32(logits), failed)
@@ -234,15 +235,6 @@ def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, f
         tokens = tokens.squeeze(1)
     processed = logprobs_of(scores, tokens) if request.keeps_processed else None
     return _Columns(tokens, raw_logprobs(logits, tokens, to_fp32), processed, invalid)
-
-
-def _greedy(rows: list[int], logits: torch.Tensor, to_fp32: ToFp32) -> _Columns:
-    return _Columns(*greedy(_chosen(rows, logits), to_fp32))
-
-
-def _chosen(rows: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """These rows of logits [*, vocab]. As many as there are: all of them, in their order."""
-    return logits if len(rows) == len(logits) else logits[to_device(np.array(rows), logits.device)]
 
 
 def _processed(rows: list[_Planned], chains: list[Chain], scores: torch.Tensor, failed: Failures) -> torch.Tensor:

@@ -146,6 +146,21 @@ def _gated(x, up, alpha, limit, ACTIVATION: tl.constexpr, GATE: tl.constexpr, DT
 
 
 @triton.jit
+def _pairs_of(starts, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr):
+    """The expert of a tile, the place of its first pair, and that after the expert's last one; no place after the last
+    tile."""
+    each = tl.arange(0, EXPERTS)
+    first = tl.load(starts + each, mask=each < NUM_EXPERTS, other=0)
+    last = tl.load(starts + each + 1, mask=each < NUM_EXPERTS, other=0)
+    num_tiles = (last - first + BM - 1) // BM
+    before = tl.cumsum(num_tiles, 0) - num_tiles
+    is_mine = (tile >= before) & (tile < before + num_tiles)
+    expert = tl.sum(tl.where(is_mine, each, 0), 0).to(tl.int64)
+    start = tl.sum(tl.where(is_mine, first + (tile - before) * BM, 0), 0)
+    return expert, start, tl.sum(tl.where(is_mine, last, 0), 0)
+
+
+@triton.jit
 def product_kernel(
     rows, weight, bias, out, pairs, starts, alpha, limit,
     NUM_EXPERTS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
@@ -157,19 +172,9 @@ def product_kernel(
     ACTIVATION, GATE: a GateKind, with which a column is that of a gate and an up; or None. EXPERTS: a power of two, at
     least NUM_EXPERTS. Programs after the last tile return. UPCAST: multiply in fp32, for the interpreter.
     """
-    tile = tl.program_id(0)
-    each = tl.arange(0, EXPERTS)
-    first = tl.load(starts + each, mask=each < NUM_EXPERTS, other=0)
-    last = tl.load(starts + each + 1, mask=each < NUM_EXPERTS, other=0)
-    num_tiles = (last - first + BM - 1) // BM
-    before = tl.cumsum(num_tiles, 0) - num_tiles
-    if tile >= tl.sum(num_tiles, 0):
+    expert, start, end = _pairs_of(starts, tl.program_id(0), NUM_EXPERTS, EXPERTS, BM)
+    if start == end:
         return
-    is_mine = (tile >= before) & (tile < before + num_tiles)
-    expert = tl.sum(tl.where(is_mine, each, 0), 0).to(tl.int64)
-    start = tl.sum(tl.where(is_mine, first + (tile - before) * BM, 0), 0)
-    end = tl.sum(tl.where(is_mine, last, 0), 0)
-
     dtype: tl.constexpr = out.dtype.element_ty
     size: tl.constexpr = OUTPUTS if GATE is None else OUTPUTS // 2  # of a result
     even: tl.constexpr = INPUTS % BK == 0 and size % BN == 0
