@@ -17,8 +17,9 @@ from hf_paged.kernels.triton import launch as triton_launch
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
 from tests.fused.test_changed_modules import computes_as_plain
-from tests.fused.test_fewer_launches import by_generate, complete, run
+from tests.fused.test_fewer_launches import NEW_TOKENS, by_generate, complete, run
 from tests.fused.test_more_layers import new
+from tests.generation import tape
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
@@ -61,6 +62,20 @@ def test_the_same_tokens_with_our_kernels(name: str, monkeypatch: pytest.MonkeyP
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
         assert len(attentions(model)) == 4
         assert run(engine, LENGTH) == by_generate(model, LENGTH)
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "ministral3"])
+def test_replayed_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay computes the factor of its own positions: a prompt of 14 tokens is replayed over position 16."""
+    monkeypatch.undo()
+    tape.install(monkeypatch)
+    tape.record_launches(monkeypatch)
+    fewer.on_cpu(monkeypatch, by_torch=True)
+    model = new(name)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True, cuda_graphs=True) as engine:
+        for length in (5, 14, LENGTH):
+            assert run(engine, length) == by_generate(model, length)
+        assert len(attentions(model)) == 4 and engine.stats().graph_replays >= 3 * (NEW_TOKENS - 1)
 
 
 def _attention_of(model: Any) -> Any:

@@ -92,6 +92,10 @@ class AttentionPart(Part):
         self._sinks = _name_of_parameter(call.module, handle.options["s_aux"])
         self._rest: tuple[Any, ...] | None = call.output[1:] if isinstance(call.output, tuple) else None
 
+    @property
+    def held(self) -> Any:
+        return object()  # the layer's index in the cache, and more, which two calls should not share
+
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         rows, cache, mask = (at(p, args, kwargs) for p in (self._places.rows, self._places.cache, self._places.mask))
         angles = None if self._places.angles is None else at(self._places.angles, args, kwargs)
