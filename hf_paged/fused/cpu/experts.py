@@ -32,8 +32,8 @@ _known: Slot[tuple[int, NativeExperts]] = Slot("native experts")
 def native_experts(model: Any, prepack: bool | None) -> NativeExperts | None:
     """Overrides for the model's experts, found once and after `weights_changed`; None if there are none.
 
-    prepack: whether to keep packed copies of their weights (None: if the memory suffices). Copies that there are
-    already are used in any case: they give the same bits.
+    prepack: whether to keep packed copies of their weights (None: if copies of all of the model's weights would fit).
+    Copies that there are already are used in any case: they give the same bits.
     """
     modules = [module for module in model.modules() if is_of_interface(module)]
     if not modules or model.device.type != "cpu" or not fused_ops.is_available():
@@ -45,7 +45,9 @@ def native_experts(model: Any, prepack: bool | None) -> NativeExperts | None:
         known = weights.all_moved, NativeExperts(modules, weights, known[1].copies if known else Copies())
         _known.put(model, known)
     found = known[1]
-    if not found.has_copies and (prepack or (prepack is None and fits(found.num_bytes))):
+    if not found:
+        return None
+    if not found.has_copies and (prepack or (prepack is None and fits(sum(p.nbytes for p in model.parameters())))):
         found.keep_copies()
     if found.has_copies:
         weights.look(contents=True)
@@ -85,10 +87,8 @@ class NativeExperts:
         self.has_copies = False
         self._seen: tuple[int, int] | None = None  # the state of the weights when the copies were last renewed
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all weights of the experts."""
-        return sum(mixture.num_bytes for mixture in self._mixtures)
+    def __bool__(self) -> bool:
+        return bool(self._mixtures)
 
     def is_of(self, modules: list[nn.Module]) -> bool:
         """False if modules of the model have been replaced since this was made."""
@@ -142,7 +142,6 @@ class Mixture:
         self._known = known
         self.owner = type(module)
         self._children = dict(module._modules)
-        self.num_bytes = sum(p.nbytes for p in module._parameters.values() if p is not None)
         self._copies = copies
         self._copy: _Copy | None = None
 

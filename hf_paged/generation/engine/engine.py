@@ -57,7 +57,8 @@ class Engine(EngineCore):
     of its fields. tokenizer: needed only for `stop_strings`. prepack: on a CPU, keep copies of the linear weights in
     the layout that is fastest there (None = in bf16, if the memory suffices). On a GPU, move linear weights that read
     the same rows beside one another, for one product instead of several, without copies (None = where `fuse` knows
-    the layers; see docs/gpu.md). True = raise if nothing can be packed. Sums may then be in another order than torch's.
+    the layers; see docs/gpu.md): no other thread may compute with the model meanwhile. True = raise if nothing can be
+    packed. Sums may then be in another order than torch's.
     fuse: compute what lies between matrix products and attention in fewer kernels, where the model's layers are known
     (None = on a CUDA device; True = raise if no layer is known). See docs/gpu.md for what may round differently.
     cuda_graphs: capture decode steps and replay them (None = on a CUDA device, with a warning if that is impossible;

@@ -143,7 +143,9 @@ class RowLaunches:
             return
         launch = build()
         compiled = launch.run(device)
-        if compiled is not None and is_aligned and len(self._kept) < _MAX_KEPT:
+        if compiled is not None and is_aligned:
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.pop(list(self._kept)[0], None)  # noqa: RUF015 (the oldest; other threads may add one meanwhile)
             self._kept[key] = Ready.of(launch, compiled)
 
 
