@@ -17,8 +17,9 @@ from hf_paged.kernels.triton import launch as triton_launch
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
 from tests.fused.test_changed_modules import computes_as_plain
-from tests.fused.test_fewer_launches import by_generate, complete, run
+from tests.fused.test_fewer_launches import NEW_TOKENS, by_generate, complete, run
 from tests.fused.test_more_layers import new
+from tests.generation import tape
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
@@ -37,10 +38,10 @@ def attentions(model: Any) -> list[Any]:
     return [part for part in found._parts if isinstance(part, AttentionPart)]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "fuyu")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "fuyu", "hunyuan_v1_moe")]
 
 
-@pytest.mark.parametrize("name", ["llama4_text", "ministral3", "persimmon", "nanochat", *SLOW])
+@pytest.mark.parametrize("name", ["llama4_text", "ministral3", "persimmon", "nanochat", "hunyuan_v1_dense", *SLOW])
 def test_the_same_tokens(name: str) -> None:
     model = new(name)
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
@@ -48,7 +49,8 @@ def test_the_same_tokens(name: str) -> None:
         assert len(found) == model.config.get_text_config().num_hidden_layers
         factors, last = [part._factor is not None for part in found], [part._sources[0].norm_is_last for part in found]
         assert factors == [name == "ministral3" or (name.startswith("llama4") and i % 2 == 1) for i in range(4)]
-        assert last == [name == "nanochat" or (name.startswith("llama4") and i % 2 == 0) for i in range(4)]
+        later = "nanochat", "hunyuan_v1_dense", "hunyuan_v1_moe"
+        assert last == [name in later or (name.startswith("llama4") and i % 2 == 0) for i in range(4)]
         assert run(engine, LENGTH) == by_generate(model, LENGTH)
 
 
@@ -61,6 +63,20 @@ def test_the_same_tokens_with_our_kernels(name: str, monkeypatch: pytest.MonkeyP
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
         assert len(attentions(model)) == 4
         assert run(engine, LENGTH) == by_generate(model, LENGTH)
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "ministral3"])
+def test_replayed_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay computes the factor of its own positions: a prompt of 14 tokens is replayed over position 16."""
+    monkeypatch.undo()
+    tape.install(monkeypatch)
+    tape.record_launches(monkeypatch)
+    fewer.on_cpu(monkeypatch, by_torch=True)
+    model = new(name)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True, cuda_graphs=True) as engine:
+        for length in (5, 14, LENGTH):
+            assert run(engine, length) == by_generate(model, length)
+        assert len(attentions(model)) == 4 and engine.stats().graph_replays >= 3 * (NEW_TOKENS - 1)
 
 
 def _attention_of(model: Any) -> Any:

@@ -3,6 +3,7 @@ norms whose epsilon is in their code."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -62,6 +63,29 @@ def test_the_same_tokens(name: str) -> None:
             with torch.no_grad():
                 for parameter in mlp.parameters():
                     parameter.mul_(-2)
+        assert run(engine) == by_generate(model)
+
+
+def test_layers_that_are_called_several_times() -> None:
+    """Each call has another layer of the cache, of which only the attention knows."""
+    model = new("hrm_text")
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert kinds(model) == {"norm", "MLP", "layer"} and len(layers_of(model)) == 4
+        assert run(engine) == by_generate(model) and computes_as_plain(engine, model)
+
+
+def test_calls_of_a_layer_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer gives its attention another constant in every second call."""
+    model = new("hrm_text")
+    owner = type(model.model.L_module.layers[0])
+    own, calls = owner.forward, itertools.count()
+
+    def forward(layer: Any, rows: torch.Tensor, **kwargs: Any) -> Any:
+        return own(layer, rows, **kwargs, is_first_iteration=next(calls) // 2 % 2 == 0)
+
+    monkeypatch.setattr(owner, "forward", forward)
+    assert not layers_of(model)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
         assert run(engine) == by_generate(model)
 
 

@@ -92,6 +92,10 @@ class AttentionPart(Part):
         self._sinks = _name_of_parameter(call.module, handle.options["s_aux"])
         self._rest: tuple[Any, ...] | None = call.output[1:] if isinstance(call.output, tuple) else None
 
+    @property
+    def held(self) -> Any:
+        return object()  # the layer's index in the cache, and more, which two calls should not share
+
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         rows, cache, mask = (at(p, args, kwargs) for p in (self._places.rows, self._places.cache, self._places.mask))
         angles = None if self._places.angles is None else at(self._places.angles, args, kwargs)
@@ -105,7 +109,7 @@ class AttentionPart(Part):
         projected = dict(zip(self.group.names, self.group(rows), strict=True))
         heads = [self._heads(source, projected) for source in self._sources]
         handle = cache.handle_for(self._layer_idx, rows.device)
-        factor = None if self._factor is None else self._factor(module, cache, rows.dtype)
+        factor = None if self._factor is None else self._factor(module, cache, rows)
         query = self._rotate(heads, angles, factor, handle).transpose(0, 1).unsqueeze(0)
         setattr(query, HANDLE, handle)
         sinks = module._parameters[self._sinks] if self._sinks else None
@@ -204,7 +208,7 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
         places = replace(places, positions=None)
     elif places.positions is None:
         return None
-    numbers = None if factor is None else factor(call.module, cache, rows.dtype)
+    numbers = None if factor is None else factor(call.module, cache, rows)
     if numbers is not None and bool((numbers == 1).all()):
         return None  # a trial shows nothing
     found = _heads_of(call, rows, places, factor, numbers) if _only_rotates(before) else None

@@ -69,16 +69,16 @@ class Factor:
         """Whether the module gets the positions."""
         return FORMS[self.form].is_given
 
-    def __call__(self, module: nn.Module, cache: PackedCache, dtype: torch.dtype) -> torch.Tensor:
-        """[num_tokens], of the step's positions; computed by the first layer that asks for it."""
+    def __call__(self, module: nn.Module, cache: PackedCache, rows: torch.Tensor) -> torch.Tensor:
+        """[num_tokens], of the step's positions, on the device of `rows`; computed by the first layer that asks."""
         form = FORMS[self.form]
         growth, limit = form.numbers(module)
 
         def compute() -> torch.Tensor:
-            factor = form.factor(cache.positions, growth, limit)
-            return factor.to(dtype) if form.rounds else factor
+            factor = form.factor(cache.positions.to(rows.device), growth, limit)
+            return factor.to(rows.dtype) if form.rounds else factor
 
-        return cache.once((self.form, growth, limit, dtype), compute)
+        return cache.once((self.form, growth, limit, rows.dtype, rows.device), compute)
 
 
 def factor_of(call: Call) -> tuple[Factor | None, list[Operation]]:

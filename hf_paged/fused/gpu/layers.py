@@ -59,6 +59,12 @@ class LayerPart(Part):
         self._found_mlp = mlp
         self._tried: Part | None = None  # in a trial, where the MLP's own forward is in force
 
+    @property
+    def held(self) -> Any:
+        norms = [norm.held for norm in self._norms.present()], self._is_parallel
+        names = self._attention, self._mlp, self._scale
+        return norms, names, self._rows, self._attention_rows, self._passed, self._rest
+
     def trials(self, call: Call) -> Iterator[Any]:
         """Without and with the part of the MLP."""
         yield self.compute(*call.args, **call.kwargs)

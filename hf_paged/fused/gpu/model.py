@@ -193,12 +193,9 @@ class _Finder:
 
     @property
     def parts(self) -> list[Part]:
-        """A part of an attention or layer holds what it got in one call, such as the layer's index in the cache. A
-        chain of modules is of use only to a layer that adds its last product to the residual."""
-        once = {module for module, count in self._calls.items() if count == 1}
-        found = {m: p for m, p in self._found.items() if m in once or not isinstance(p, AttentionPart | LayerPart)}
-        used = {part.mlp for part in found.values() if isinstance(part, LayerPart)}
-        return [part for module, part in found.items() if module in used or not isinstance(part, ChainPart)]
+        """A chain of modules is of use only to a layer that adds its last product to the residual."""
+        used = {part.mlp for part in self._found.values() if isinstance(part, LayerPart)}
+        return [part for module, part in self._found.items() if module in used or not isinstance(part, ChainPart)]
 
     def summary(self) -> str:
         """One line: what is computed by our kernels, and for how many of the attentions."""
@@ -217,10 +214,10 @@ class _Finder:
             part = None
             self.errors.append(f"{type(call.module).__name__}: {first_line(error)}")
         del self._cache.handles[handles:]
+        before = self._found.pop(call.module, None)
         self._calls[call.module] += 1
-        if part is None:
-            self._found.pop(call.module, None)
-        elif self._calls[call.module] == 1 or call.module in self._found:  # it gave the right results in all calls
+        # One that is called several times must give the right results, and hold the same, in all calls.
+        if part is not None and (self._calls[call.module] == 1 or (before is not None and before.held == part.held)):
             self._found[call.module] = part
 
     def _part_of(self, call: Call) -> Part | None:

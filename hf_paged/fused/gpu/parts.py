@@ -58,6 +58,11 @@ class Part:
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    @property
+    def held(self) -> Any:
+        """What it took from the call by which it was recognised: it stands for all calls that gave the same."""
+        return None
+
     def trials(self, call: Call) -> Iterator[Any]:
         """Results for the call's arguments, by every way in which the part may compute them."""
         yield self.compute(*call.args, **call.kwargs)
@@ -134,6 +139,10 @@ class NormOf:
     @property
     def module(self) -> nn.Module:
         return _alive(self._module)
+
+    @property
+    def held(self) -> Any:
+        return id(self.module), self.size, self._kind, self._constant
 
     def __call__(self) -> Norm:
         parameters = self.module._parameters
