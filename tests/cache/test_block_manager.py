@@ -236,3 +236,19 @@ def test_check_integrity_sees_damage() -> None:
     manager._tables["a"].num_tokens = 3
     with pytest.raises(AssertionError, match="wrong length"):
         manager.check_integrity()
+
+
+def test_a_block_of_the_prefix_cache_is_forgotten_before_it_is_written_again() -> None:
+    forgotten: list[int] = []
+    cached: set[int] = set()
+    manager = BlockManager(BlockAllocator(8, forgotten.append), 4, cached_blocks=cached)
+    for append in (manager.append, lambda *new: manager.append_all([new])):
+        manager.append("a", 8)
+        last = table(manager, "a")[-1]
+        cached.add(last)
+        manager.crop("a", 6)
+        append("a", 1)
+        assert forgotten == [last] and manager.num_tokens("a") == 7
+        cached.clear()
+        forgotten.clear()
+        manager.free("a")

@@ -213,6 +213,39 @@ def test_a_hook_on_an_activation(mixtral: Any, calls: list[int]) -> None:
     assert not scores_of(mixtral).equal(before)
 
 
+def test_a_forward_set_on_an_activation(mixtral: Any, calls: list[int]) -> None:
+    scores_of(mixtral)
+    for module in experts_in(mixtral):
+        module.act_fn.forward = torch.tanh
+    assert_left_to_torch(mixtral, calls)
+
+
+def test_an_activation_that_the_kernel_does_not_have(calls: list[int]) -> None:
+    model = model_of("mixtral")
+    for module in experts_in(model):
+        module.act_fn = nn.GELU()
+    assert_left_to_torch(model, calls)
+
+
+def test_sizes_that_the_kernel_does_not_have(calls: list[int]) -> None:
+    model = model_of("mixtral")
+    for module in experts_in(model):  # inner rows of 24 elements
+        module.gate_up_proj = nn.Parameter(module.gate_up_proj.detach()[:, :48].contiguous())
+        module.down_proj = nn.Parameter(module.down_proj.detach()[:, :, :24].contiguous())
+    assert_left_to_torch(model, calls)
+
+
+def test_calls_outside_of_a_step_are_unaffected(mixtral: Any, calls: list[int]) -> None:
+    found = native.native_experts(mixtral, False)
+    assert found is not None
+    found.apply(found)
+    try:
+        mixtral(torch.arange(3, 12)[None])
+    finally:
+        found.undo(found)
+    assert not calls
+
+
 def test_a_gate_of_the_instance(mixtral: Any, calls: list[int]) -> None:
     scores_of(mixtral)
     for module in experts_in(mixtral):
@@ -327,9 +360,11 @@ def test_weights_made_in_inference_mode_are_not_copied(mixtral: Any, calls: list
 
 def test_replaced_experts(mixtral: Any, calls: list[int]) -> None:
     scores_of(mixtral)
+    num_calls = len(calls)
     old = weakref.ref(experts_in(mixtral)[0])
     mixtral.model.layers[0].mlp.experts = copy.deepcopy(experts_in(mixtral)[1])
     assert_as_torch(mixtral, calls)
+    assert len(calls) == num_calls
     gc.collect()
     assert old() is None
 
