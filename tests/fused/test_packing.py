@@ -187,21 +187,24 @@ def test_weights_that_a_program_keeps(model: Any) -> None:
         assert run(engine) == by_generate(model)
 
 
-def test_too_little_memory(model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, AttributeError])
+def test_too_little_memory_and_other_failures(
+    error: type[Exception], model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cat, calls = torch.cat, []
 
     def limited(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if type(tensors) is list and tensors[0].dim() == 2 and not tensors[0].requires_grad and len(tensors) == 3:
             calls.append(1)
             if len(calls) == 2:
-                raise torch.OutOfMemoryError("no memory")
+                raise error("the reason")
         return cat(tensors, *args, **kwargs)
 
     fused = fused_model.fused_parts(model)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "cat", limited)
         assert fused.pack() == 2
-    assert "other weights stay where they are (OutOfMemoryError: no memory)" in caplog.text
+    assert f"other weights stay where they are ({error.__name__}: the reason)" in caplog.text
     with open_engine(model, prepack=False) as engine:
         assert run(engine) == by_generate(model)
 

@@ -112,7 +112,7 @@ class FusedParts:
                 moved += group.is_one and not was_one
                 if moved and device_of(model).type == "cuda":
                     torch.cuda.empty_cache()  # it would keep the memory of the weights before
-        except torch.OutOfMemoryError as error:
+        except Exception as error:  # of memory, or of what torch does on a device: the weights are whole at any time
             log.warning("%s: other weights stay where they are (%s)", type(model).__name__, first_line(error))
         if moved:
             log.info("%s: weights of %d parts were placed side by side, for one product", type(model).__name__, moved)
