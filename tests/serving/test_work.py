@@ -77,7 +77,7 @@ def test_an_update_copies_only_what_is_new(server: Running, fields: dict[str, An
         new = choice.update(output)
         assert all(len(delta.token_ids) == 1 for delta in new)
         deltas += new
-        assert not hasattr(output, "_copies")
+        assert output._copies is None
     (whole,) = joined(deltas, 1)
     assert whole.token_ids == ids and whole.text == tokenizer().decode(ids) and whole.finish_reason == "length"
     assert len(whole.logprobs) == len(whole.top_logprobs) == (len(ids) if fields.get("logprobs") else 0)
