@@ -18,6 +18,7 @@ from hf_paged import Engine, prepack, release_memory, weights_changed
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import experts as native
 from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.kernels.native import build as native_build
 from tests.architectures.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
@@ -60,8 +61,9 @@ def test_the_bits_of_transformers(shape: tuple[int, int, int], threads: int) -> 
                 with torch.no_grad():
                     expected = module(rows, index, given)
                 result = by_kernel(module, rows, index, given)
-                # A single row of an expert, and many with AMX, are added up in another order.
-                if shape[0] > 1024 or num_tokens > 32:
+                # A single row of an expert is added up in another order; with AMX many rows, and the ends of rows that
+                # are no whole tiles.
+                if shape[0] > 1024 or num_tokens > 32 or (shape[0] % 32 and "AMX" in native_build.status()):
                     assert torch.allclose(result.float(), expected.float(), atol=0.02, rtol=0.02)
                 else:
                     assert torch.equal(result, expected)
