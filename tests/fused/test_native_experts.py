@@ -360,6 +360,17 @@ def test_weights_made_in_inference_mode_are_not_copied(mixtral: Any, calls: list
     assert min(calls) > 0
 
 
+def test_copied_weights_that_inference_tensors_replace(mixtral: Any, calls: list[int]) -> None:
+    prepack(mixtral)
+    assert_as_torch(mixtral, calls)
+    assert max(calls) < 0
+    for module in experts_in(mixtral):
+        with torch.inference_mode():
+            module.down_proj = nn.Parameter(module.down_proj.detach() * -3, requires_grad=False)
+    assert_as_torch(mixtral, calls)
+    assert min(calls) > 0
+
+
 def test_replaced_experts(mixtral: Any, calls: list[int]) -> None:
     scores_of(mixtral)
     num_calls = len(calls)

@@ -128,10 +128,6 @@ def _known_here(module: Any) -> KnownExperts | None:
     return known if known is not None and known.kind == GateKind("silu") else None
 
 
-def _nothing() -> None:
-    return None
-
-
 class Mixture:
     """The experts of one module, and their packed copies if there are any."""
 
@@ -153,16 +149,17 @@ class Mixture:
         of those made in inference mode, whose changes cannot be noticed."""
         module: Any = self._module()
         parameters = [] if module is None else [p for p in module._parameters.values() if p is not None]
-        if any(parameter.is_inference() for parameter in parameters):
-            return
         stamp = tuple((id(x), weights.moved_at(x)) for x in parameters)
         if self._copy is not None and self._copy.stamp == stamp:
             return
-        shared = None if module is None else self._copies.get(module, _nothing)()
-        self._copy = shared if shared is not None and shared.stamp == stamp else None
-        if self._copy is not None:
+        self._copy = None
+        if not parameters or any(parameter.is_inference() for parameter in parameters):
             return
-        found = None if module is None else projections_of(module, parameters[0].new_empty(1, parameters[0].shape[-1]))
+        shared = self._copies[module]() if module in self._copies else None
+        if shared is not None and shared.stamp == stamp:
+            self._copy = shared
+            return
+        found = projections_of(module, parameters[0].new_empty(1, parameters[0].shape[-1]))
         if found is not None and (own := _weights_of(*found)) is not None:
             self._copy = _Copy(stamp, own.packed())
             self._copies[module] = weakref.ref(self._copy)
