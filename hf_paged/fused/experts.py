@@ -14,15 +14,13 @@ import torch
 from torch import nn
 
 from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection, gated
-from hf_paged.kernels.rows import ACTIVATIONS, are_alike, are_close
+from hf_paged.kernels.rows import ACTIVATIONS, DTYPES, are_alike, are_close
 
 _INTERFACE = "transformers.integrations.moe"  # the module of the interface
 _IMPLEMENTATIONS = {
     "eager": None, "grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward",
 }  # fmt: skip
 """Those that ours stands in for, with their functions. Others are wanted for what they do themselves."""
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):

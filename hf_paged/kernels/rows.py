@@ -36,6 +36,7 @@ NORM_KINDS = (
 )
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows
 MAX_SIZE = 32_768  # of a row to be normalised, which one program keeps in registers
 
 

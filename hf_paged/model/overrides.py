@@ -154,3 +154,8 @@ class ClassForwards:
 
     def changed(self) -> bool:
         return any(map(is_not, self._current(), self.known))
+
+
+def is_unhooked(module: Any) -> bool:
+    """Whether calling the module would run its class's forward, or an override of it, and nothing else."""
+    return not (module._forward_hooks or module._forward_pre_hooks or foreign_forward(module))

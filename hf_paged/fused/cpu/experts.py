@@ -18,7 +18,7 @@ from hf_paged.fused.cpu.weights import fits
 from hf_paged.fused.experts import KnownExperts, is_of_interface, known_experts, projections_of
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.experts import GateKind, Projection
-from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.overrides import ClassForwards, Overrides, Patch, is_unhooked, mark
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.weights import Weights
 
@@ -186,10 +186,7 @@ class Mixture:
         """Whether the activation is the one that was tried, without hooks, and the implementation has these bits."""
         if getattr(module.config, "_experts_implementation", None) != _IMPLEMENTATION:
             return False
-        children = self._children
-        return bool(module._modules == children) and not any(
-            child._forward_hooks or child._forward_pre_hooks or foreign_forward(child) for child in children.values()
-        )
+        return bool(module._modules == self._children) and all(map(is_unhooked, self._children.values()))
 
 
 def _weights_of(up: Projection, down: Projection) -> fused_ops.ExpertWeights | None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from hf_paged.model.overrides import foreign_forward
+from hf_paged.model.overrides import is_unhooked
 
 ALIGNMENT = 16  # of every part, in bytes: kernels load as many at once
 
@@ -28,11 +28,6 @@ _linear_forward = nn.Linear.forward
 def is_linear(module: nn.Module | None) -> bool:
     """Whether calling the module would run nn.Linear's own forward and nothing else."""
     return type(module) is nn.Linear and nn.Linear.forward is _linear_forward and is_unhooked(module)
-
-
-def is_unhooked(module: nn.Module) -> bool:
-    """Whether calling the module would run its class's forward and nothing else."""
-    return not (module._forward_hooks or module._forward_pre_hooks or foreign_forward(module))
 
 
 class Product(NamedTuple):

@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.fused.gpu.packing import LinearGroup, Product, is_unhooked, product_of
+from hf_paged.fused.gpu.packing import LinearGroup, Product, product_of
 from hf_paged.fused.gpu.trace import Call, same_memory
 from hf_paged.integration.attention import in_packed_step
-from hf_paged.kernels.rows import ACTIVATIONS, MAX_SIZE, NORM_KINDS, Norm, NormKind, are_alike, are_close, normalise
-from hf_paged.model.overrides import ClassForwards, foreign_forward, mark
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from hf_paged.kernels.rows import (
+    ACTIVATIONS,
+    DTYPES,
+    MAX_SIZE,
+    NORM_KINDS,
+    Norm,
+    NormKind,
+    are_alike,
+    are_close,
+    normalise,
+)
+from hf_paged.model.overrides import ClassForwards, foreign_forward, is_unhooked, mark
 
 
 class Part:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_paged.fused.gpu.parts import DTYPES, Part
+from hf_paged.fused.gpu.parts import Part
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of
 from hf_paged.kernels.routing import MAX_EXPERTS, Router, RouterKind, route
-from hf_paged.kernels.rows import are_alike, are_close
+from hf_paged.kernels.rows import DTYPES, are_alike, are_close
 
 
 @dataclass(frozen=True, slots=True)

@@ -379,9 +379,8 @@ class Scheduler:
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
             if shares and num_computed // block_size > seq.num_registered_blocks:
                 self._prefixes.register(seq)
-            if sliding:
-                for manager in sliding:
-                    manager.drop_outside_window(seq.seq_id)
+            for manager in sliding:
+                manager.drop_outside_window(seq.seq_id)
 
     def discard_plan(self) -> None:
         """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that

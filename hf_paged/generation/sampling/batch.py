@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,12 +83,11 @@ class _Columns(NamedTuple):
 def _joined(parts: list[_Columns]) -> _Columns:
     if len(parts) == 1:
         return parts[0]
-    columns: list[torch.Tensor | None] = []
+    columns: list[Any] = []
     for column in zip(*parts):
-        missing = all(part is None for part in column)
-        whole = [torch.zeros_like(own.logprobs) if part is None else part for own, part in zip(parts, column)]
-        columns.append(None if missing else torch.cat(whole))
-    return _Columns(*columns)  # type: ignore[arg-type]
+        filled = (torch.zeros_like(own.logprobs) if part is None else part for own, part in zip(parts, column))
+        columns.append(None if all(part is None for part in column) else torch.cat(list(filled)))
+    return _Columns(*columns)
 
 
 class TokenColumns(NamedTuple):

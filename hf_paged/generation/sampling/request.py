@@ -277,7 +277,7 @@ class SingleRequest(Request):
     def accept(self, token: int, logprob: float, processed: float, is_stopped: bool) -> FinishReason | None:
         """Record the next token; returns why it ends the request, or None."""
         sample = self.sample
-        sample.logprobs.append(logprob)
+        sample.logprobs.append(logprob)  # `sample.add`, hundreds of times in a step
         sample.cumulative_logprob += logprob
         if self.keeps_processed:
             sample.processed_logprobs.append(processed)
