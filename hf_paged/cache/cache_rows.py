@@ -26,8 +26,8 @@ class CacheRows:
         if len(memory.groups) != 1:
             raise ValueError("a PagedKVCache keeps all layers in one group of blocks")
         self.memory = memory
-        self.manager = memory.groups[0].manager
-        self.pool = memory.groups[0].pool
+        self.manager = memory.manager
+        self.pool = memory.pool
         self.ids = itertools.count()
         self.seq_ids: list[int] = []
         self.padding: list[int] = []

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from hf_paged.cache.layers import Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 
 Kind = tuple[Any, ...]  # what the model's K/V is made of
-Windows = tuple[tuple[frozenset[int] | None, int | None], ...]  # layers and sliding window of each group
-MemoryKey = tuple[Kind, CacheConfig, Windows]
-"""Kind, config, windows: memories of one key may serve one another's calls."""
+MemoryKey = tuple[Kind, CacheConfig, Layout]
+"""Kind, config, layout: memories of one key may serve one another's calls."""
 
 MAX_POOLS = 4
 MAX_BYTES = 1 << 30
@@ -53,8 +53,8 @@ class IdlePools:
                 del self._pools[other]  # made for the model's former dtype or device
         if memory is not None:
             return memory
-        _, config, windows = key
-        return PagedMemory(config.block_size, windows=windows, growable=True)
+        _, config, layout = key
+        return PagedMemory(config.block_size, layout=layout, growable=True)
 
     def num_bytes(self, key: MemoryKey) -> dict[torch.device, int]:
         """Size on each device of the idle pool of that key, which `take` would return; empty if there is none."""

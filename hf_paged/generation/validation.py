@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.model.cross_attention import paged_part
@@ -344,34 +345,25 @@ def check_length(model: Any, prompt_length: int, max_length: int, native_length:
         )
 
 
-def check_fits(prompt_length: int, max_length: int, num_beams: int, managers: Sequence[BlockManager]) -> None:
+def check_fits(prompt_length: int, max_length: int, num_beams: int, manager: BlockManager) -> None:
     """Raises ValueError if the request, grown to `max_length`, needs more blocks than an empty pool has.
 
     The least that can be needed is counted: samples may agree to the end, beams share all blocks but their last ones,
-    blocks outside a sliding window are free again, and K/V of the last token is never stored.
+    blocks that no token attends to any more are free again, and K/V of the last token is never stored.
     """
     stored = max(prompt_length, max_length - 1)
     beams = num_beams if max_length - prompt_length > 1 else 1
-    for manager in managers:
-        size, total = manager.block_size, manager.allocator.num_blocks
-        needed = _blocks_at_the_peak(stored, manager) + beams - 1
-        if needed <= total:
-            continue
-        of_prompt = _blocks_at_the_peak(prompt_length, manager)
-        remedy = "shorten the prompt"
-        if of_prompt <= total and manager.sliding_window is None:
-            remedy = f"lower max_new_tokens to {max(1, (total - beams + 1) * size - prompt_length + 1)} or less"
-        several = f" with {beams} beams" if beams > 1 else ""
-        raise ValueError(
-            f"a prompt of {prompt_length} tokens and {max_length - prompt_length} new ones{several} need {needed} "
-            f"blocks of {size}, but the cache has {total}; {remedy}, or give the cache more memory"
-        )
-
-
-def _blocks_at_the_peak(num_tokens: int, manager: BlockManager) -> int:
-    """The maximum number of blocks that a sequence holds at one time while it grows token by token."""
-    size, window = manager.block_size, manager.sliding_window
-    if window is None or num_tokens <= window:
-        return -(-num_tokens // size)
-    lengths = range(max(window, num_tokens - size + 1), num_tokens + 1)
-    return max(-(-window // size), *(-(-length // size) - (length - window) // size for length in lengths))
+    size, total, groups = manager.block_size, manager.allocator.num_blocks, manager.groups
+    for_beams = (beams - 1) * len(groups)
+    needed = peak_blocks(groups, stored, size) + for_beams
+    if needed <= total:
+        return
+    remedy = "shorten the prompt"
+    if peak_blocks(groups, prompt_length, size) <= total:
+        longest = longest_length(groups, total - for_beams, size, stored)
+        remedy = f"lower max_new_tokens to {max(1, longest - prompt_length + 1)} or less"
+    several = f" with {beams} beams" if beams > 1 else ""
+    raise ValueError(
+        f"a prompt of {prompt_length} tokens and {max_length - prompt_length} new ones{several} need {needed} "
+        f"blocks of {size}, but the cache has {total}; {remedy}, or give the cache more memory"
+    )

@@ -254,7 +254,7 @@ class DecodeArrays:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._keys: list[Any] = []
-        self._rewrites: list[int] = []
+        self._rewrites = -1
         self._last: StepArrays | None = None
 
     def step(
@@ -262,14 +262,14 @@ class DecodeArrays:
         keys: list[Any],
         positions: list[int],
         block_tables: Sequence[Callable[[Any], Sequence[int]]],
-        rewrites: list[int],
+        rewrites: int,
         grows_only: list[bool],
     ) -> StepArrays:
         """The step of the tokens at these positions, one for each sequence.
 
-        keys: the sequences. block_tables: for each layer group a function from a key to the block ids. rewrites: for
-        each layer group a number that changes if any table has changed otherwise than at its ends. grows_only: for
-        each layer group, whether tables change only by new blocks as long as that number is the same.
+        keys: the sequences. block_tables: for each layer group a function from a key to the block ids. rewrites: a
+        number that changes if any table has changed otherwise than at its ends. grows_only: for each layer group,
+        whether tables change only by new blocks as long as that number is the same.
         """
         last, now = self._last, np.array(positions, dtype=np.int64)
         is_same = last is not None and keys == self._keys and rewrites == self._rewrites

@@ -122,7 +122,7 @@ class PackedCache(Cache):
     def handle_for(self, layer_idx: int, device: torch.device) -> LayerHandle:
         """The handle of a layer whose K and V of this step are already in its blocks."""
         group_index = self.group_of(layer_idx)
-        pool, metadata = self.memory.groups[group_index].pool, self._metadata_for(group_index, device)
+        pool, metadata = self.memory.pool, self._metadata_for(group_index, device)
         handle = LayerHandle(layer_idx, pool, metadata, (None, None))
         self.handles.append(handle)
         return handle
@@ -136,7 +136,7 @@ class PackedCache(Cache):
         """
         group_index = self.group_of(layer_idx)
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        pool = self.memory.groups[group_index].pool
+        pool = self.memory.pool
         if torch.is_autocast_enabled(key.device.type):  # K and V may have different dtypes; attention expects one
             dtype = pool[layer_idx].key.dtype if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)

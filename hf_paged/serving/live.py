@@ -62,7 +62,7 @@ class Live:
         return {
             "number": snapshot.number,
             "time": round(snapshot.time - self._began, 3),
-            "pools": [_pool(pool) for pool in snapshot.pools],
+            "pool": _pool(snapshot.pool),
             "requests": [_request(request) for request in snapshot.requests],
             "waiting": snapshot.num_waiting,
             "events": snapshot.events,
@@ -86,7 +86,7 @@ def _pool(pool: PoolView) -> dict[str, Any]:
         "touched": pool.num_touched,
         "block_size": pool.block_size,
         "bytes": pool.bytes_per_block,
-        "window": pool.sliding_window,
+        "windows": pool.windows,
         "cached": pool.cached,
         "pinned": pool.pinned,
         "host_blocks": pool.num_host_blocks,

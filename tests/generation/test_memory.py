@@ -36,16 +36,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_default_pool_and_swap_space_are_a_share_of_what_the_process_may_take(host: None) -> None:
     with Engine(models.shared("llama")) as engine:
         assert engine.stats().num_blocks == 3 * MIB // BLOCK_BYTES
-        assert engine._host_managers[0].allocator.num_blocks == 3 * MIB // BLOCK_BYTES
+        assert engine._scheduler.host_manager.allocator.num_blocks == 3 * MIB // BLOCK_BYTES
     with Engine(models.shared("llama"), CacheConfig(memory_fraction=0.5)) as engine:
         assert engine.stats().num_blocks == 5 * MIB // BLOCK_BYTES
-        assert engine._host_managers[0].allocator.num_blocks == 3 * MIB // BLOCK_BYTES
+        assert engine._scheduler.host_manager.allocator.num_blocks == 3 * MIB // BLOCK_BYTES
 
 
 def test_sizes_that_are_given_are_taken(host: None) -> None:
     with Engine(models.shared("llama"), CacheConfig(memory="8MiB", swap_memory="9MiB")) as engine:
         assert engine.stats().num_blocks == 8 * MIB // BLOCK_BYTES
-        assert engine._host_managers[0].allocator.num_blocks == 9 * MIB // BLOCK_BYTES
+        assert engine._scheduler.host_manager.allocator.num_blocks == 9 * MIB // BLOCK_BYTES
 
 
 def test_a_pool_that_the_host_cannot_hold_is_warned_of(host: None) -> None:
@@ -129,7 +129,7 @@ def test_requests_take_what_they_need_at_once_whatever_the_prefix_cache_may(host
 
 def memory_of(num_blocks: int) -> PagedMemory:
     memory = PagedMemory(16, num_blocks)
-    memory.groups[0].pool.layer_for(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
+    memory.pool.layer_for(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
     return memory
 
 
@@ -215,6 +215,6 @@ def test_a_closed_engine_keeps_no_tensors() -> None:
     model = models.build("llama")
     engine = Engine(model, CacheConfig(num_blocks=64))
     engine.generate(models.prompts(9), GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0))
-    keys = weakref.ref(engine._memory.groups[0].pool[0].key)
+    keys = weakref.ref(engine._memory.pool[0].key)
     engine.close()
     assert keys() is None

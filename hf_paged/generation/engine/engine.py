@@ -91,9 +91,8 @@ class Engine(EngineCore):
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack, fuse)
         self._model = opened.model.model
         self._memory = opened.memory
-        self._host_managers = opened.host_managers
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
+        scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager)
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, cuda_graphs)
         runner.warm_up(self.scheduler_config, warmup)
@@ -104,7 +103,7 @@ class Engine(EngineCore):
             self._model,
             self._adapters,
             self.scheduler_config,
-            opened.memory.managers,
+            opened.memory.manager,
             opened.max_length,
             self._requests,
         )
@@ -434,7 +433,7 @@ class Engine(EngineCore):
         A snapshot for tools that show or measure sharing. Empty for a request that holds no block.
         """
         with self._lock:
-            group, manager = self._scheduler.get(request_id), self._memory.managers[0]
+            group, manager = self._scheduler.get(request_id), self._memory.manager
             seqs = [] if group is None else [seq for seq in group.live if seq.seq_id in manager]
             return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.layers import FULL
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
@@ -91,7 +92,7 @@ class Packed(NamedTuple):
 
 
 class Runner:
-    """One model over one PagedMemory, with host pools (one a layer group) to swap to.
+    """One model over one PagedMemory, with a host pool to swap to, if any.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward; a RowModel computes one
     sequence after the other. `graphs` replay the steps that they can.
@@ -101,13 +102,13 @@ class Runner:
         self,
         model: PackedModel | RowModel,
         memory: PagedMemory,
-        host_pools: list[HostPool],
+        host_pool: HostPool | None,
         adapters: Adapters,
         graphs: GraphedSteps | None = None,
     ) -> None:
         self._model = model
         self.memory = memory
-        self._host_pools = host_pools
+        self._host_pool = host_pool
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
         self._decode_arrays = DecodeArrays(memory.block_size)
@@ -116,7 +117,7 @@ class Runner:
         # (`inference_mode(False)` would turn gradients on.)
         self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
         self._device = device_of(model.model)
-        devices = {self._device, *memory.bytes_per_block_by_device}
+        devices = {self._device, *memory.pool.bytes_per_block_by_device}
         self._cuda_devices = [device for device in devices if device.type == "cuda"]
         self._made_for = _dtype_and_device(model.model)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the last step
@@ -153,14 +154,13 @@ class Runner:
                 self._move_blocks(output)
 
     def _move_blocks(self, step: SchedulerOutput | StepPlan) -> None:
-        for index, group in enumerate(self.memory.groups):
-            if self._host_pools:
-                self._host_pools[index].swap_out(step.swap_out[index])
-                self._host_pools[index].swap_in(step.swap_in[index])
-                self.blocks_swapped_out += len(step.swap_out[index])
-                self.blocks_swapped_in += len(step.swap_in[index])
-            if step.block_copies[index]:
-                group.pool.copy_blocks(step.block_copies[index])
+        if self._host_pool is not None:
+            self._host_pool.swap_out(step.swap_out)
+            self._host_pool.swap_in(step.swap_in)
+            self.blocks_swapped_out += len(step.swap_out)
+            self.blocks_swapped_in += len(step.swap_in)
+        if step.block_copies:
+            self.memory.pool.copy_blocks(step.block_copies)
 
     def carry_out(self, plan: StepPlan) -> None:
         """Do what a driver has planned: move blocks and write K/V. The driver alone needs the logits."""
@@ -260,13 +260,13 @@ class Runner:
         num_late = sum([seq.num_pending for seq in seqs])
         if missing.count(1) < len(seqs) or num_late not in (0, len(seqs)):
             return None
-        managers = self.memory.managers
+        manager = self.memory.manager
         step = self._decode_arrays.step(
             seqs,
             [seq.num_computed_tokens for seq in seqs],
-            [partial(_block_table, manager) for manager in managers],
-            [manager.rewrites for manager in managers],
-            [manager.sliding_window is None for manager in managers],
+            [partial(_block_table, manager, group) for group in range(len(manager.groups))],
+            manager.rewrites,
+            [group.kind == FULL for group in manager.groups],
         )
         if not num_late:
             return Packed(np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64), step, seqs)
@@ -298,8 +298,9 @@ class Runner:
             if end == len(known) + seq.num_pending:  # `seq.num_tokens`, hundreds of times in a step
                 seqs.append(seq)
                 rows.append(len(tokens) - 1)
+        manager = self.memory.manager
         step = step_arrays(
-            [[manager.block_table(seq.seq_id) for seq, _ in plan] for manager in self.memory.managers],
+            [[_block_table(manager, group, seq) for seq, _ in plan] for group in range(len(manager.groups))],
             [seq.num_computed_tokens + count for seq, count in plan],
             [count for _, count in plan],
             self.memory.block_size,
@@ -351,8 +352,8 @@ class Runner:
         return StepResult(seqs, torch.stack(rows) if rows else None, prompts=prompts)
 
 
-def _block_table(manager: BlockManager, seq: Sequence) -> array[int]:
-    return manager.block_table(seq.seq_id)
+def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]:
+    return manager.block_table(seq.seq_id, group)
 
 
 def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
