@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.host_memory import HostMemory
+from hf_paged.cache.layers import WHOLE
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation import idle, paged_generate
 from hf_paged.generation.engine import sizing
@@ -134,7 +135,7 @@ def memory_of(num_blocks: int) -> PagedMemory:
 
 
 def key_of(number: int, kind: str = "fp32") -> Any:
-    return (kind,), CacheConfig(num_blocks=number + 1), ((None, None),)
+    return (kind,), CacheConfig(num_blocks=number + 1), WHOLE
 
 
 def test_few_idle_pools_are_kept_the_last_used_ones() -> None:
