@@ -339,7 +339,7 @@ class LivePool(Reply):
     touched: int
     block_size: int
     bytes: int
-    window: int | None
+    windows: list[int | None]
     cached: list[int]
     pinned: list[int]
     host_blocks: int
@@ -373,7 +373,7 @@ class LiveEngine(Reply):
 
     number: int
     time: float
-    pools: list[LivePool]
+    pool: LivePool
     requests: list[LiveRequest]
     waiting: int
     events: list[tuple[int, int, str, str | None, list[int]]]

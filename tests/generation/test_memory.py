@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
@@ -219,3 +220,28 @@ def test_a_closed_engine_keeps_no_tensors() -> None:
     keys = weakref.ref(engine._memory.pool[0].key)
     engine.close()
     assert keys() is None
+
+
+@pytest.mark.parametrize(("full", "windowed", "least"), [(2, 10, 5), (3, 3, 5)])
+def test_a_model_with_windows_uses_all_of_its_memory(full: int, windowed: int, least: int) -> None:
+    """As many requests run at once as the bytes of their K/V allow, and none is preempted."""
+    torch.manual_seed(0)
+    layer_types = ["full_attention"] * full + ["sliding_attention"] * windowed
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = transformers.Gemma3TextConfig(
+        **sizes, head_dim=16, vocab_size=models.VOCAB, num_hidden_layers=full + windowed, layer_types=layer_types,
+        sliding_window=32, max_position_embeddings=512, eos_token_id=None,
+    )  # fmt: skip
+    length, bytes_per_layer = 400, 2 * 16 * 4
+    bytes_each = bytes_per_layer * (full * length + windowed * 32)
+    memory = int(6.5 * bytes_each)
+    with Engine(transformers.Gemma3ForCausalLM(config).eval(), CacheConfig(memory=memory)) as engine:
+        for prompt in models.prompts(*[length - 8] * 7):
+            engine.add_request(prompt, GenerationConfig(max_new_tokens=8, do_sample=False))
+        most = 0
+        while engine.has_unfinished_requests():
+            engine.step()
+            most = max(most, engine.stats().num_running)
+        stats = engine.stats()
+        assert most >= least and stats.preemptions_recompute == stats.preemptions_swap == 0
+        assert stats.kv_bytes_reserved > 0.98 * memory

@@ -104,7 +104,7 @@ def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> No
     assert again.status_code == 304 and again.content == b""
     live = first.json()
     assert live["server"]["model"] == NAME and live["server"]["version"] == hf_paged.__version__
-    assert live["engine"]["requests"] == [] and live["engine"]["pools"][0]["cached"]
+    assert live["engine"]["requests"] == [] and live["engine"]["pool"]["cached"]
 
 
 def test_an_answer_names_its_requests(server: Running) -> None:

@@ -289,9 +289,7 @@ class Engine(EngineCore):
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         if cache is None:
-            raise ValueError(
-                "there is no prefix cache: prefix_caching=False, or the model has sliding windows or recurrent states"
-            )
+            raise ValueError("there is no prefix cache: prefix_caching=False, or the model has recurrent states")
         from transformers import GenerationConfig
 
         options = RequestOptions(adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
