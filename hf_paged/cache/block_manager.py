@@ -29,15 +29,17 @@ class BlockCopy(NamedTuple):
 
 
 class _Table:
-    """blocks: the table of each group. num_dropped: the leading NULL_BLOCKs of each. room: tokens that fit into the
-    last blocks, if these are known to be in no other table and not registered; 0 if that must be looked up."""
+    """blocks: the table of each group. num_dropped: the leading NULL_BLOCKs of each. drops_at: with fewer tokens, none
+    can be dropped. room: tokens that fit into the last blocks, if these are known to be in no other table and not
+    registered; 0 if that must be looked up."""
 
-    __slots__ = ("blocks", "num_dropped", "num_tokens", "room")
+    __slots__ = ("blocks", "drops_at", "num_dropped", "num_tokens", "room")
 
     def __init__(self, num_groups: int) -> None:
         self.blocks = [array("i") for _ in range(num_groups)]
         self.num_dropped = [0] * num_groups
         self.num_tokens = 0
+        self.drops_at = 0.0
         self.room = 0
 
     def copy(self) -> _Table:
@@ -226,6 +228,8 @@ class BlockManager:
         Call it after the step that computed the last appended tokens, because those tokens still attend to the blocks.
         """
         table = self._tables[seq_id]
+        if table.num_tokens < table.drops_at:
+            return 0
         dropped = 0
         for number, group in enumerate(self.groups):
             blocks, start = table.blocks[number], table.num_dropped[number]
@@ -235,6 +239,8 @@ class BlockManager:
                 table.num_dropped[number] = index + 1
                 self._free_block(block_id)
                 dropped += 1
+        ends = zip(self.groups, table.num_dropped)
+        table.drops_at = min(group.kind.unseen_from((first + 1) * self.block_size) for group, first in ends)
         return dropped
 
     def fork(self, parent_id: SeqId, child_id: SeqId) -> None:

@@ -8,6 +8,7 @@ then any free block serves any group, and no memory waits for tokens of another 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ class Full:
         """The first position that the token at position `num_tokens`, or a later one, attends to."""
         return 0
 
+    def unseen_from(self, position: int) -> float:
+        """The least `num_tokens` with which no such token attends to positions before `position`."""
+        return math.inf
+
     def most_blocks(self, num_blocks: int, block_size: int) -> int:
         """Blocks that a sequence of `num_blocks` blocks may hold at one time, if it is computed in small chunks."""
         return num_blocks
@@ -54,6 +59,9 @@ class Window:
 
     def first_visible(self, num_tokens: int) -> int:
         return max(num_tokens - self.window + 1, 0)
+
+    def unseen_from(self, position: int) -> float:
+        return position + self.window - 1
 
     def most_blocks(self, num_blocks: int, block_size: int) -> int:
         return min(num_blocks, -(-self.window // block_size) + 1)

@@ -333,7 +333,7 @@ class LiveServer(Reply):
 
 
 class LivePool(Reply):
-    """The blocks of the layers that share block tables: those with full attention, or with one window."""
+    """The blocks of the engine. windows: of each group of layers that shares block tables; null for all tokens."""
 
     blocks: int
     touched: int

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.layers import FULL
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
@@ -266,7 +265,7 @@ class Runner:
             [seq.num_computed_tokens for seq in seqs],
             [partial(_block_table, manager, group) for group in range(len(manager.groups))],
             manager.rewrites,
-            [group.kind == FULL for group in manager.groups],
+            [group.kind.window for group in manager.groups],
         )
         if not num_late:
             return Packed(np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64), step, seqs)
