@@ -193,7 +193,6 @@ class Request:
             *options,
             self.keeps_processed,
             callers=self._own_processors,
-            on_cpu=self.device.type == "cpu",
             is_drawn=draws and not self.keeps_processed,
         )
         if not chain.own and not self.criteria:
@@ -218,7 +217,7 @@ class Request:
             room = max(64, self._history_length // 2)
             history = torch.cat([history, history.new_zeros(history.shape[0], room)], dim=1)
         if not isinstance(tokens, torch.Tensor):
-            tokens = torch.tensor(list(tokens), device=self.device)
+            tokens = to_device(np.fromiter(tokens, dtype=np.int64), self.device)
         history[:, self._history_length] = tokens
         self._history = history
         self._history_length += 1
