@@ -25,6 +25,7 @@ from hf_paged.generation.engine.outputs import (
 )
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.sampling.editors import read_settings
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores, of_one_request
 from hf_paged.generation.sampling.scores import PromptScores
 from hf_paged.kernels.metadata import to_device
@@ -127,6 +128,8 @@ class Request:
         self.keeps_history = bool(self.processors or self.criteria)
         self.num_rows = prepared.num_rows
         self.device = prepared.device
+        if self.device.type != "cpu":
+            read_settings(self.processors)
         self.length = self.prompt_length  # tokens the host knows; the history may have one more
         self._history: torch.Tensor | None = None
         self._history_length = self.length

@@ -31,8 +31,6 @@ _WARPERS = {
 # These add up a row. On a CPU torch may split a sum of one row among threads, and several rows otherwise: they go
 # row by row.
 _SUMMING = (logits_process.TypicalLogitsWarper, logits_process.EtaLogitsWarper)
-# These raise if any row has a NaN. Their setting is multiplied by a number of each row, that of others by the row.
-_CHECKING = (logits_process.EtaLogitsWarper, logits_process.TopHLogitsWarper)
 # Where torch.sort returns equal scores in an order that only it knows. (On a GPU it sorts rows by a stable radix sort.)
 _UNSTABLE = {"cpu"}
 
@@ -83,31 +81,51 @@ def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
     """scores fp32 [num_rows, vocab], a warper for each row, all of one key -> the scores, bit-identical to
     transformers' own on each row alone. May change `scores` in place.
 
-    A row with NaN, on which some warpers raise an error, becomes NaN.
+    A row with NaN, on which some warpers raise an error, keeps it.
     """
-    warper, name = warpers[0], _WARPERS[type(warpers[0])]
-    kind, values = type(warper), [getattr(each, name) for each in warpers] if name else []
+    warper = warpers[0]
+    kind, setting = type(warper), _WARPERS[type(warper)]
+    if kind in _SUMMING and scores.device.type == "cpu" and len(scores) > 1:
+        return torch.cat([warp([each], row) for each, row in zip(warpers, scores.split(1))])
+    values = [getattr(each, setting) for each in warpers] if setting else []
     if kind is logits_process.TemperatureLogitsWarper:
         return divide_(scores, by_row(values, scores.device))
     if kind is logits_process.TopKLogitsWarper:
         return keep_largest(scores, [min(top_k, scores.shape[1]) for top_k in values], warper.filter_value)
-    if kind is logits_process.TopPLogitsWarper and len(set(values)) > 1:
-        return keep_top_p(scores, values, warper.min_tokens_to_keep, warper.filter_value)
-    if kind not in _CHECKING:
-        return _called(warpers, values, scores)
-    bad = scores.isnan().any(dim=-1, keepdim=True)
-    return _called(warpers, values, scores.masked_fill_(bad, 0.0)).masked_fill_(bad, torch.nan)
-
-
-def _called(warpers: Sequence[Any], values: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
-    """values: the setting of each warper that may differ."""
-    if type(warpers[0]) in _SUMMING and scores.device.type == "cpu":
-        return torch.cat([warper(_NO_IDS, row) for warper, row in zip(warpers, scores.split(1))])
-    warper = warpers[0]
-    if len(warpers) > 1 and values:
-        own = torch.stack(values) if isinstance(values[0], torch.Tensor) else by_row(values, scores.device)
-        if isinstance(own, torch.Tensor):
-            warper = copy(warper)
-            setattr(warper, str(_WARPERS[type(warper)]), own.flatten() if type(warper) in _CHECKING else own)
+    if kind is logits_process.EtaLogitsWarper:
+        return _warp_eta(warper, scores, torch.stack(values))
+    if kind is logits_process.TopHLogitsWarper:
+        return _warp_top_h(warper, scores, by_row(values, scores.device))
+    if setting and values.count(values[0]) < len(values):
+        if kind is logits_process.TopPLogitsWarper:
+            return keep_top_p(scores, values, warper.min_tokens_to_keep, warper.filter_value)
+        warper = copy(warper)
+        setattr(warper, setting, by_row(values, scores.device))
     warped: torch.Tensor = warper(_NO_IDS, scores)
     return warped
+
+
+# Transformers' own of these two have torch check the distribution, for which the host waits.
+
+
+def _warp_eta(warper: Any, scores: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
+    """epsilon fp32 [num_rows]."""
+    least = torch.min(epsilon, epsilon.sqrt() * torch.exp(-_entropy(scores)[1]))[:, None]
+    kept = torch.topk(scores, min(warper.min_tokens_to_keep, scores.shape[1]))[0][:, -1:]
+    return scores.masked_fill((scores.softmax(dim=-1) < least) & (scores < kept), warper.filter_value)
+
+
+def _warp_top_h(warper: Any, scores: torch.Tensor, top_h: float | torch.Tensor) -> torch.Tensor:
+    largest, tokens = torch.topk(scores, min(warper.top_n, scores.shape[1]))
+    probs, entropy = _entropy(largest)
+    is_kept = (-probs * probs.log()).cumsum(dim=-1) <= entropy[:, None] * top_h
+    is_kept[:, 0] = True
+    removed = torch.ones_like(scores, dtype=torch.bool).scatter_(1, tokens, ~is_kept)
+    return scores.masked_fill_(removed, warper.filter_value)
+
+
+def _entropy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [num_rows, vocab] and entropies [num_rows], as torch's Categorical computes them."""
+    logits = scores - scores.logsumexp(dim=-1, keepdim=True)
+    probs = logits.softmax(dim=-1)
+    return probs, -(logits.clamp(min=torch.finfo(logits.dtype).min) * probs).sum(dim=-1)
