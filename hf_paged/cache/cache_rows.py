@@ -8,11 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import to_device
 
 
 class CacheRows:
@@ -137,18 +140,18 @@ class CacheRows:
             except OutOfBlocks as error:
                 raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
         kv = self.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
-        mapping = self._slots(start, stop).flatten().to(key.device, non_blocking=True)
+        mapping = to_device(self._slots(start, stop).ravel(), key.device)
         flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
         flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
         ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, in_bounds=True)
         return stop
 
-    def _slots(self, start: int, stop: int) -> torch.Tensor:
+    def _slots(self, start: int, stop: int) -> NDArray[np.int64]:
         """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; -1 at padding."""
-        slots = torch.full((len(self.seq_ids), stop - start), -1, dtype=torch.int64)
+        slots = np.full((len(self.seq_ids), stop - start), -1, dtype=np.int64)
         for i, (row, padding) in enumerate(zip(self.seq_ids, self.padding)):
             first = min(max(start, padding), stop)
-            slots[i, first - start :] = torch.tensor(self.manager.slots(row, first - padding, stop - padding))
+            slots[i, first - start :] = self.manager.slots(row, first - padding, stop - padding)
         return slots
 
     def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +162,7 @@ class CacheRows:
         kv = self.pool[index]
         size = self.memory.block_size
         if any(self.padding):
-            slots = self._slots(start, stop).to(kv.key.device, non_blocking=True)
+            slots = to_device(self._slots(start, stop), kv.key.device)
             hole = (slots < 0)[..., None, None]
             slots = slots.clamp(min=0)
             dense_key, dense_value = (
@@ -168,8 +171,8 @@ class CacheRows:
             )
             return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
         first, last = start // size, -(-stop // size)
-        table = torch.tensor([list(self.manager.block_table(row)[first:last]) for row in self.seq_ids])
-        table = table.to(kv.key.device, non_blocking=True).flatten().long()
+        tables = [self.manager.block_table(row)[first:last] for row in self.seq_ids]
+        table = to_device(np.array(tables, dtype=np.int64).ravel(), kv.key.device)
         span = slice(start - first * size, stop - first * size)
         dense_key, dense_value = (
             tensor.index_select(0, table)

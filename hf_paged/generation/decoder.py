@@ -10,13 +10,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.prefill import compute_prompts, is_one_step
 from hf_paged.generation.shared_prompts import Prompt, share_prompts
-from hf_paged.kernels.metadata import DecodeStep
+from hf_paged.kernels.metadata import DecodeStep, to_device
 from hf_paged.model.packed import PackedModel
 
 
@@ -167,7 +168,11 @@ class PackedDecoder:
         if self._lent:
             self._free_others()
         self._report()
-        return logits if index == [*range(len(logits))] else logits[torch.tensor(index, device=logits.device)]
+        return (
+            logits
+            if index == [*range(len(logits))]
+            else logits[to_device(np.array(index, dtype=np.int64), logits.device)]
+        )
 
     def _content(self, seq_id: int) -> bytes:
         """Equal for sequences with the same tokens in the same blocks."""
@@ -214,7 +219,7 @@ class PackedDecoder:
         if len(active) == len(self.rows):
             logits = self._packed.forward(tokens, positions, metadata)
         else:
-            index = torch.tensor(active, device=device)
+            index = to_device(np.array(active, dtype=np.int64), device)
             some = self._packed.forward(tokens[index], positions, metadata)
             logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
         self.memory.step_done(seq_ids)
