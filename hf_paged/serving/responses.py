@@ -19,6 +19,7 @@ from hf_paged.serving.schema import (
     NamedSchema,
     Options,
     StructuredOutputs,
+    TemplateKwargs,
     Text,
     Texts,
 )
@@ -201,7 +202,7 @@ class ResponsesRequest(Options):
     top_logprobs: Count | None = None
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     metadata: Annotated[Texts, Field(max_length=16)] | None = None
     # Refused unless they ask for nothing.
     previous_response_id: str | None = None

@@ -12,8 +12,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from hf_paged.serving.json_bounds import check_depth
+
 _MAX_STRING = 4 * 2**20
 _MAX_KEYS = 200  # of an object with known keys; no request has as many
+_MAX_BIASES = 2**16
 _INT64 = 2**63
 
 _Value = TypeVar("_Value")
@@ -37,14 +40,21 @@ def _few(given: Any) -> Any:
 
 def _is_json(given: dict[str, Any]) -> dict[str, Any]:
     """The value. Raises ValueError for one that an answer cannot repeat: its strings are no Unicode, or it has NaN."""
+    check_depth(given)
     try:
         json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"a JSON object is needed: {error}") from error
     return given
 
 
+def _is_shallow(given: Any) -> Any:
+    check_depth(given)
+    return given
+
+
 JSONSchema = Annotated[dict[str, Any], AfterValidator(_is_json)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_is_shallow)]
 Texts = Annotated[dict[str, str], BeforeValidator(_few)]
 """Values that are texts, by name."""
 
@@ -92,7 +102,7 @@ ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discr
 class StructuredOutputs(Body):
     """vLLM's constraints. Exactly one is given."""
 
-    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    json_: JSONSchema | Text | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Text | None = None
     grammar: Text | None = None
@@ -163,6 +173,8 @@ class Sampling(Options):
     @classmethod
     def _first_wrong_bias(cls, given: Any) -> Any:
         """There may be a bias for each token of a vocabulary; pydantic would make an error of each wrong one."""
+        if isinstance(given, dict) and len(given) > _MAX_BIASES:
+            raise ValueError(f"{len(given)} biases; at most {_MAX_BIASES} are taken")
         for key, bias in given.items() if isinstance(given, dict) else ():
             if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
                 raise ValueError(f"the key {str(key)[:40]!r} is not a token id")
@@ -290,7 +302,7 @@ class Templated(Body):
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     tools: Annotated[Items[Tool], Field(max_length=128)] | None = None
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ PROMPT = "A list is"
 
 def request_of(fields: dict[str, Any]) -> bytes:
     body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body
 
 
@@ -51,7 +51,7 @@ def test_a_connection_without_a_head_is_closed(begun: bytes) -> None:
 def test_the_head_after_an_answer_has_a_limit_of_time_too() -> None:
     with serving() as running:
         connection, answer = running.connect(), b""
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         while not answer.endswith(b'"ok"}'):  # head and body may come apart
             part = connection.recv(4096)
             assert part, answer
@@ -81,7 +81,7 @@ def test_a_head_that_comes_byte_by_byte_gets_no_further_time() -> None:
 
 def test_the_head_has_a_limit_of_size(shared_server: Running) -> None:
     connection = shared_server.connect()
-    connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nlong: " + b"x" * 2**17)
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nlong: " + b"x" * 2**17)
     assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
@@ -161,7 +161,7 @@ def test_requests_that_the_end_cuts_get_an_error(how: str, monkeypatch: pytest.M
 def test_a_third_signal_ends_the_connections_and_the_engine() -> None:
     with serving() as running:
         connection = running.connect()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")  # the rest never
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")  # the rest never
         for _ in range(3):
             running.send_signal()
         running.thread.join(120)

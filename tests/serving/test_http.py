@@ -161,14 +161,14 @@ def test_bodies_have_a_limit_of_size() -> None:
         chunks = (b"x" * 100 for _ in range(50))
         assert running.http.post("/v1/completions", content=chunks).status_code == 413
         announced = running.connect()  # refused before it is sent
-        announced.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n")
+        announced.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999999\r\n\r\n")
         assert announced.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_bodies_have_a_limit_of_time() -> None:
     with serving(limits=Limits(body_seconds=0.05)) as running:
         slow = running.connect()
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{")
         assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
@@ -274,7 +274,7 @@ def test_requests_have_a_place_before_they_are_tokenized(monkeypatch: pytest.Mon
         until(lambda: encoded == ["first"])
         second = running.connect()
         body = b'{"prompt": "second"}'
-        second.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        second.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         second.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
         until(lambda: running.service._num_preparing == 2)
         answer = running.post("/v1/completions", prompt="third")

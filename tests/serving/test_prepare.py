@@ -166,7 +166,7 @@ def test_a_client_that_goes_while_a_pause_holds_its_request_back(
     with Ended("before it was queued") as gone:
         late = server.connect()
         body = b'{"prompt": "late"}'
-        late.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        late.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         late.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
         assert is_left.wait(120)
         late.close()
