@@ -48,6 +48,12 @@ def _is_json(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _is_printable(given: str) -> str:
+    if not given.isprintable():  # a line end would begin a line of the log
+        raise ValueError(f"{given[:100]!r} has characters that cannot be printed")
+    return given
+
+
 def _is_shallow(given: Any) -> Any:
     check_depth(given)
     return given
@@ -57,6 +63,7 @@ JSONSchema = Annotated[dict[str, Any], AfterValidator(_is_json)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_is_shallow)]
 Texts = Annotated[dict[str, str], BeforeValidator(_few)]
 """Values that are texts, by name."""
+Hint = Annotated[str, Field(max_length=1024)]
 
 
 class Body(BaseModel):
@@ -73,7 +80,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class TextFormat(Body):
@@ -117,7 +124,7 @@ class StructuredOutputs(Body):
 
 
 class Options(Body):
-    """What all requests for text take."""
+    """What all requests for text take. The last ones change no token; see refusals.py."""
 
     model: str | None = None
     stream: bool | None = None
@@ -134,7 +141,14 @@ class Options(Body):
     ignore_eos: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
-    user: Annotated[str, Field(max_length=1024)] | None = None
+    user: Hint | None = None
+    store: bool | None = None
+    metadata: Annotated[Texts, Field(max_length=16)] | None = None
+    service_tier: Hint | None = None
+    safety_identifier: Hint | None = None
+    prompt_cache_key: Hint | None = None
+    prompt_cache_retention: Hint | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     @field_validator("temperature")
     @classmethod
@@ -218,6 +232,8 @@ class CompletionRequest(Sampling):
 class TextPart(Body):
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class OtherPart(BaseModel):
@@ -328,17 +344,12 @@ class ChatRequest(Sampling, Templated):
     parallel_tool_calls: bool | None = None
     functions: Items[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    reasoning_effort: Hint | None = None
+    verbosity: Hint | None = None
     modalities: Items[str] | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
-    store: bool | None = None
-    metadata: Texts | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _chat_together(self) -> ChatRequest:
@@ -378,7 +389,7 @@ class DetokenizeRequest(Body):
 class LoadAdapterRequest(Body):
     """POST /v1/load_lora_adapter."""
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_name: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_printable)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from hf_paged.generation.validation import position_limit
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.answer_format import AnswerFormat, template_of
-from hf_paged.serving.json_bounds import check_containers, check_depth
+from hf_paged.serving.json_bounds import MAX_DEPTH, check_containers, check_depth
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import Message, Tool
 from hf_paged.serving.settings import Settings
@@ -89,6 +89,11 @@ class ServedModel:
     def name(self) -> str:
         return self.settings.names[0]
 
+    @property
+    def chat_template(self) -> Any:
+        """Jinja text, or several texts by name; None if there is none."""
+        return self.settings.chat_template or self.tokenizer.chat_template
+
     def adapter_of(self, name: str | None) -> tuple[str, str]:
         """(name to answer with, adapter) for the `model` field of a request. Raises Problem (404)."""
         if name is None or name in self.settings.names:
@@ -150,7 +155,7 @@ class ServedModel:
                 raise Problem(
                     400, f"chat_template_kwargs: {name!r} is not for requests to decide", param="chat_template_kwargs"
                 )
-        if self.settings.chat_template is None and not self.tokenizer.chat_template:
+        if not self.chat_template:
             raise Problem(
                 400,
                 "this model's tokenizer has no chat template; use /v1/completions, or start the server with "
@@ -205,6 +210,8 @@ def _arguments(text: str) -> Any:
         arguments = None
     if not isinstance(arguments, dict):
         raise Problem(
-            400, f"messages: the arguments {text[:100]!r} of a tool call are not a JSON object", param="messages"
+            400,
+            f"messages: the arguments {text[:100]!r} of a tool call are not a JSON object, nested at most {MAX_DEPTH} deep",
+            param="messages",
         )
     return arguments

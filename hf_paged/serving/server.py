@@ -46,7 +46,10 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would raise the signal again when it has shut down, so that a clean end were no success."""
+        """uvicorn would raise the signal again when it has shut down, so that a clean end were no success.
+
+        Further signals are ignored from then on, so that the exit status stays what it is.
+        """
         loop, caught = asyncio.get_running_loop(), [signal.SIGTERM, signal.SIGINT]
         try:
             for each in caught:
@@ -56,8 +59,11 @@ class Server(uvicorn.Server):
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, caught)
             for each in caught:
                 loop.remove_signal_handler(each)
+                signal.signal(each, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
@@ -68,6 +74,13 @@ class Server(uvicorn.Server):
             for one in each.sockets:
                 host, port = one.getsockname()[:2]
                 log.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would cancel what runs, with a traceback each
+            for each in list(self.server_state.connections):
+                each.transport.abort()
+            await self.lifespan.shutdown()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A line now and then where asyncio would log each connection that it could not take, with a traceback."""
@@ -168,7 +181,7 @@ def run_server(
     drain_seconds: int = 30,
     log_level: str = "info",
 ) -> int:
-    """Serve until a signal, or until the engine's thread ends. Returns the exit status.
+    """Serve until a signal, or until the engine's thread ends. Returns the exit status. Signals are ignored then.
 
     sockets: of `listen`. adapters: name -> folder of those that the model has. drain_seconds: how long requests may
     take to finish after the first signal; then they end with an error.

@@ -324,7 +324,7 @@ def _refusals() -> Iterator[None]:
 
 def _log_end(request_id: str, plan: Plan, outcome: Outcome, seconds: float) -> None:
     if outcome.cause is not None:
-        log.error("request=%s failed: %s", request_id, outcome.status, exc_info=outcome.cause)
+        log.error("request=%s failed: %r", request_id, outcome.status, exc_info=outcome.cause)
     log.info(
         "request=%s model=%s status=%r prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish=%s preemptions=%d "
         "queue=%s first_token=%s seconds=%.3f user=%r",

@@ -39,7 +39,16 @@ class Limits:
     grammar_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "spare_connections", "body", "bodies", "sequences", "scores", "new_tokens", "grammar"):
+        for name in (
+            "in_flight",
+            "spare_connections",
+            "body",
+            "bodies",
+            "sequences",
+            "scores",
+            "new_tokens",
+            "grammar",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")

@@ -161,7 +161,9 @@ def test_requests_that_the_end_cuts_get_an_error(how: str, monkeypatch: pytest.M
 def test_a_third_signal_ends_the_connections_and_the_engine() -> None:
     with serving() as running:
         connection = running.connect()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")  # the rest never
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{"
+        )  # the rest never
         for _ in range(3):
             running.send_signal()
         running.thread.join(120)
