@@ -68,6 +68,8 @@ class Gate:
             await send(message)
 
         state = scope.setdefault("state", {})
+        if scope["method"] == "HEAD":  # as GET; uvicorn leaves the body out
+            scope = {**scope, "method": "GET"}
         state |= {"request_id": request_id, "body_bytes": 0}
         try:
             try:

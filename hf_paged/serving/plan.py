@@ -360,8 +360,8 @@ class _Options:
         if penalty is not None and abs(penalty) * log2(max_new_tokens) > _MAX_EXPONENT:
             raise Problem(
                 400,
-                f"length_penalty={penalty}: this power of {max_new_tokens} tokens is beyond fp32; use one nearer to 0, or "
-                "lower max_tokens",
+                f"length_penalty={penalty}: this power of {max_new_tokens} tokens is beyond fp32; use one nearer to 0, "
+                "or lower max_tokens",
                 param="length_penalty",
             )
         config: Any = GenerationConfig(**self._fixed, max_new_tokens=max_new_tokens)  # type: ignore[no-untyped-call]

@@ -61,9 +61,9 @@ def _is_shallow(given: Any) -> Any:
 
 JSONSchema = Annotated[dict[str, Any], AfterValidator(_is_json)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_is_shallow)]
-Texts = Annotated[dict[str, str], BeforeValidator(_few)]
-"""Values that are texts, by name."""
 Hint = Annotated[str, Field(max_length=1024)]
+Texts = Annotated[dict[Hint, Text], BeforeValidator(_few)]
+"""Values that are texts, by name. With bounds, because pydantic lets strings that are no Unicode pass without."""
 
 
 class Body(BaseModel):
@@ -93,7 +93,7 @@ class ObjectFormat(Body):
 
 class NamedSchema(Body):
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    description: str | None = None
+    description: Text | None = None
     schema_: JSONSchema | None = Field(None, alias="schema")
     strict: bool | None = None
 

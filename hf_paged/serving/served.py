@@ -117,8 +117,8 @@ class ServedModel:
             if count > 2 * limit:
                 raise Problem(
                     400,
-                    f"the prompt has {len(text)} characters, of which the first {start + _PIECE} alone are more than the "
-                    f"model's {limit} tokens; shorten it",
+                    f"the prompt has {len(text)} characters, of which the first {start + _PIECE} alone are more than "
+                    f"the model's {limit} tokens; shorten it",
                     param="prompt",
                     code="context_length_exceeded",
                 )
@@ -211,7 +211,7 @@ def _arguments(text: str) -> Any:
     if not isinstance(arguments, dict):
         raise Problem(
             400,
-            f"messages: the arguments {text[:100]!r} of a tool call are not a JSON object, nested at most {MAX_DEPTH} deep",
+            f"messages: the arguments {text[:99]!r} of a tool call are no JSON object nested at most {MAX_DEPTH} deep",
             param="messages",
         )
     return arguments

@@ -20,8 +20,8 @@ PROMPT = "A list is"
 
 def request_of(fields: dict[str, Any]) -> bytes:
     body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + body
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}".encode() + b"\r\n\r\n" + body
 
 
 def was_reset(connection: socket.socket) -> bool:
