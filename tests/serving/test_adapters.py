@@ -132,8 +132,8 @@ def test_what_is_no_adapter_is_refused(adapted: Running, folders: dict[str, str]
         refused = adapted.post("/v1/load_lora_adapter", lora_name="x", lora_path=path)
         assert refused.status_code == 400 and words in refused.json()["error"]["message"]
     with Ended("never") as logged:  # a line end in a name would begin a line of the log
-        answer = adapted.post("/v1/load_lora_adapter", lora_name="a\n2026 ERROR b", lora_path=folders["late"])
-    assert answer.status_code == 422 and "printed" in answer.json()["error"]["message"] and not logged.lines
+        named = adapted.post("/v1/load_lora_adapter", lora_name="a\n2026 ERROR b", lora_path=folders["late"])
+    assert named.status_code == 422 and "printed" in named.json()["error"]["message"] and not logged.lines
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "adapter_config.json").write_text("{}")
