@@ -194,6 +194,7 @@ def _settings(given: dict[str, Any]) -> Any:
         response_template=_response_template(given["response_template"]),
         admin_key=given["admin_key"],
         priorities=given["scheduling_policy"] is Policy.priority,
+        hosts=None if given["allow_no_key"] else (given["host"].lower(),),
         limits=Limits(
             logprobs=given["max_logprobs"],
             in_flight=given["max_in_flight"],

@@ -53,7 +53,7 @@ class Live:
             "architecture": type(served.model).__name__,
             "device": str(served.model.device),
             "dtype": str(served.model.dtype).removeprefix("torch."),
-            "has_chat_template": bool(served.settings.chat_template or served.tokenizer.chat_template),
+            "has_chat_template": bool(served.chat_template),
             "max_model_len": served.max_length,
             "prefix_caching": config.prefix_caching,
         }

@@ -88,8 +88,9 @@ class AppArgs(BaseModel):
         return self
 
     def make_settings(self) -> Settings:
-        given: dict[str, Any] = {"names": (self.checkpoint,), **self.settings}
-        lists = {name: tuple(given[name]) for name in ("names", "api_keys") if name in given}
+        key = os.environ.get("HF_PAGED_API_KEY")  # so that it need not stand in a configuration file
+        given: dict[str, Any] = {"names": (self.checkpoint,), "api_keys": (key,) if key else (), **self.settings}
+        lists = {name: tuple(given[name]) for name in ("names", "api_keys", "hosts") if given.get(name) is not None}
         return Settings(**{**given, **lists, "limits": Limits(**given.get("limits", {}))})
 
 

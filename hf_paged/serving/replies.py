@@ -232,7 +232,7 @@ class ResponseUsage(Reply):
 
 
 class ResponseReasoningOptions(Reply):
-    effort: None
+    effort: str | None
     summary: None
 
 

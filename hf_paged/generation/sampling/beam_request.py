@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import inf, isnan
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ class BeamRequest(ForkingRequest):
         indices, sums, values, invalids = to_host(chosen, totals, logprobs, invalid.expand(len(chosen)))
         if any(map(isnan, values)):
             raise ArithmeticError(NOT_FINITE)
-        if isnan(invalids[0]):
+        if isnan(invalids[0]) or max(sums) == -inf:
             raise ArithmeticError(NOTHING_LEFT)
         return [Candidate(index // width, index % width, total) for index, total in zip(indices, sums)], values
 
