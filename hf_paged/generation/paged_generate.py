@@ -332,7 +332,7 @@ def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig, id
     reuse."""
     if cache_config.memory is None and cache_config.memory_fraction is None:
         return cache_config.num_blocks
-    _, _, autocast = kind_of(model)
+    autocast = kind_of(model)[2]
     itemsize = (autocast or model.dtype).itemsize
     bytes_per_value = itemsize * cache_config.block_size
     sizes = {device: count * bytes_per_value for device, count in report.kv_values_by_device.items()}

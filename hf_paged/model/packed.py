@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import (
     HANDLE,
     IMPLEMENTATION,
@@ -221,7 +221,8 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in order during each forward.
+    `overrides` are applied in order during each forward. is_fixed: a forward raises LayersChanged if the model has
+    other modules than at the last `follow_structure`; otherwise it follows them.
     """
 
     def __init__(self, model: Any, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
@@ -231,6 +232,13 @@ class PackedModel:
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
+        self.is_fixed = False
+        self.follow_structure()
+
+    def follow_structure(self) -> None:
+        """Derive what depends on the modules of the model from those that it has now."""
+        model = self.model
+        self._structure = self._weights.structure
         self._configs = configs_of(model)
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
@@ -264,6 +272,10 @@ class PackedModel:
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
         if self._overrides:
             self._weights.look()  # once per step, before anything is overridden
+        if self._weights.structure != self._structure:
+            if self.is_fixed:
+                raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
+            self.follow_structure()
         step = PackedStep(self.cache, self._configs, self._overrides)
         try:
             step.enter()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -169,7 +169,9 @@ def _examine(model: Any) -> SupportReport:
     try:
         layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
-        return _examine_dense(model, str(error))
+        report = _examine_dense(model, str(error))
+        # Why the model cannot run packed may be why it cannot run at all.
+        return report if report.supported else replace(report, reason=f"{report.reason}; packed: {error}")
     except PROBE_ERRORS as error:
         # A model that cannot run packed is not an error: the dense view may serve it.
         return _examine_dense(model, f"it does not run on a packed row ({first_line(error)})")
@@ -320,6 +322,7 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
             logits = packed.forward(step, positions, metadata)
             for parts, part in zip(got, torch.split(logits, counts)):
                 parts.append(part)
+        _refuse_shared_layers(packed)
         refuse_own_inputs(model, batch)
         given = step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
         positions_given = {} if given is None else {"position_ids": given}
@@ -328,6 +331,16 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
         for parts, own, length in zip(got, expected, _LENGTHS):
             _compare(torch.cat(parts), own[-length:], "packed", model.dtype)
     return _native_layers(model, packed), packed.cache.numbers_tokens
+
+
+def _refuse_shared_layers(packed: PackedModel) -> None:
+    written = [handle.layer_idx for handle in packed.cache.handles]
+    for index in set(written):
+        if written.count(index) > 1:
+            raise UnsupportedModelError(
+                f"{written.count(index)} of its layers keep their K/V as layer {index}; give each attention a "
+                "layer_idx of its own"
+            )
 
 
 def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:

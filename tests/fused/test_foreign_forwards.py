@@ -199,7 +199,7 @@ def test_accelerate(model: Any, engine: Engine) -> None:
     for module in kept:
         hooks.add_hook_to_module(module, Halves())
     changed = run(engine)
-    assert Halves.calls == len(kept) * NEW_TOKENS and all(map(foreign_forward, kept))
+    assert Halves.calls >= len(kept) * NEW_TOKENS and all(map(foreign_forward, kept))
     assert changed == by_torch(model) != first
     for module in kept:
         hooks.remove_hook_from_module(module)

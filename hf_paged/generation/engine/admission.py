@@ -60,11 +60,15 @@ class Admission:
         self._model = model
         self._adapters = adapters
         self._config = config
-        self._managers = managers
-        self._max_length = max_length
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
+        self.use_memory(managers, max_length)
+
+    def use_memory(self, managers: list[BlockManager], max_length: int | None) -> None:
+        """Admit requests from now on that fit in another memory."""
+        self._managers = managers
+        self._max_length = max_length
 
     def request(self, prompt_ids: Any, generation_config: Any, options: RequestOptions, tokenizer: Any) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""

@@ -43,6 +43,24 @@ class Scheduler:
         managers: list[BlockManager],
         host_managers: list[BlockManager] | None = None,
     ) -> None:
+        self._groups: dict[str, SequenceGroup] = {}
+        self._waiting: list[SequenceGroup] = []
+        self._running: list[SequenceGroup] = []
+        self._swapped: list[SequenceGroup] = []
+        self._queues = {
+            SeqStatus.WAITING: self._waiting,
+            SeqStatus.RUNNING: self._running,
+            SeqStatus.SWAPPED: self._swapped,
+        }
+        self._arrivals = itertools.count()
+        self.num_preemptions_recompute = 0
+        self.num_preemptions_swap = 0
+        self.use_tables(config, managers, host_managers)
+
+    def use_tables(
+        self, config: SchedulerConfig, managers: list[BlockManager], host_managers: list[BlockManager] | None
+    ) -> None:
+        """Go on over other managers. No group holds blocks: see `recompute_all`."""
         if not managers:
             raise ValueError("managers=[]: at least one block manager is needed")
         if host_managers is not None and len(host_managers) != len(managers):
@@ -55,20 +73,8 @@ class Scheduler:
         self._prefixes = Prefixes(self.prefix_cache, managers[0])
         self._tables = Tables(managers, host_managers or [])
         self._sliding = [manager for manager in managers if manager.sliding_window is not None]
-        self._groups: dict[str, SequenceGroup] = {}
-        self._waiting: list[SequenceGroup] = []
-        self._running: list[SequenceGroup] = []
-        self._swapped: list[SequenceGroup] = []
-        self._queues = {
-            SeqStatus.WAITING: self._waiting,
-            SeqStatus.RUNNING: self._running,
-            SeqStatus.SWAPPED: self._swapped,
-        }
-        self._arrivals = itertools.count()
         self._token_budget = config.token_budget
         self._output = SchedulerOutput.for_managers(len(managers))  # of the next step, as far as it is known
-        self.num_preemptions_recompute = 0
-        self.num_preemptions_swap = 0
 
     # -- reading ------------------------------------------------------------------------------------------------
 
