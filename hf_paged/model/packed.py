@@ -5,11 +5,14 @@ Knows models and metadata; never sequences, requests or sampling.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -197,14 +200,32 @@ class PackedStep:
             override.undo(self)
 
 
-def uncompiled(model: Any) -> Callable[..., Any]:
-    """The model's forward without compilation, if `model.compile()` has compiled it.
+def own_forward(model: Any) -> Callable[..., Any] | None:
+    """What `torch.compile` has compiled to be the attribute `forward` of this model; None if it has not."""
+    return getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
 
-    Lengths differ from step to step, and each new length would compile the model again. Modules inside it that were
-    compiled separately stay compiled.
+
+def uncompiled(model: Any) -> Callable[..., Any]:
+    """The model's forward without compilation, if `model.compile()` or `model.forward = torch.compile(model.forward)`
+    has compiled it; the first call for a model logs that.
+
+    Lengths and the state of the cache differ from step to step, and each difference would compile the model again.
+    Modules inside it that were compiled separately stay compiled.
     """
-    call: Callable[..., Any] = model if model._compiled_call_impl is None else model._call_impl
-    return call
+    own = own_forward(model)
+    if own is None and model._compiled_call_impl is None:
+        return cast(Callable[..., Any], model)
+    if model not in _logged:
+        _logged.add(model)
+        log.warning("the compiled forward of %s runs uncompiled in paged steps", type(model).__name__)
+    if own is not None:
+        model = copy.copy(model)  # the modules and hooks are the same
+        vars(model)["forward"] = own
+    return cast(Callable[..., Any], model._call_impl)
+
+
+log = logging.getLogger("hf_paged")
+_logged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:

@@ -19,7 +19,7 @@ from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
-from hf_paged.model.packed import uncompiled
+from hf_paged.model.packed import own_forward, uncompiled
 from hf_paged.model.state import state_of
 from hf_paged.model.support import PROBE_ERRORS, first_line, logits_tolerance
 
@@ -60,6 +60,8 @@ class RowModel:
         """
         ids = torch.arange(5, device=device_of(self.model))[None]
         without_defaults = copy.copy(self.model)  # the modules are the same
+        if (own := own_forward(self.model)) is not None:
+            vars(without_defaults)["forward"] = own
         # The model's own options may end the call early, or need more than a model, as stop strings do.
         without_defaults.generation_config = GenerationConfig()
         plain = without_defaults.generate(

@@ -20,7 +20,7 @@ from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
-from hf_paged.model.packed import PackedModel
+from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.state import Slot, state_of, unwrapped
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -326,7 +326,7 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
         refuse_own_inputs(model, batch)
         given = step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
         positions_given = {} if given is None else {"position_ids": given}
-        expected = model(**batch, **positions_given, use_cache=False, return_dict=True).logits
+        expected = uncompiled(model)(**batch, **positions_given, use_cache=False, return_dict=True).logits
     if not model.training:
         for parts, own, length in zip(got, expected, _LENGTHS):
             _compare(torch.cat(parts), own[-length:], "packed", model.dtype)
@@ -410,7 +410,7 @@ def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch
             )
         else:
             inputs = {name: v if name == "attention_mask" else v[:, start:] for name, v in inputs.items()} | options
-        logits.append(model(**inputs, return_dict=True).logits[:, -1])
+        logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])
     return torch.cat(logits)
 
 

@@ -124,6 +124,25 @@ def test_compiled_in_place(model_type: str) -> None:
     assert engine_tokens(model) == solo
 
 
+@pytest.mark.parametrize("model_type", ["llama", "falcon_h1"])
+def test_a_compiled_forward_runs_uncompiled(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A packed step, or one sequence at a time: nothing is compiled, and one line says so."""
+    model = tiny_model(model_type)
+    plain, solo = generate(model), engine_tokens(model)
+    calls: list[int] = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert engine_tokens(model) == solo
+    if model_type == "llama":
+        assert torch.equal(generate(model, cache_implementation="paged"), plain)
+    assert calls and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    assert [record.message for record in caplog.records if record.name == "hf_paged"] == [
+        f"the compiled forward of {type(model).__name__} runs uncompiled in paged steps"
+    ]
+
+
 # -- quantised -----------------------------------------------------------------------------------------------------
 
 
