@@ -329,7 +329,7 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
         expected = uncompiled(model)(**batch, **positions_given, use_cache=False, return_dict=True).logits
     if not model.training:
         for parts, own, length in zip(got, expected, _LENGTHS):
-            _compare(torch.cat(parts), own[-length:], "packed", model.dtype)
+            _compare(model, torch.cat(parts), own[-length:], "packed")
     return _native_layers(model, packed), packed.cache.numbers_tokens
 
 
@@ -394,7 +394,7 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
             "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
         )
     if not model.training:
-        _compare(actual, expected, "paged", model.dtype)
+        _compare(model, actual, expected, "paged")
 
 
 def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
@@ -419,12 +419,28 @@ def logits_tolerance(dtype: torch.dtype) -> float:
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
-def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str, dtype: torch.dtype) -> None:
+def _is_quantised(model: nn.Module) -> bool:
+    """Whether weights are kept as integers or 8-bit floats, or by a class of a quantisation library."""
+    small = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+    weights = [*model.parameters(), *model.buffers()]
+    return hasattr(model, "hf_quantizer") or any(
+        type(weight) not in (torch.Tensor, nn.Parameter) or (weight.ndim == 2 and weight.dtype in small)
+        for weight in weights
+    )
+
+
+def _compare(model: Any, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     if actual.shape != expected.shape:
         raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
     error = (actual.float() - expected.float()).abs().max().item()
     scale = expected.float().abs().max().item()
-    if not error <= logits_tolerance(dtype) * max(scale, 1e-6):
+    if not error <= logits_tolerance(model.dtype) * max(scale, 1e-6):
+        if what == "packed" and _is_quantised(model):
+            raise UnsupportedModelError(
+                "its weights are quantised, and their products round differently with other tokens beside them "
+                f"({what} logits by {error:.2g}, largest logit {scale:.2g}): no fault, but packed rows could not "
+                "repeat its tokens"
+            )
         raise UnsupportedModelError(
             f"its {what} logits differ from its own by {error:.2g} (largest logit {scale:.2g}): "
             "something in its forward depends on the batch layout"

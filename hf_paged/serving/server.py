@@ -53,10 +53,14 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        count = len(self._service.settings.api_keys)
         for each in self.servers:
             for one in each.sockets:
                 host, port = one.getsockname()[:2]
-                log.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
+                url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                log.info("running on %s/ (the live page; Ctrl-C ends the server)", url)
+                log.info("OpenAI's routes: %s/v1", url)
+        log.info("API key: %s", f"clients must send it ({count} known)" if count else "none is asked for")
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Take no further requests and finish those that run, for a while. A second signal ends them, a third one ends

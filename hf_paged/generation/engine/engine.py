@@ -140,9 +140,10 @@ class Engine(EngineCore):
         (None = the model's); its attribute `seed` seeds the request's own random numbers. priority: lower runs first;
         equal ones run in order of arrival. streamer: a streamer of transformers, fed as by `generate`: the prompt now,
         the tokens in the thread that runs the step. adapter: name of the PEFT adapter for this request, independent of
-        the model's active adapters and of other requests; "__base__" = no adapter; None = the adapters that are active
-        now, until the request ends. cache_salt: requests share cached prefixes only with requests of the same salt and
-        adapter. attention_mask: of a padded prompt, [length], 0 for padding at its ends. deadline: seconds after which
+        the model's active adapters and of other requests; "__base__" = the base model without adapters; None = the
+        adapters that are active in the PEFT model now, until the request ends, so not the base model. cache_salt:
+        requests share cached prefixes only with requests of the same salt and adapter. attention_mask: of a padded
+        prompt, [length], 0 for padding at its ends. deadline: seconds after which
         the request ends with finish_reason "deadline", waiting included. (The config's `max_time` ends a running
         request after its next token, and a waiting one at once.) logprobs: k, to also have the k most likely tokens at
         each generated position in the outputs (not with beams). prompt_logprobs: k, to have the log-probabilities of
