@@ -406,8 +406,8 @@ class LiveEnded(Reply):
 
 
 class LiveState(Reply):
-    """engine: null until the first step has ended. history: of the last two minutes, without `if-none-match` only: rows of
-    time, generated tokens, shares of blocks in use, shared, and in use or cached, times to first token and between
+    """engine: null until the first step has ended. history: of the last two minutes, without `if-none-match` only: rows
+    of time, generated tokens, shares of blocks in use, shared, and in use or cached, times to first token and between
     tokens (median, 95th percentile)."""
 
     server: LiveServer

@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
             for one in each.sockets:
                 host, port = one.getsockname()[:2]
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-                log.info("running on %s/ (the live page; Ctrl-C ends the server)", url)
+                log.info("running on %s (the live page; Ctrl-C ends the server)", url)
                 log.info("OpenAI's routes: %s/v1", url)
         log.info("API key: %s", f"clients must send it ({count} known)" if count else "none is asked for")
 

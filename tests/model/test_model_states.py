@@ -197,6 +197,30 @@ def _quantise_by_torchao(model: nn.Module) -> None:
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 
 
+class Int8ByBatch(Int8Weight):
+    """With one scale for all rows of the activations, as some libraries have."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            rows, weight, *bias = args
+            scale = rows.abs().amax() / 15
+            return nn.functional.linear((rows / scale).round() * scale, weight.plain(), *bias)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_the_report_of_quantised_products_that_round_by_the_batch() -> None:
+    """It says what the difference is."""
+    model = tiny_model("llama")
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(Int8ByBatch.of(layer.weight.data), requires_grad=False)
+    report = hf_paged.check(model)
+    assert report.supported and not report.native
+    assert "its weights are quantised, and their products round differently" in report.reason
+    assert "no fault" in report.reason and "depends on the batch layout" not in report.reason
+
+
 @pytest.mark.parametrize("quantise", [_quantise, _quantise_by_torchao])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_weights(quantise: Any, dtype: torch.dtype) -> None:
