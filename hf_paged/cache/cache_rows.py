@@ -77,7 +77,7 @@ class CacheRows:
 
     def fork(self, row: int) -> None:
         """A new last row that shares all blocks of `row`."""
-        self._check(row)
+        self.check(row)
         child = next(self.ids)
         self.memory.fork(self.seq_ids[row], child)
         self.seq_ids.append(child)
@@ -90,12 +90,8 @@ class CacheRows:
         self.memory.append([(row, num_tokens) for row in self.seq_ids])
         self.length += num_tokens
 
-    def free(self, row: int) -> None:
-        self._check(row)
-        self.memory.free(self.seq_ids.pop(row))
-        self.padding.pop(row)
-
-    def _check(self, row: int) -> None:
+    def check(self, row: int) -> None:
+        """Raises IndexError if there is no such row."""
         if not 0 <= row < len(self.seq_ids):
             raise IndexError(f"row {row}: the cache has {len(self.seq_ids)} rows")
 

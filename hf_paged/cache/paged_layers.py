@@ -157,10 +157,6 @@ class PagedStateLayer(PagedLayer):
         with self._kv_apart():
             self._rest().crop(tokens_to_remove)
 
-    def reset(self) -> None:
-        with self._kv_apart():
-            self._rest().reset()
-
 
 @functools.cache
 def _paged_class(kind: type[DynamicLayer]) -> type:

@@ -13,6 +13,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
+from hf_paged.model.state import state_of
 
 Kind = tuple[Any, ...]  # what the model's K/V is made of
 MemoryKey = tuple[Kind, CacheConfig, Layout]
@@ -27,7 +28,7 @@ likely of the same kind."""
 def kind_of(model: Any) -> Kind:
     device = device_of(model)
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return model.dtype, device, autocast
+    return model.dtype, device, autocast, state_of(model).weights.structure
 
 
 class IdlePools:
@@ -50,7 +51,7 @@ class IdlePools:
         with self._lock:
             memory = self._pools.pop(key, None)
             for other in [other for other in self._pools if other[0] != key[0]]:
-                del self._pools[other]  # made for the model's former dtype or device
+                del self._pools[other]  # made for the model's former dtype, device or layers
         if memory is not None:
             return memory
         _, config, layout = key

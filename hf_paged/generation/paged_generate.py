@@ -338,7 +338,7 @@ def _max_blocks(
     """Blocks that a call may use; None: as many as its tokens need. idle: bytes of the pool that it will reuse."""
     if cache_config.memory is None and cache_config.memory_fraction is None:
         return None if cache_config.num_blocks is None else cache_config.num_blocks * len(layout.groups)
-    _, _, autocast = kind_of(model)
+    autocast = kind_of(model)[2]
     itemsize = (autocast or model.dtype).itemsize
     sizes = layout.block_sizes or tuple(report.kv_values_by_device.items())
     bytes_per_value = itemsize * cache_config.block_size

@@ -6,6 +6,8 @@ requests. Changes nothing.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from numbers import Integral, Real
@@ -18,6 +20,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.generation.options import check_options
 from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check
@@ -247,6 +250,31 @@ def check_engine(model: Any, *, tokenizer: Any, **switches: Any) -> None:
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
+_MEDIA = ("image", "video", "audio", "speech")
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_media(forward: Callable[..., Any]) -> bool:
+    """Whether a model's forward takes images or sound beside token ids."""
+    starts = ("pixel_values", "input_features", "input_values", *_MEDIA)
+    return any(name.startswith(starts) for name in inspect.signature(forward).parameters)
+
+
+def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
+    """Raises ValueError for a prompt with tokens whose embeddings an image, a video or a sound would replace."""
+    if not _takes_media(type(model).forward):
+        return
+    for kind in _MEDIA:
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            token = getattr(model.config, name, None)
+            if is_integer(token) and token in ids:
+                raise ValueError(
+                    f"the prompt has {ids.count(token)} placeholders of the {kind} token {token} ({name}), but a "
+                    f"request brings no {kind}: inputs= is not supported yet; use the processor and "
+                    "model.generate(**processor(...), cache_implementation='paged')"
+                )
+
+
 MAX_LOGPROBS = 1024
 """More of the most likely tokens than any caller reads."""
 
@@ -276,9 +304,6 @@ def _is_finite_number(value: Any) -> bool:
     return is_number and (isinstance(value, Integral) or isfinite(value))
 
 
-_NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
-
-
 def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, options: Any) -> None:
     """Check a request's config as far as that is cheap, and whether it fits its `RequestOptions`. `config` is a
     GenerationConfig or None; what it does not set comes from the model's. Raises ValueError.
@@ -286,10 +311,7 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
     defaults = model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
     refuse_no_cache(getattr(config, "use_cache", None))
-    for name in _NOT_IN_ENGINE:
-        if given.get(name):
-            hint = " (a request's output has log-probabilities)" if name == "output_logits" else ""
-            raise ValueError(f"{name}={shown(given[name])}: the engine does not do this{hint}; use generate")
+    check_options(config, defaults)
     check_counts(given)
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1

@@ -5,17 +5,20 @@ Knows models and metadata; never sequences, requests or sampling.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import (
     HANDLE,
     IMPLEMENTATION,
@@ -197,14 +200,32 @@ class PackedStep:
             override.undo(self)
 
 
-def uncompiled(model: Any) -> Callable[..., Any]:
-    """The model's forward without compilation, if `model.compile()` has compiled it.
+def own_forward(model: Any) -> Callable[..., Any] | None:
+    """What `torch.compile` has compiled to be the attribute `forward` of this model; None if it has not."""
+    return getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
 
-    Lengths differ from step to step, and each new length would compile the model again. Modules inside it that were
-    compiled separately stay compiled.
+
+def uncompiled(model: Any) -> Callable[..., Any]:
+    """The model's forward without compilation, if `model.compile()` or `model.forward = torch.compile(model.forward)`
+    has compiled it; the first call for a model logs that.
+
+    Lengths and the state of the cache differ from step to step, and each difference would compile the model again.
+    Modules inside it that were compiled separately stay compiled.
     """
-    call: Callable[..., Any] = model if model._compiled_call_impl is None else model._call_impl
-    return call
+    own = own_forward(model)
+    if own is None and model._compiled_call_impl is None:
+        return cast(Callable[..., Any], model)
+    if model not in _logged:
+        _logged.add(model)
+        log.warning("the compiled forward of %s runs uncompiled in paged steps", type(model).__name__)
+    if own is not None:
+        model = copy.copy(model)  # the modules and hooks are the same
+        vars(model)["forward"] = own
+    return cast(Callable[..., Any], model._call_impl)
+
+
+log = logging.getLogger("hf_paged")
+_logged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
@@ -221,7 +242,8 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in order during each forward.
+    `overrides` are applied in order during each forward. is_fixed: a forward raises LayersChanged if the model has
+    other modules than at the last `follow_structure`; otherwise it follows them.
     """
 
     def __init__(self, model: Any, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
@@ -231,6 +253,13 @@ class PackedModel:
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
+        self.is_fixed = False
+        self.follow_structure()
+
+    def follow_structure(self) -> None:
+        """Derive what depends on the modules of the model from those that it has now."""
+        model = self.model
+        self._structure = self._weights.structure
         self._configs = configs_of(model)
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
@@ -264,6 +293,10 @@ class PackedModel:
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
         if self._overrides:
             self._weights.look()  # once per step, before anything is overridden
+        if self._weights.structure != self._structure:
+            if self.is_fixed:
+                raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
+            self.follow_structure()
         step = PackedStep(self.cache, self._configs, self._overrides)
         try:
             step.enter()

@@ -71,6 +71,7 @@ class AppArgs(BaseModel):
     cache: dict[str, Any] = Field(default_factory=dict)
     scheduler: dict[str, Any] = Field(default_factory=dict)
     switches: dict[Literal["fuse", "prepack"], bool] = Field(default_factory=dict)
+    source: dict[Literal["revision", "trust_remote_code"], str | bool] = Field(default_factory=dict)
     drain_seconds: float = Field(30.0, ge=0)
     wait_seconds: float = Field(120.0, gt=0)
 
@@ -182,6 +183,7 @@ def _load(args: AppArgs) -> Any:
         dtype=args.dtype,
         device=args.device,
         switches=args.switches,
+        source=args.source,
     )
     return Service(engine, tokenizer, args.make_settings())
 

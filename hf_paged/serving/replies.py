@@ -397,12 +397,24 @@ class LiveLatency(Reply):
     between_tokens: list[float] | None
 
 
+class LiveEnded(Reply):
+    """Requests that ended without and with an error; answers with a status of 400 or more."""
+
+    finished: int
+    failed: int
+    refused: int
+
+
 class LiveState(Reply):
-    """engine: null until the first step has ended."""
+    """engine: null until the first step has ended. history: of the last two minutes, without `if-none-match` only: rows
+    of time, generated tokens, shares of blocks in use, shared, and in use or cached, times to first token and between
+    tokens (median, 95th percentile)."""
 
     server: LiveServer
     engine: LiveEngine | None
     latency: LiveLatency
+    ended: LiveEnded
+    history: list[list[float | list[float] | None]] = []
 
 
 class Status(Reply):

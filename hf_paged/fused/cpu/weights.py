@@ -120,6 +120,11 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
     if not layers:
         return "the model has no linear layers"
     for layer in layers:
+        if "weight" not in layer._parameters:
+            return (
+                "some weights are computed from other tensors at each call (pruning, a parametrization); make them "
+                "permanent (torch.nn.utils.prune.remove, torch.nn.utils.parametrize.remove_parametrizations)"
+            )
         if layer.weight.device.type != "cpu":
             return f"weights on {layer.weight.device} cannot be packed, only those on a CPU"
         if layer.weight.is_inference():

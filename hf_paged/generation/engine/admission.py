@@ -61,11 +61,15 @@ class Admission:
         self._model = model
         self._adapters = adapters
         self._config = config
-        self._manager = manager
-        self._max_length = max_length
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
+        self.use_memory(manager, max_length)
+
+    def use_memory(self, manager: BlockManager, max_length: int | None) -> None:
+        """Admit requests from now on that fit in another memory."""
+        self._manager = manager
+        self._max_length = max_length
 
     def request(self, prompt_ids: Any, generation_config: Any, options: RequestOptions, tokenizer: Any) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""

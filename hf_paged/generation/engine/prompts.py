@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.generation.validation import check_prompts, is_integer, position_limit, shown
+from hf_paged.generation.validation import check_prompts, is_integer, position_limit, refuse_placeholders, shown
 
 
 def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
@@ -43,8 +43,14 @@ def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer
     """Token ids without padding.
 
     attention_mask: 1 for a token of the prompt, 0 for padding, which may appear only at the ends. Raises ValueError for
-    an invalid prompt, and for padding tokens without a mask.
+    an invalid prompt, for padding tokens without a mask, and for placeholders of images or sound.
     """
+    ids = _token_ids(model, prompt_ids, attention_mask, tokenizer)
+    refuse_placeholders(model, ids)
+    return ids
+
+
+def _token_ids(model: Any, prompt_ids: Any, attention_mask: Any, tokenizer: Any) -> list[int]:
     if _is_plain_prompt(model, prompt_ids) and attention_mask is None:
         ids: list[int] = prompt_ids[:]
     else:
@@ -52,7 +58,8 @@ def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer
         check_prompts(model, given, "prompt_ids")
         given = given.to(torch.int64)
         if attention_mask is not None:
-            return _without_padding(given, attention_mask)[0].tolist()
+            kept: list[int] = _without_padding(given, attention_mask)[0].tolist()
+            return kept
         ids = given[0].tolist()
     pads = _pad_tokens(model, tokenizer)
     for name, token in (("begins", ids[0]), ("ends", ids[-1])):

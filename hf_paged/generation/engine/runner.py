@@ -18,7 +18,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.sequence import Plan, Sequence
 from hf_paged.generation.engine.tables import SchedulerOutput
@@ -105,11 +105,21 @@ class Runner:
         adapters: Adapters,
         graphs: GraphedSteps | None = None,
     ) -> None:
+        self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
+        self._adapters = adapters
+        self.use_memory(model, memory, host_pool, graphs)
+
+    def use_memory(
+        self,
+        model: PackedModel | RowModel,
+        memory: PagedMemory,
+        host_pool: HostPool | None,
+        graphs: GraphedSteps | None = None,
+    ) -> None:
+        """Run the steps from now on over another memory."""
         self._model = model
         self.memory = memory
         self._host_pool = host_pool
-        self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
-        self._adapters = adapters
         self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
         # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
@@ -225,6 +235,8 @@ class Runner:
         for choice, part in parts.items():
             try:
                 results.append(self._run_with(choice, partial(compute, part)))
+            except LayersChanged:
+                raise  # nothing is wrong with these adapters
             except Exception as error:  # any failure is attributed to these adapters; other requests continue
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)

@@ -42,12 +42,6 @@ class Scheduler:
         manager: BlockManager,
         host_manager: BlockManager | None = None,
     ) -> None:
-        self.config = config
-        self.manager = manager
-        self.host_manager = host_manager
-        self.prefix_cache = PrefixCache(manager) if config.prefix_caching else None
-        self._prefixes = Prefixes(self.prefix_cache, manager)
-        self._tables = Tables(manager, host_manager)
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[SequenceGroup] = []
         self._running: list[SequenceGroup] = []
@@ -58,10 +52,20 @@ class Scheduler:
             SeqStatus.SWAPPED: self._swapped,
         }
         self._arrivals = itertools.count()
-        self._token_budget = config.token_budget
-        self._output = SchedulerOutput()  # of the next step, as far as it is known
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
+        self.use_tables(config, manager, host_manager)
+
+    def use_tables(self, config: SchedulerConfig, manager: BlockManager, host_manager: BlockManager | None) -> None:
+        """Go on over other managers. No group holds blocks: see `recompute_all`."""
+        self.config = config
+        self.manager = manager
+        self.host_manager = host_manager
+        self.prefix_cache = PrefixCache(manager) if config.prefix_caching else None
+        self._prefixes = Prefixes(self.prefix_cache, manager)
+        self._tables = Tables(manager, host_manager)
+        self._token_budget = config.token_budget
+        self._output = SchedulerOutput()  # of the next step, as far as it is known
 
     # -- reading ------------------------------------------------------------------------------------------------
 

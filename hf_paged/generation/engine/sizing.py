@@ -61,7 +61,12 @@ class OpenedMemory:
     host_pool: HostPool | None
     max_length: int | None
     shares_prefixes: bool
+    report: SupportReport
     ranks: Ranks | None = None
+
+    def fits(self, report: SupportReport) -> bool:
+        """Whether a packed model of this report can go on with the model and the memory of this one."""
+        return isinstance(self.model, PackedModel) and _kept_by(report) == _kept_by(self.report)
 
     def usable(self, asked: SchedulerConfig, config: SchedulerConfig) -> SchedulerConfig:
         """`config` without what this model cannot do. Raises ValueError if `asked`, the caller's, insists on it."""
@@ -120,7 +125,14 @@ def _open(
         host_manager = BlockManager(BlockAllocator(host_blocks), cache_config.block_size, groups=memory.groups)
         host_pool = HostPool(memory.pool, host_blocks)
     shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
-    return OpenedMemory(bound, memory, host_manager, host_pool, report.native_length, shares_prefixes, ranks)
+    if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
+        bound.is_fixed = True
+    return OpenedMemory(bound, memory, host_manager, host_pool, report.native_length, shares_prefixes, report, ranks)
+
+
+def _kept_by(report: SupportReport) -> tuple[object, ...]:
+    """What the memory of a model depends on."""
+    return report.native, report.native_length, [replace(layer, reason="") for layer in report.layers]
 
 
 def _bind(

@@ -3,7 +3,7 @@
 import { isAnswering, startChat } from "./chat.js";
 import { $, ask, bytes, count, keys, make, text } from "./common.js";
 import { BlockMap, drawHost } from "./draw.js";
-import { mask, memory, places, read, remember, state } from "./model.js";
+import { mask, memory, places, read, recall, remember, state } from "./model.js";
 import { noteEvents, showBars, showCurves, showLegend, showRequests, showTable, showTiles } from "./panels.js";
 
 const PERIOD = 350; // ms between two questions
@@ -60,13 +60,14 @@ async function lookOnce() {
   return PERIOD;
 }
 
-function receive({ server, engine, latency }) {
+function receive({ server, engine, latency, ended, history }) {
   const isFirst = !state.server;
   if (state.server && state.server.run !== server.run) { // it was started again
     Object.assign(state, { engine: null, history: [], lastEvent: 0, chosen: null, shown: null });
     state.own.clear();
   }
-  Object.assign(state, { server, latency });
+  Object.assign(state, { server, latency, ended });
+  if (history && !state.history.length) recall(state, history);
   $("main").hidden = false;
   text($("model"), `${server.model} · ${server.architecture} · ${server.dtype} on ${server.device} · version ${server.version}`);
   if (isFirst) startChat(server, look);

@@ -3,7 +3,7 @@
 export const SPAN = 120; // seconds of the curves
 
 export const state = {
-  tag: "", server: null, engine: null, latency: null, view: null, history: [], lastEvent: 0, group: 0,
+  tag: "", server: null, engine: null, latency: null, ended: null, view: null, history: [], lastEvent: 0, group: 0,
   chosen: null, hovered: null, shown: null, // ids of requests: chosen by the user, under the pointer, in the block table
   own: new Map(), // requests that this page has sent: id -> {prompt: [token id], made: [token id] or null}
 };
@@ -82,6 +82,15 @@ export function memory({ engine, view, server }) {
     most: most ? perToken * reserved(() => most) : null,
     pool: pool.blocks * pool.bytes,
   };
+}
+
+// Begins the curves with what the server has kept: [time, tokens, in use, shared, with cached, first token, between].
+export function recall({ history }, rows) {
+  rows.forEach(([time, generated, used, shared, cached, first, between], index) => {
+    const [then, before] = rows[Math.max(0, index - 1)], seconds = time - then;
+    if (seconds > 3) history.push({ ...history[history.length - 1], time: then + 0.4, rate: 0 }, { ...history[history.length - 1], time: time - 0.4, rate: 0 });
+    history.push({ time, generated, used, shared, cached, first, between, rate: seconds > 0 ? Math.max(0, generated - before) / seconds : 0 });
+  });
 }
 
 // Adds a snapshot to the curves.
