@@ -145,10 +145,11 @@ class CacheRows:
 
     def _slots(self, start: int, stop: int) -> torch.Tensor:
         """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; -1 at padding."""
-        slots = torch.full((len(self.seq_ids), stop - start), -1, dtype=torch.int64)
+        slots = torch.full((len(self.seq_ids), stop - start), -1, dtype=torch.int64, device="cpu")
         for i, (row, padding) in enumerate(zip(self.seq_ids, self.padding)):
             first = min(max(start, padding), stop)
-            slots[i, first - start :] = torch.tensor(self.manager.slots(row, first - padding, stop - padding))
+            own = self.manager.slots(row, first - padding, stop - padding)
+            slots[i, first - start :] = torch.tensor(own, dtype=torch.int64, device="cpu")
         return slots
 
     def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,8 +169,8 @@ class CacheRows:
             )
             return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
         first, last = start // size, -(-stop // size)
-        table = torch.tensor([list(self.manager.block_table(row)[first:last]) for row in self.seq_ids])
-        table = table.to(kv.key.device, non_blocking=True).flatten().long()
+        tables = [list(self.manager.block_table(row)[first:last]) for row in self.seq_ids]
+        table = torch.tensor(tables, dtype=torch.int64, device="cpu").to(kv.key.device, non_blocking=True).flatten()
         span = slice(start - first * size, stop - first * size)
         dense_key, dense_value = (
             tensor.index_select(0, table)

@@ -161,7 +161,7 @@ class PagedKVCache(Cache):
         index = None
         for layer in self._state_layers():
             if index is None:
-                index = torch.tensor(rows)
+                index = torch.tensor(rows, dtype=torch.int64, device="cpu")
             layer.reorder_cache(index)
 
     def _state_layers(self) -> list[Any]:
@@ -213,7 +213,7 @@ class PagedKVCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self._rows:
-            rows = torch.arange(len(self._rows))[indices.cpu()].tolist()
+            rows = torch.arange(len(self._rows), dtype=torch.int64, device="cpu")[indices.cpu()].tolist()
             self.select_rows(rows)
             self._select_states(rows)
 

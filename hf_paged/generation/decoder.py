@@ -167,7 +167,9 @@ class PackedDecoder:
         if self._lent:
             self._free_others()
         self._report()
-        return logits if index == [*range(len(logits))] else logits[torch.tensor(index, device=logits.device)]
+        if index == [*range(len(logits))]:
+            return logits
+        return logits[torch.tensor(index, dtype=torch.int64, device=logits.device)]
 
     def _content(self, seq_id: int) -> bytes:
         """Equal for sequences with the same tokens in the same blocks."""
@@ -215,7 +217,7 @@ class PackedDecoder:
         if len(active) == len(self.rows):
             logits = self._packed.forward(tokens, positions, metadata)
         else:
-            index = torch.tensor(active, device=device)
+            index = torch.tensor(active, dtype=torch.int64, device=device)
             some = self._packed.forward(tokens[index], positions, metadata)
             logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
         self.memory.step_done(seq_ids)

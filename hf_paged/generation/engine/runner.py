@@ -339,7 +339,7 @@ class Runner:
             end = seq.num_computed_tokens + count
             logits = None
             for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
-                ids = torch.tensor(seq.token_ids[start:stop], device=self._device)
+                ids = torch.tensor(seq.token_ids[start:stop], dtype=torch.int64, device=self._device)
                 inner = _inner(seq, start, stop)
                 logits = model.forward(seq.seq_id, ids, start, keep=stop - inner.start if inner else 1)
                 if inner:
@@ -389,7 +389,7 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
     place = {seq: index for index, (seq, _) in enumerate(plan)}
     order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])
     joined = torch.cat(logits)
-    in_order = joined[torch.tensor(order, device=joined.device)]
+    in_order = joined[torch.tensor(order, dtype=torch.int64, device=joined.device)]
     return StepResult([seqs[row] for row in order], in_order, failed, prompts)
 
 

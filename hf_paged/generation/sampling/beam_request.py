@@ -58,7 +58,7 @@ class BeamRequest(ForkingRequest):
             return Reorder([], [])
         self._logprobs = [[*self._logprobs[c.parent], logprob_of[c.parent, c.token]] for c in running]
         if self.keeps_history:
-            parents = torch.tensor([c.parent for c in running], device=self.device)
+            parents = torch.tensor([c.parent for c in running], dtype=torch.int64, device=self.device)
             self._extend_history((c.token for c in running), parents)
         if self._chains is not None:
             self._fork_chains(c.parent for c in running)
@@ -75,7 +75,7 @@ class BeamRequest(ForkingRequest):
 
     def _candidates(self, raw: torch.Tensor, scores: torch.Tensor) -> tuple[list[Candidate], list[float]]:
         """The best or the drawn continuations, with the log-probabilities of their tokens before the processors."""
-        running_scores = torch.tensor(self.search.running_scores, device=scores.device)
+        running_scores = torch.tensor(self.search.running_scores, dtype=torch.float32, device=scores.device)
         width = scores.shape[1]
         invalid = raw.new_zeros(1)
         if self.config.do_sample:
@@ -96,8 +96,8 @@ class BeamRequest(ForkingRequest):
     def _stopped(self, candidates: list[Candidate]) -> list[bool]:
         stopped = [self._reason(candidate.token) is not None for candidate in candidates]
         if self.criteria:
-            parents = torch.tensor([c.parent for c in candidates], device=self.device)
-            tokens = torch.tensor([[c.token] for c in candidates], device=self.device)
+            parents = torch.tensor([c.parent for c in candidates], dtype=torch.int64, device=self.device)
+            tokens = torch.tensor([[c.token] for c in candidates], dtype=torch.int64, device=self.device)
             rows = torch.cat([self._rows().index_select(0, parents), tokens], dim=1)
             stopped = [a or b for a, b in zip(stopped, self.criteria(rows, None).tolist())]
         return stopped

@@ -35,7 +35,7 @@ class GroupRequest(ForkingRequest):
         # Finished samples are drawn for too (with the first row's logits), because transformers' loop uses up random
         # numbers for them.
         rows = [0 if s.seq is None else row_of[s.seq.seq_id] for s in self.samples]
-        raw = logits[torch.tensor(rows, device=logits.device)]
+        raw = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
         chains = self.chains(raw.shape[1], draws=True)
         scores = self._processed(chains, raw) if self.processors else raw
         if chains[0].top_p is not None and not chains[0].own:

@@ -218,7 +218,7 @@ class Request:
             room = max(64, self._history_length // 2)
             history = torch.cat([history, history.new_zeros(history.shape[0], room)], dim=1)
         if not isinstance(tokens, torch.Tensor):
-            tokens = torch.tensor(list(tokens), device=self.device)
+            tokens = torch.tensor(list(tokens), dtype=torch.int64, device=self.device)
         history[:, self._history_length] = tokens
         self._history = history
         self._history_length += 1
@@ -300,7 +300,7 @@ class SingleRequest(Request):
     def begin_stream(self) -> None:
         streamer, self.streamer = self.streamer, None  # nothing more for it, if it fails
         if streamer is not None:
-            streamer.put(torch.tensor([self.prompt_token_ids]))
+            streamer.put(torch.tensor([self.prompt_token_ids], dtype=torch.int64, device="cpu"))
             self.streamer = streamer
 
     def tell_streamer(self) -> None:
@@ -309,7 +309,8 @@ class SingleRequest(Request):
         while self.streamer is not None and self._num_streamed < len(tokens) - skipped:
             self._num_streamed += 1  # first, so that Ctrl-C in the streamer does not repeat the token
             try:
-                self.streamer.put(torch.tensor([tokens[skipped + self._num_streamed - 1]]))
+                token = tokens[skipped + self._num_streamed - 1]
+                self.streamer.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
             except Exception as error:  # the streamer is the caller's code: its failure ends this request alone
                 self._streamer_failed(error)
 

@@ -53,7 +53,7 @@ class PromptScores:
         for start in range(max(self._known - 1 - first, 0), len(logits), _ROWS):
             scores = logits[start : start + _ROWS].float()
             place = first + start + 1
-            tokens = torch.tensor(self._prompt[place : place + len(scores)], device=scores.device)
+            tokens = torch.tensor(self._prompt[place : place + len(scores)], dtype=torch.int64, device=scores.device)
             top = TopTokens(scores, [self._num_top] * len(scores)).read()
             self.logprobs[place : place + len(scores)] = logprobs_of(scores, tokens).tolist()
             self.top_logprobs[place : place + len(scores)] = top

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation import logits_process
 
+from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import keep_largest, keep_nucleus
 
-_NO_IDS = torch.zeros(0, 0, dtype=torch.int64)
+_NO_IDS = torch.zeros(0, 0, dtype=torch.int64, device="cpu")
 
 # Their settings are numbers; rows with equal ones share a call of transformers' own.
 _WARPERS = (
@@ -94,7 +96,9 @@ def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
     kind = type(warper)
     if kind is logits_process.TemperatureLogitsWarper:
         values = [each.temperature for each in warpers]
-        return scores.div_(values[0] if len(set(values)) == 1 else torch.tensor(values)[:, None])
+        if len(set(values)) == 1:
+            return scores.div_(values[0])
+        return scores.div_(to_device(np.array(values, dtype=np.float32)[:, None], scores.device))
     if kind is logits_process.TopKLogitsWarper:
         return keep_largest(scores, [min(each.top_k, scores.shape[1]) for each in warpers], warper.filter_value)
     if kind not in _CHECKING:
