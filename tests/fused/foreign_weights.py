@@ -169,6 +169,59 @@ if importlib.util.find_spec("torchao") is not None:
     CHANGES["torchao"] = quantized
 
 
+# -- other places ------------------------------------------------------------------------------------------------------
+
+
+def everything(model: Any) -> None:
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None:
+                module._parameters[name] = nn.Parameter((own.detach() * 1.3).as_subclass(Tagged), requires_grad=False)
+
+
+def biases(change: Change) -> Change:
+    def apply(model: Any) -> None:
+        for layer in model.model.layers:
+            change(layer.self_attn.q_proj)
+
+    return apply
+
+
+def wrap_bias(module: Any) -> None:
+    module.bias = nn.Parameter(Wrapped(module.bias.detach().clone()), requires_grad=False)
+
+
+def wrap_frequencies(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    for name, buffer in list(rotary._buffers.items()):
+        rotary._buffers[name] = Sealed(buffer.clone())
+
+
+def experts(change: Change) -> Change:
+    def apply(model: Any) -> None:
+        for layer in model.model.layers:
+            change(layer.mlp.experts)
+
+    return apply
+
+
+def wrap_experts(module: Any) -> None:
+    module.down_proj = nn.Parameter(Sealed(module.down_proj.detach().clone()), requires_grad=False)
+
+
+OTHERS: dict[str, Change] = {
+    "every parameter tagged": everything,
+    "wrapped embeddings": lambda model: replace(model.model.embed_tokens, Wrapped),
+    "wrapped head": lambda model: replace(model.lm_head, Sealed),
+    "wrapped frequencies": wrap_frequencies,
+    "wrapped biases": biases(wrap_bias),
+    "pruned biases": biases(lambda module: prune.random_unstructured(module, "bias", amount=20)),
+    "wrapped experts": experts(wrap_experts),
+    "pruned experts": experts(lambda module: prune.random_unstructured(module, "down_proj", amount=2000)),
+    "parametrized experts": experts(lambda module: parametrize.register_parametrization(module, "down_proj", Scaled())),
+}
+
+
 def removed(module: Any) -> None:
     """Make computed weights parameters again, by torch's own functions."""
     if prune.is_pruned(module):
@@ -181,7 +234,7 @@ def removed(module: Any) -> None:
         nn.utils.remove_spectral_norm(module)
 
 
-REMOVABLE = {
+REMOVABLE: dict[str, Change] = {
     name: change for name, change in {**COMPUTED, **OF_MATRICES}.items() if name not in
     ("shadowed", "property", "attribute", "pre-hook")
 }  # fmt: skip

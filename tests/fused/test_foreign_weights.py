@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
+from hf_paged.fused.gpu import model as fused_model
+from hf_paged.kernels.buffers import as_plain
 from tests import models
+from tests.architectures.tiny import tiny_model
+from tests.fused import fewer
 from tests.fused import foreign_weights as foreign
 from tests.fused.test_native_layers import SIZES, build
 
@@ -28,13 +33,31 @@ PROMPTS = models.prompts(9, 21)
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
+QUICK = {
+    "bf16": (
+        "wrapped linears", "sealed linears", "wrapped norms", "opposite norms", "tagged linears", "pruned linears",
+        "pruned norms", "parametrized norms", "weight_norm linears", "property linears",
+    ),
+    "fp32": ("wrapped norms", "pruned linears"),
+}  # fmt: skip
+CASES = [
+    pytest.param(change, dtype, marks=() if change in QUICK[dtype] else pytest.mark.slow)
+    for change in foreign.CHANGES
+    for dtype in DTYPES
+]
+
+
 @functools.cache
-def _shared() -> Any:
-    return build(transformers.LlamaConfig(**SIZES | {"eos_token_id": None}))
+def _shared(kind: str) -> Any:
+    if kind == "experts":
+        model = tiny_model("mixtral").bfloat16()
+        model.generation_config.eos_token_id = None
+        return model
+    return build(transformers.LlamaConfig(**SIZES | {"eos_token_id": None}, attention_bias=kind == "biased"))
 
 
-def llama(dtype: str) -> Any:
-    return copy.deepcopy(_shared()).to(DTYPES[dtype])
+def new_model(dtype: str, kind: str = "llama") -> Any:
+    return copy.deepcopy(_shared(kind)).to(DTYPES[dtype])
 
 
 def by_plain_generate(model: Any) -> list[list[int]]:
@@ -70,22 +93,115 @@ def are_the_models(tokens: list[list[int]], model: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("change", foreign.CHANGES)
-def test_every_door(change: str, dtype: str) -> None:
+def check_every_door(change: foreign.Change, make: Callable[[], Any], *, is_seen: bool = True) -> None:
     """A new model; then, after calls and under engines with and without copies of the weights, another one."""
-    apply, new = foreign.CHANGES[change], llama(dtype)
-    apply(new)
+    new = make()
+    change(new)
     assert are_the_models(by_generate(new), new)
     with engine_on(new) as engine:
         assert are_the_models(by_engine(engine), new)
-    model = llama(dtype)
+    model = make()
     before = by_generate(model)
     with engine_on(model, prepack=True) as packed, engine_on(model, prepack=False) as engine:
-        assert before == by_engine(packed) == by_engine(engine)
-        apply(model)
-        if "shadowed" in change:  # no look finds a plain attribute
+        by_engine(packed), by_engine(engine)
+        change(model)
+        if not is_seen:
             hf_paged.weights_changed(model)
         assert not are_the_models(before, model)  # else this test could not fail
         for tokens in (by_engine(packed), by_engine(engine), by_generate(model)):
             assert are_the_models(tokens, model)
+
+
+@pytest.mark.parametrize(("change", "dtype"), CASES)
+def test_every_door(change: str, dtype: str) -> None:
+    # No look finds a plain attribute.
+    check_every_door(foreign.CHANGES[change], lambda: new_model(dtype), is_seen="shadowed" not in change)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", foreign.OTHERS)
+def test_other_places(change: str, dtype: str) -> None:
+    kind = next((kind for kind, word in (("experts", "experts"), ("biased", "biases")) if word in change), "llama")
+    check_every_door(foreign.OTHERS[change], lambda: new_model(dtype, kind))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", foreign.REMOVABLE)
+def test_computed_and_removed_again(change: str, dtype: str) -> None:
+    """In the middle of requests too: each token is computed with the weights of its step."""
+    model = new_model(dtype)
+    with engine_on(model, prepack=True) as packed, engine_on(model, prepack=False) as engine:
+        for way in (foreign.REMOVABLE[change], foreign.removed):
+            for module in foreign.linears(model):
+                way(module)
+            for tokens in (by_engine(packed), by_engine(engine), by_generate(model)):
+                assert are_the_models(tokens, model)
+
+
+@pytest.mark.parametrize("computed", ["some", "all"])
+def test_prepack_leaves_out_what_is_computed(computed: str) -> None:
+    model = new_model("bf16")
+    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    for module in layers[: None if computed == "all" else 3]:
+        foreign.pruned(module)
+    if computed == "some":
+        with engine_on(model, prepack=True) as engine:
+            assert are_the_models(by_engine(engine), model)
+    else:
+        with pytest.raises(ValueError, match="no linear layers with weights that are parameters"):
+            engine_on(model, prepack=True)
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "pruned"])
+def test_prepacked_calls(kind: str) -> None:
+    """`generate` after `prepack`: computed weights are left out, wrapped ones refused."""
+    model = new_model("bf16")
+    hf_paged.prepack(model)
+    by_generate(model)
+    foreign.CHANGES[f"{kind} linears"](model)
+    if kind == "pruned":
+        assert are_the_models(by_generate(model), model)
+    else:
+        with pytest.raises(ValueError, match="release_memory"):
+            by_generate(model)
+        hf_paged.release_memory(model)
+        assert are_the_models(by_generate(model), model)
+
+
+# -- on GPUs, by the definitions of their kernels -----------------------------------------------------------------------
+
+OF_GPUS = ("wrapped norms", "pruned norms", "pruned linears", "tagged linears")
+
+
+def checked(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, to which no tensor without memory of its own may be given."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for item in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(item, torch.Tensor):
+                as_plain(item)
+        return compute(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(name, marks=() if name in OF_GPUS else pytest.mark.slow) for name in foreign.CHANGES],
+)
+def test_fewer_launches(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer.on_cpu(monkeypatch, by_torch=True)
+    for module, name in fewer.OPERATIONS:
+        monkeypatch.setattr(module, name, checked(getattr(module, name)))
+    new, model = new_model("fp32"), new_model("fp32")
+    foreign.CHANGES[change](new)
+    with Engine(new, CacheConfig(num_blocks=64), prepack=False) as engine:
+        assert are_the_models(by_engine(engine), new)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        before = by_engine(engine)
+        assert fused_model.fused_parts(model)
+        foreign.CHANGES[change](model)
+        if "shadowed" in change:
+            hf_paged.weights_changed(model)
+        assert not are_the_models(before, model)
+        assert are_the_models(by_engine(engine), model)

@@ -145,7 +145,8 @@ class FusedParts:
         # A module may be gone: PEFT gives experts a module for the time of a call.
         forwards = [getattr(owner, "forward", None) for owner in dict.fromkeys([*classes, nn.Linear])]
         rotary = [function.is_own() for function in self._rotary.values()]
-        return [self._weights.layout, classes, forwards, [getattr(m, "training", None) for m in modules], rotary]
+        seen = self._weights.layout, self._weights.all_moved
+        return [seen, classes, forwards, [getattr(m, "training", None) for m in modules], rotary]
 
     def _choose(self, model: nn.Module) -> None:
         """Set the overrides of the parts that are ready."""
