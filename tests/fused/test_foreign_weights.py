@@ -168,7 +168,7 @@ def test_prepacked_calls(kind: str) -> None:
         assert are_the_models(by_generate(model), model)
 
 
-# -- on GPUs, by the definitions of their kernels -----------------------------------------------------------------------
+# -- on GPUs, by the definitions of their kernels ----------------------------------------------------------------------
 
 OF_GPUS = ("wrapped norms", "pruned norms", "pruned linears", "tagged linears")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _device
 
 import hf_paged
-from hf_paged.kernels import buffers
+from hf_paged.kernels import buffers, ops
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.native import ops as native_ops
+from tests.fused.foreign_weights import Sealed, Tagged
+from tests.kernels.cases import Case, make_batch
 
 PACKAGE = Path(hf_paged.__file__).parent
 ALIKE = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"}
@@ -90,3 +95,83 @@ def test_tensors_without_memory() -> None:
         buffers.empty((2,), torch.float32)
     assert not buffers.has_memory(torch.empty(2, dtype=torch.float32, device="meta"))
     assert not buffers.has_memory(torch.eye(2).to_sparse())
+
+
+# -- at the boundary of the native code --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def native() -> None:
+    if not native_build.has_compiler():
+        pytest.skip("no C compiler on this machine")
+    native_build.build()
+
+
+BAD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fp64": torch.Tensor.double,
+    "meta": lambda x: x.to("meta"),
+    "strided": lambda x: x.t().contiguous().t(),
+    "wrapped": Sealed,
+    "one row": lambda x: x[0],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_scores_that_the_kernels_cannot_read(kind: str, native: None) -> None:
+    scores, generators = BAD[kind](torch.ones(2, 64)), [torch.Generator()] * 2
+    for call in (
+        lambda: native_ops.greedy(scores),
+        lambda: native_ops.draw(scores, generators),
+        lambda: native_ops.draw_top_p(scores, [0.5, 0.5], generators),
+        lambda: native_ops.keep_largest(scores, [3, 3]),
+    ):
+        with pytest.raises(ValueError, match=r"needed|no memory"):
+            call()
+
+
+def test_one_number_for_each_row(native: None) -> None:
+    scores = torch.ones(2, 64)
+    for call in (
+        lambda: native_ops.draw(scores, [torch.Generator()]),
+        lambda: native_ops.draw_top_p(scores, [0.5], [torch.Generator()] * 2),
+        lambda: native_ops.keep_largest(scores, [3]),
+        lambda: native_ops.keep_largest(scores, [3, 65]),
+    ):
+        with pytest.raises(ValueError, match=r"for 2 rows|1 to 64"):
+            call()
+
+
+def attend(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The attention of two decode steps, their K and V written first; one of the tensors is changed."""
+    batch = make_batch(Case(((1, 9), (1, 20))))
+    tensors = {"query": batch.query, "key_cache": batch.key_cache, "value_cache": batch.value_cache}
+    tensors |= {"key": torch.ones(2, 2, 32), "value": torch.ones(2, 2, 32)}
+    metadata = replace(batch.metadata, in_bounds=True, scratch={})
+    if name in tensors:
+        tensors[name] = change(tensors[name])
+    else:
+        metadata = replace(metadata, **{name: change(getattr(metadata, name))})
+    result = ops.paged_attention(**tensors, metadata=metadata, scale=0.2, impl="native")
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "query",
+        "key_cache",
+        "value_cache",
+        "key",
+        "value",
+        "block_tables",
+        "seq_lens",
+        "query_start_loc",
+        "slot_mapping",
+    ],
+)
+def test_attention_over_other_classes(name: str, native: None) -> None:
+    """Tensors with memory of their own are read there, whatever their class; wrappers are refused."""
+    assert attend(name, lambda x: x.as_subclass(Tagged)).equal(attend(name, lambda x: x))
+    with pytest.raises(ValueError, match="a Sealed has no memory"):
+        attend(name, Sealed)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hf_paged.kernels import buffers
+from hf_paged.kernels.buffers import as_plain
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import Call, Prompts, Span, Step, WriteStrides
@@ -88,7 +89,8 @@ class _Plan:
         long = _long_sequences(metadata, sizes)
         every = np.arange(metadata.num_seqs, dtype=np.int32)
         self._few, self._long = (every, every[:0]) if long is None else (every[~long], every[long])
-        tables, lens, starts = metadata.block_tables, metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr()
+        tables, *lists = map(as_plain, (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc))
+        lens, starts = (tensor.data_ptr() for tensor in lists)
         self.prompts = Prompts(lens, starts, self._long.ctypes.data, len(self._long)) if len(self._long) else None
         step = self._step = Step(
             tables.data_ptr(),
@@ -179,7 +181,8 @@ def paged_attention(
     share: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention`. share: blocks that several sequences hold are read once for all of them."""
-    given, query = query, buffers.as_plain(query)
+    given = query
+    query, key_cache, value_cache = map(as_plain, (query, key_cache, value_cache))
     dtype = query.dtype
     if not query.is_cpu:
         raise ValueError(f"impl='native' needs tensors on a CPU; query is on {query.device}")
@@ -195,9 +198,9 @@ def paged_attention(
         query = query.contiguous()
     target = out if out.stride(2) == 1 else buffers.empty(out.shape, dtype)
     if sinks is not None:
-        sinks = buffers.as_plain(sinks.to(torch.float32)).contiguous()
+        sinks = as_plain(sinks.to(torch.float32)).contiguous()
     if alibi_slopes is not None:
-        alibi_slopes = buffers.as_plain(alibi_slopes.to(torch.float32)).contiguous()
+        alibi_slopes = as_plain(alibi_slopes.to(torch.float32)).contiguous()
     call, plan, num_bytes = attention_call(
         query, key_cache, value_cache, metadata, target, key=key, value=value, sliding_window=sliding_window,
         chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, share=share,
@@ -297,7 +300,11 @@ def attention_call(
     new_kv: tuple[Any, ...] = _NO_NEW_KV
     slots = None
     if key is not None and value is not None:
-        key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), metadata.slot_mapping.contiguous()
+        key, value, slots = (
+            _as_in(key_cache, key),
+            _as_in(value_cache, value),
+            as_plain(metadata.slot_mapping).contiguous(),
+        )
         strides = _write_strides(key, value, key_cache, value_cache)
         new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, strides)
     call = Call(
@@ -324,7 +331,8 @@ def write_kv(
     """See `ops.write_kv`."""
     if not key_cache.is_cpu:
         raise ValueError(f"impl='native' needs tensors on a CPU; key_cache is on {key_cache.device}")
-    key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), slot_mapping.contiguous()
+    key_cache, value_cache = as_plain(key_cache), as_plain(value_cache)
+    key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), as_plain(slot_mapping).contiguous()
     _library().hfp_write_kv(
         key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
         *key.shape[:2], key_cache.shape[1], ctypes.byref(_write_strides(key, value, key_cache, value_cache)),
@@ -334,7 +342,7 @@ def write_kv(
 
 def _as_in(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x in the dtype of the cache, with a contiguous last dimension."""
-    x = buffers.as_plain(x)
+    x = as_plain(x)
     if x.dtype != cache.dtype:
         x = x.to(cache.dtype)
     return x if x.stride(2) == 1 else x.contiguous()
@@ -356,14 +364,14 @@ def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[tor
     if not copies.is_cpu:
         raise ValueError(f"impl='native' needs tensors on a CPU; copies is on {copies.device}")
     spans: list[Span] = []
-    for source, target in zip(caches, into):
+    for source, target in zip(map(as_plain, caches), map(as_plain, into)):
         size = source.element_size()
         source_block, target_block = source.stride(0) * size, target.stride(0) * size
         first, run = _runs(source, target)
         for from_, to in first:
             addresses = source.data_ptr() + from_ * size, target.data_ptr() + to * size
             spans.append(Span(addresses[0], source_block, addresses[1], target_block, run * size))
-    copies = copies.contiguous()
+    copies = as_plain(copies).contiguous()
     _library().hfp_copy_blocks(
         (Span * len(spans))(*spans), len(spans), copies.data_ptr(), copies.shape[0], torch.get_num_threads()
     )
@@ -386,7 +394,7 @@ def _runs(source: torch.Tensor, target: torch.Tensor) -> tuple[list[tuple[int, i
 def _checked(scores: torch.Tensor, *dtypes: torch.dtype, **lists: Sequence[Any]) -> torch.Tensor:
     """Rows of scores as the kernels below read them. Raises ValueError if they are others, or if one of the lists has
     not one item for each row."""
-    scores = buffers.as_plain(scores)
+    scores = as_plain(scores)
     if scores.ndim != 2 or scores.dtype not in dtypes or not scores.is_cpu or scores.stride(1) != 1:
         raise ValueError(
             f"scores {tuple(scores.shape)} of {scores.dtype} on {scores.device}, strides {scores.stride()}: contiguous "
