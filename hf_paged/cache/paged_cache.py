@@ -168,7 +168,7 @@ class PagedKVCache(Cache):
     def _select_states(self, rows: Sequence[int]) -> None:
         """Apply the selection to the per-row states that layers keep outside blocks. Needs the former rows."""
         if layers := self._state_layers():
-            index = torch.tensor(rows)
+            index = torch.tensor(rows, dtype=torch.int64, device="cpu")
             for layer in layers:
                 layer.reorder_cache(index)
 
@@ -237,7 +237,8 @@ class PagedKVCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, numbers of rows or bool [num_rows]."""
         if self._rows:
-            self.select_rows(torch.arange(len(self._rows))[indices.cpu()].tolist())
+            rows = torch.arange(len(self._rows), dtype=torch.int64, device="cpu")
+            self.select_rows(rows[indices.cpu()].tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` tokens from the end of every row (a positive value is the length to keep)."""

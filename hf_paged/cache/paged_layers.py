@@ -111,8 +111,9 @@ class PagedStateLayer(PagedLayer):
         return paged
 
     def _placeholder(self) -> torch.Tensor:
-        device = self._rows.pool[self.index].key.device if self.length else None
-        return torch.empty(len(self._rows), 0, 0, 0, device=device)
+        key = self._rows.pool[self.index].key if self.length else None
+        dtype, device = (torch.float32, "cpu") if key is None else (key.dtype, key.device)
+        return torch.empty(len(self._rows), 0, 0, 0, dtype=dtype, device=device)
 
     @property
     def keys(self) -> torch.Tensor | None:

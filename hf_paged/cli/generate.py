@@ -296,7 +296,7 @@ def _with_length(model: Any, ids: list[list[int]], options: dict[str, Any]) -> d
     from hf_paged.generation.validation import check_prompts, position_limit
 
     for number, prompt in enumerate(ids, 1):
-        check_prompts(model, torch.tensor([prompt], dtype=torch.long), f"prompt {number}")
+        check_prompts(model, torch.tensor([prompt], dtype=torch.int64, device="cpu"), f"prompt {number}")
     limit, longest = position_limit(model), max(map(len, ids))
     given = options.get("max_new_tokens")
     if given is not None:
@@ -378,8 +378,9 @@ def _generate_batch(
 
     model, tokenizer = loaded.model, loaded.tokenizer
     width = max(map(len, batch))
-    rows = torch.tensor([[loaded.pad_token_id] * (width - len(ids)) + ids for ids in batch], device=model.device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=model.device)
+    integers: Any = {"dtype": torch.int64, "device": model.device}
+    rows = torch.tensor([[loaded.pad_token_id] * (width - len(ids)) + ids for ids in batch], **integers)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], **integers)
     kwargs: dict[str, Any] = {**loaded.options, "pad_token_id": loaded.pad_token_id}
     if paged:
         kwargs.update(cache_implementation="paged", cache_config=call.cache_config)

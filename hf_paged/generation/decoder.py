@@ -168,11 +168,9 @@ class PackedDecoder:
         if self._lent:
             self._free_others()
         self._report()
-        return (
-            logits
-            if index == [*range(len(logits))]
-            else logits[to_device(np.array(index, dtype=np.int64), logits.device)]
-        )
+        if index == [*range(len(logits))]:
+            return logits
+        return logits[to_device(np.array(index, dtype=np.int64), logits.device)]
 
     def _content(self, seq_id: int) -> bytes:
         """Equal for sequences with the same tokens in the same blocks."""

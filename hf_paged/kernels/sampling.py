@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged.kernels import ops
+from hf_paged.kernels import buffers, ops
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.native import ops as native_ops
 
@@ -42,7 +42,7 @@ def row_max(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, torc
         return scores.max(dim=-1)
     runs = scores.view(len(scores), -1, run)
     best = runs.amax(dim=-1).max(dim=-1)[1]
-    values, index = runs[torch.arange(len(scores)), best].max(dim=-1)
+    values, index = runs[torch.arange(len(scores), dtype=torch.int64, device="cpu"), best].max(dim=-1)
     return values, best * run + index
 
 
@@ -59,7 +59,7 @@ class ToHost:
             return
         rows = _in_one(tokens, *values)  # transfer
         if rows.is_cuda:
-            host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+            host = buffers.empty(rows.shape, rows.dtype, pinned=True)
             self._rows = tuple(host.copy_(rows, non_blocking=True))
             self._arrived = torch.cuda.current_stream(rows.device).record_event()
         else:
@@ -254,7 +254,7 @@ def keep_nucleus(scores: torch.Tensor, counts: Sequence[int], top_p: Sequence[fl
     larger, tied = values > least, scores == least
     num_larger = larger.sum(dim=1, keepdim=True)
     first_tied = vocab - num_larger - tied.sum(dim=1, keepdim=True)  # place in the sorted row
-    places = torch.arange(vocab, device=scores.device)
+    places = torch.arange(vocab, dtype=torch.int64, device=scores.device)
     ascending = torch.where(places >= first_tied, least, -torch.inf)
     ascending[:, -width:] = torch.where(larger.flip(1), values.flip(1), ascending[:, -width:])
     removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= by_row([1 - each for each in top_p], scores.device)

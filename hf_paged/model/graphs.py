@@ -72,7 +72,7 @@ class CudaGraphs:
         """Before torch 2.13 the random numbers of the device stay in capture mode after a capture that CUDA has
         aborted, and the next draw raises. A capture that succeeds ends that mode."""
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
-            torch.empty(1, device=self._device).zero_()
+            torch.empty(1, dtype=torch.float32, device=self._device).zero_()
 
     def _end_broken_capture(self) -> None:
         """After CUDA itself has aborted a capture, end it for torch's allocator too."""

@@ -75,7 +75,7 @@ class PackedCache(Cache):
         self.handles: list[LayerHandle] = []  # of this step, in order of update
         self._groups: dict[int, int] = {}
         self._shared: dict[Any, torch.Tensor] = {}
-        self.positions = torch.zeros(0, dtype=torch.int64)
+        self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
         self.numbers_tokens = False  # whether a layer has derived positions from the length of the cache
 
     def begin_step(self, metadata: list[AttentionMetadata], positions: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class PackedCache(Cache):
         if layer_idx is None:
             return 0
         self.numbers_tokens = True
-        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
+        return self.positions - torch.arange(len(self.positions), dtype=torch.int64, device=self.positions.device)
 
     def once(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What several layers need alike: computed for the first that asks in a step."""
@@ -286,8 +286,9 @@ class PackedModel:
         kwargs: dict[str, Any] = {}
         if self._keeps_logits:
             # Pass indices even for all rows: given a number of last rows, a model may drop other rows early.
-            every = logits_indices is None
-            wanted = torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
+            wanted = logits_indices
+            if wanted is None:
+                wanted = torch.arange(len(input_ids), dtype=torch.int64, device=input_ids.device)
             # A spread model may have its last hidden states on any of its devices, and accelerate moves every tensor to
             # the first one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted

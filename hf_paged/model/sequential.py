@@ -58,7 +58,7 @@ class RowModel:
 
         Raises UnsupportedModelError if even generate's own split does not give the logits of generate.
         """
-        ids = torch.arange(5, device=device_of(self.model))[None]
+        ids = torch.arange(5, dtype=torch.int64, device=device_of(self.model))[None]
         without_defaults = copy.copy(self.model)  # the modules are the same
         if (own := own_forward(self.model)) is not None:
             vars(without_defaults)["forward"] = own
@@ -152,7 +152,7 @@ class RowModel:
             kwargs["logits_to_keep"] = keep
         # Pass positions as generate does: not every model derives them from its cache.
         end = num_computed + input_ids.shape[1]
-        positions = torch.arange(num_computed, end, device=input_ids.device)[None]
+        positions = torch.arange(num_computed, end, dtype=torch.int64, device=input_ids.device)[None]
         given = step_positions(self.model, input_ids, positions, is_first=num_computed == 0)
         if given is not None:
             kwargs["position_ids"] = given

@@ -289,7 +289,7 @@ _LENGTHS = (5, 3)
 def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
     """Model inputs of two left-padded rows, as generate would pass them: int64 [2, 5] each."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=device_of(model)) % vocab
+    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], dtype=torch.int64, device=device_of(model)) % vocab
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)

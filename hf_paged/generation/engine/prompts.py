@@ -96,7 +96,7 @@ def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
         wrong = [token for token in ids if not is_integer(token) or not -(2**63) <= token < 2**63]
         if wrong:
             raise ValueError(f"{shown(wrong[0])} in the prompt is not a token id; integers are needed")
-        prompt_ids = torch.tensor(ids, dtype=torch.int64)
+        prompt_ids = torch.tensor(ids, dtype=torch.int64, device="cpu")
     if prompt_ids.ndim == 1:
         prompt_ids = prompt_ids[None]
     if prompt_ids.ndim == 2 and prompt_ids.shape[0] > 1:
@@ -107,7 +107,7 @@ def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
 def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
     """ids int64 [1, length]; attention_mask [length] or [1, length], a tensor or a list."""
     try:
-        mask = torch.as_tensor(attention_mask, device=ids.device).reshape(-1)
+        mask = torch.as_tensor(attention_mask, dtype=torch.float64, device=ids.device).reshape(-1)
         is_binary = bool(((mask == 0) | (mask == 1)).all())
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"attention_mask={shown(attention_mask)}: ones and zeros are needed, one a token") from None
@@ -122,7 +122,7 @@ def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
     first, last = int(kept[0]), int(kept[-1])
     if last - first + 1 != len(kept):
         raise ValueError(
-            f"attention_mask={shown(mask.tolist())} has zeros between ones; padding may appear only at the ends"
+            f"attention_mask={shown(mask.long().tolist())} has zeros between ones; padding may appear only at the ends"
         )
     return ids[:, first : last + 1]
 

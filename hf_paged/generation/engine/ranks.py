@@ -157,13 +157,13 @@ class Ranks:
     def receive(self) -> Any:
         """The next message of the driver."""
         with self.guard():
-            first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+            first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
             self._wait(self._broadcast(first))
             content = memoryview(first.numpy())
             length = int.from_bytes(content[:_HEAD], "little")
             data = bytes(content[_HEAD : _HEAD + length])
             if length > len(data):
-                rest = torch.empty(length - len(data), dtype=torch.uint8)
+                rest = torch.empty(length - len(data), dtype=torch.uint8, device="cpu")
                 self._wait(self._broadcast(rest))
                 data += bytes(memoryview(rest.numpy()))
             self._note(data)
@@ -247,14 +247,14 @@ class Ranks:
             os._exit(1)
 
     def _notify(self, text: bytes) -> None:
-        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8, device="cpu")
         notice[: len(text)] = torch.frombuffer(bytearray(text) or bytearray(1), dtype=torch.uint8)[: len(text)]
         for peer in range(1, self.size) if self.is_driver else (0,):
             with suppress(RuntimeError):  # that rank has ended
                 distributed.send(notice, group_dst=peer, group=self._notices)
 
     def _watch(self, peer: int) -> None:
-        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8, device="cpu")
         try:
             distributed.recv(notice, group_src=peer, group=self._notices)
             reason = bytes(memoryview(notice.numpy())).rstrip(b"\0").decode(errors="replace")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
+from hf_paged.model.state import state_of
 from hf_paged.model.warmup import warm_up
 
 
@@ -122,14 +124,19 @@ class Runner:
         self._host_pool = host_pool
         self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
-        # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
-        # (`inference_mode(False)` would turn gradients on.)
-        self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
+        self._weights = state_of(model.model).weights
         self._device = device_of(model.model)
         devices = {self._device, *memory.pool.bytes_per_block_by_device}
         self._cuda_devices = [device for device in devices if device.type == "cuda"]
         self._made_for = _dtype_and_device(model.model)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the last step
+
+    def _without_gradients(self) -> AbstractContextManager[None]:
+        """Inference mode, which saves a twentieth of a step on a CPU, if the model supports it for certain: one with an
+        attention of its own may keep tensors, and weights of classes of their own may refuse views."""
+        # (`inference_mode(False)` would turn gradients on.)
+        supported = isinstance(self._model, PackedModel) and self._weights.are_plain
+        return torch.inference_mode() if supported else torch.no_grad()
 
     def check_model(self) -> None:
         """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory."""
@@ -156,7 +163,7 @@ class Runner:
         If this raises, the contents of the blocks that were to be moved are undefined.
         """
         self._follow_last_step()
-        with self._grad_mode():
+        with self._without_gradients():
             if isinstance(self._model, RowModel):
                 self._follow(self._model, output)
             if output.moves_blocks:
@@ -174,7 +181,7 @@ class Runner:
     def carry_out(self, plan: StepPlan) -> None:
         """Do what a driver has planned: move blocks and write K/V. The driver alone needs the logits."""
         self._follow_last_step()
-        with self._grad_mode():
+        with self._without_gradients():
             self._move_blocks(plan)
             for forward in plan.forwards:
                 compute = partial(self._compute, forward)
@@ -194,7 +201,7 @@ class Runner:
             compute = partial(self._run_packed, sampled)
         if not output.scheduled:
             return StepResult([], None)
-        with self._grad_mode():
+        with self._without_gradients():
             return self._run_by_adapters(output.scheduled, compute)
 
     def _follow_last_step(self) -> None:

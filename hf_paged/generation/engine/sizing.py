@@ -240,7 +240,7 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
     ids = torch.zeros(count, dtype=torch.int64, device=device)
     if isinstance(bound, PackedModel):
         metadata, positions = memory.step_metadata([-1], [count], device)
-        bound.forward(ids, positions, metadata, torch.tensor([count - 1], device=device))
+        bound.forward(ids, positions, metadata, ids[:1] + count - 1)
     else:
         bound.forward(-1, ids, 0)
         bound.free(-1)

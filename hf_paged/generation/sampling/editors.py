@@ -207,7 +207,8 @@ class _Watermark(_Stateless):
     def edit(self, token_ids: Sequence[int]) -> Edit | None:
         if len(token_ids) < self._processor.context_width:
             return None
-        ids = self._processor._get_greenlist_ids(torch.tensor(token_ids[-self._processor.context_width :])).numpy()
+        context = torch.tensor(token_ids[-self._processor.context_width :], dtype=torch.int64, device="cpu")
+        ids = self._processor._get_greenlist_ids(context).numpy()
         return Edit(Op.ADD, ids, np.full(len(ids), self._processor.bias, dtype=np.float32))
 
 

@@ -302,7 +302,7 @@ class SingleRequest(Request):
     def begin_stream(self) -> None:
         streamer, self.streamer = self.streamer, None  # nothing more for it, if it fails
         if streamer is not None:
-            streamer.put(torch.tensor([self.prompt_token_ids]))
+            streamer.put(torch.tensor([self.prompt_token_ids], dtype=torch.int64, device="cpu"))
             self.streamer = streamer
 
     def tell_streamer(self) -> None:
@@ -311,7 +311,8 @@ class SingleRequest(Request):
         while self.streamer is not None and self._num_streamed < len(tokens) - skipped:
             self._num_streamed += 1  # first, so that Ctrl-C in the streamer does not repeat the token
             try:
-                self.streamer.put(torch.tensor([tokens[skipped + self._num_streamed - 1]]))
+                token = tokens[skipped + self._num_streamed - 1]
+                self.streamer.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
             except Exception as error:  # the streamer is the caller's code: its failure ends this request alone
                 self._streamer_failed(error)
 

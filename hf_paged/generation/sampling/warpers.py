@@ -13,7 +13,7 @@ from transformers.generation import logits_process
 
 from hf_paged.kernels.sampling import by_row, divide_, keep_largest, keep_nucleus, keep_top_p
 
-_NO_IDS = torch.zeros(0, 0, dtype=torch.int64)
+_NO_IDS = torch.zeros(0, 0, dtype=torch.int64, device="cpu")
 
 # Their settings are numbers, one of which may differ among the rows of one call; all others must be equal.
 _WARPERS = {

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, Projection
 from hf_paged.kernels.triton.gate import activate, sigmoid
 from hf_paged.kernels.triton.launch import INTERPRET, Launch, RowLaunches, Target, next_power_of_2, target_of
@@ -55,8 +56,8 @@ def assign_launch(index: torch.Tensor, num_experts: int, result: Assignment) -> 
 
 def assign(index: torch.Tensor, num_experts: int) -> Assignment:
     """index [num_tokens, top_k], int64 or int32, contiguous: the experts of each token."""
-    pairs = torch.empty(index.numel(), dtype=torch.int32, device=index.device)
-    result = Assignment(pairs, torch.empty(num_experts + 1, dtype=torch.int32, device=index.device))
+    pairs = buffers.empty((index.numel(),), torch.int32, index.device)
+    result = Assignment(pairs, buffers.empty((num_experts + 1,), torch.int32, index.device))
     tensors: dict[str, torch.Tensor | None] = {"index": index, **result._asdict()}
     options = index.numel(), num_experts
     _launches.run(num_experts, index.device, tensors, options, lambda: assign_launch(index, num_experts, result))
@@ -288,7 +289,7 @@ def product(
     """
     num_pairs, num_experts = assignment.pairs.numel(), projection.weight.shape[0]
     size_of_result = projection.outputs // (1 if gate is None else 2)
-    out = torch.empty(num_pairs, size_of_result, dtype=rows.dtype, device=rows.device)
+    out = buffers.empty((num_pairs, size_of_result), rows.dtype, rows.device)
     tile = tile_of(target_of(rows.device), rows.element_size(), size or size_for(num_pairs, num_experts))
     tensors = {
         "rows": rows, "weight": projection.weight, "bias": projection.bias, "out": out, **assignment._asdict(),
@@ -337,7 +338,7 @@ def combine(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
     results [num_pairs, n], weights [num_tokens, top_k], both contiguous. weights: of the results' dtype, or fp32.
     """
-    out = torch.empty(weights.shape[0], results.shape[1], dtype=results.dtype, device=results.device)
+    out = buffers.empty((weights.shape[0], results.shape[1]), results.dtype, results.device)
     tensors: dict[str, torch.Tensor | None] = {"results": results, "weights": weights, "out": out}
     options = weights.shape[1], results.shape[1]
     _launches.run(len(out), out.device, tensors, options, lambda: combine_launch(results, weights, out))
