@@ -167,7 +167,7 @@ class Gate:
                 429,
                 f"the requests that are being answered have bodies of {limits.bodies} bytes; send this one later",
                 code="queue_full",
-                headers={"retry-after": "1", "connection": "close"},
+                headers={"retry-after": "1"},
             )
 
 
@@ -178,8 +178,9 @@ def _digest(key: str) -> bytes:
 async def send_problem(send: Send, problem: Problem) -> None:
     body = json.dumps(problem.body()).encode()
     fixed: dict[str, Any] = {"content-type": "application/json", "content-length": str(len(body)), **problem.headers}
-    if problem.status in (408, 413):
-        fixed["connection"] = "close"  # what is left of the body is not read
+    if problem.status == 408:
+        fixed["connection"] = "close"  # else uvicorn reads what is left of the body, and drops it: until it has sent
+        # all of it, many a client reads no answer, and closing the connection would reset it
     headers = [(name.encode(), str(value).encode()) for name, value in fixed.items()]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

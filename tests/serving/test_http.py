@@ -165,6 +165,12 @@ def test_bodies_have_a_limit_of_size() -> None:
         announced = running.connect()  # refused before it is sent
         announced.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999999\r\n\r\n")
         assert announced.recv(100).startswith(b"HTTP/1.1 413")
+        # As clients do that send all of it before they read.
+        large = running.connect()
+        large.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000000\r\n\r\n" + b"x" * 9_000_000
+        )
+        assert large.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_bodies_have_a_limit_of_time() -> None:
