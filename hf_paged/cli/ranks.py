@@ -148,24 +148,26 @@ def _start(rank: int, environment: dict[str, str], files: Sequence[int]) -> subp
 def _supervise(ranks: Sequence[subprocess.Popen[bytes]], watch: int, last_seconds: float) -> int:
     """Pass signals on to the first rank, until all have ended. Returns the exit status."""
     failure: tuple[int, int] | None = None  # a rank and its status
-    end: float | None = None  # when those that still run are killed
-    while running := [each for each in ranks if each.poll() is None]:
-        ended = {rank: each.returncode for rank, each in enumerate(ranks) if each.returncode is not None}
+    limits: list[float] = []  # when those that still run are killed: at the first of them
+    while True:
+        signals = [number for number in _read(watch) if number != signal.SIGCHLD]  # before looking who has ended
+        running = [rank for rank, each in enumerate(ranks) if each.poll() is None]
+        ended = {rank: each.returncode for rank, each in enumerate(ranks) if rank not in running}
         failure = failure or _worst(ended)
-        now = time.monotonic()
+        if not running:
+            break
+        for number in signals:
+            ranks[0].send_signal(number)
+            limits.append(time.monotonic() + last_seconds)
         if ended:
-            limit = now + (_END_SECONDS if failure is None else _FAILURE_SECONDS if 0 not in ended else 0.0)
-            end = limit if end is None else min(end, limit)
-        if end is not None and now >= end:
-            failure = failure or (ranks.index(running[0]), -signal.SIGKILL)
-            for each in running:
-                each.kill()
-        select.select([watch], [], [], None if end is None else max(0.1, end - now))
-        for number in _read(watch):
-            if number != signal.SIGCHLD:
-                ranks[0].send_signal(number)
-                end = min(end or now + last_seconds, now + last_seconds)
-    failure = failure or _worst({rank: each.returncode for rank, each in enumerate(ranks)})
+            seconds = _END_SECONDS if failure is None else _FAILURE_SECONDS if 0 in running else 0.0
+            limits.append(time.monotonic() + seconds)
+        left = min(limits) - time.monotonic() if limits else None
+        if left is not None and left <= 0:
+            failure = failure or (running[0], -signal.SIGKILL)
+            for rank in running:
+                ranks[rank].kill()
+        select.select([watch], [], [], None if left is None else max(0.1, left))
     if failure is None:
         return 0
     rank, status = failure

@@ -41,6 +41,12 @@ class JsonErrors:
             return
         has_begun = is_replaced = False
 
+        def problem(status: int) -> Problem:
+            name = Headers(scope=scope).get("x-request-id")  # which the proxy has given to a request without one
+            headers = {"retry-after": "1", **({"x-request-id": name} if name else {})}
+            text = f"{_OWN_TEXTS[status]}; send it again later"
+            return Problem(503 if status in (404, 500) else status, text, code="proxy", headers=headers)
+
         async def checked_send(message: Message) -> None:
             nonlocal has_begun, is_replaced
             if message["type"] == "http.response.start":
@@ -48,15 +54,10 @@ class JsonErrors:
                 has_begun = True
                 if status in _OWN_TEXTS and headers.get("content-type", "").startswith("text/plain"):
                     is_replaced = True
-                    await send_problem(send, _problem(status))
+                    await send_problem(send, problem(status))
             if not is_replaced:
                 await send(message)
 
         await self._app(scope, receive, checked_send)
         if not has_begun:
-            await send_problem(send, _problem(500))
-
-
-def _problem(status: int) -> Problem:
-    text = f"{_OWN_TEXTS[status]}; send it again later"
-    return Problem(503 if status in (404, 500) else status, text, code="proxy", headers={"retry-after": "1"})
+            await send_problem(send, problem(500))
