@@ -31,7 +31,7 @@ TensorParallel = Annotated[
 
 _RUN, _STORE, _INPUT = "HF_PAGED_RUN", "HF_PAGED_STORE", "HF_PAGED_STANDARD_INPUT"
 _RUN_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_EXIT_USAGE = 2
+_EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 _JOIN_LIMIT = timedelta(hours=2)  # between ranks that load a checkpoint; afterwards the engine notices sooner
 _END_SECONDS = 30.0  # from the end of one rank until others that still run are killed
 _FAILURE_SECONDS = 5.0  # the same if it has failed: the first rank tells its clients
@@ -171,7 +171,7 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], watch: int, last_second
     if failure is None:
         return 0
     rank, status = failure
-    if status != _EXIT_USAGE:  # which has been explained
+    if status not in (_EXIT_USAGE, _EXIT_INTERRUPTED):  # which have been explained
         print(f"hf-paged: error: rank {rank} has ended with status {status}", file=sys.stderr)
     return status if status > 0 else 128 - status
 

@@ -143,6 +143,7 @@ def _connect(args: Any, *, is_local: bool, is_verbose: bool) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         ray.init(
+            address="local",  # whatever else runs on this machine
             num_cpus=max(os.cpu_count() or 1, most),  # a share each, whatever the machine has
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
