@@ -25,7 +25,7 @@ from hf_paged.generation.sampling.request import Request as EngineRequest
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Outcome
-from hf_paged.serving.choices import Choices, overdue
+from hf_paged.serving.choices import Choices
 from hf_paged.serving.clients import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
@@ -33,7 +33,7 @@ from hf_paged.serving.latencies import Latencies
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.plan import Plan
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan

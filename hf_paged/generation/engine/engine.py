@@ -458,6 +458,13 @@ class Engine(EngineCore):
         self._check_open()
         self._runner.follow(on_pause)
 
+    def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
+        """Have `call` called with the reason when a rank fails, ends or hangs, also while no step runs. In any thread.
+
+        Nothing for a model on one rank.
+        """
+        self._runner.when_ranks_fail(call)
+
     # -- figures, the end ---------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -147,6 +147,9 @@ class Runner:
                 f"this engine was made for a model in {dtype} on {device}, now in {new_dtype} on {new_device}; "
                 "change the model back, or close the engine and make a new one"
             )
+
+    def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
+        """`call` gets the reason, in any thread, when another process fails without which no step can run."""
 
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Before the first step: see `model.warmup`."""
