@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput, TopLogprobs
+from hf_paged.generation.sampling.grammar import NOT_FOLLOWED
 from hf_paged.generation.sampling.request import NOTHING_LEFT
 from hf_paged.serving.parsing import CallPart, Pieces
 from hf_paged.serving.plan import Plan
@@ -170,6 +171,8 @@ class Choices:
                     f"{output.error}: allowed_token_ids, bad_words, logit_bias, min_tokens and the like exclude all",
                     code="no_token_left",
                 )
+            if output.error is not None and NOT_FOLLOWED in output.error:
+                raise Problem(400, output.error, code="invalid_grammar")
             if output.error is not None:
                 raise Problem(
                     500, f"the request failed: {output.error}", code="generation_failed"

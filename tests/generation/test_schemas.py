@@ -8,18 +8,24 @@ from typing import Any
 
 import jsonschema
 import pytest
-import xgrammar
 
 from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling.grammar import vocabulary_of
-from hf_paged.generation.sampling.schemas import as_xgrammar_reads
+from hf_paged.generation.sampling.grammar import Compiled, Matcher, vocabulary_of
 from tests.generation.test_grammar import tokenizer
 
 
 def accepts(constraint: constraints.Constraint, text: str) -> bool:
-    compiled = vocabulary_of(tokenizer()).compiled(constraint)
-    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
-    return bool(matcher.accept_string(text) and matcher.is_completed())
+    return accepts_tokens(vocabulary_of(tokenizer()).compiled(constraint), text)
+
+
+def accepts_tokens(compiled: Compiled, text: str) -> bool:
+    """Whether a text, written with the tokenizer's tokens, stays within the grammar and may end."""
+    matcher = Matcher(compiled, [2])
+    for token in tokenizer()(text, add_special_tokens=False)["input_ids"]:
+        if not int(matcher.mask(2048)[token // 32]) >> token % 32 & 1:
+            return False
+        matcher.advance([token])
+    return matcher.is_complete()
 
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}

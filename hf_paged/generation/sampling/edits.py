@@ -110,11 +110,16 @@ def _words(edit: Edit) -> Words:
 
 
 def keep_only(scores: torch.Tensor, rows: Sequence[int], words: NDArray[np.int32]) -> None:
-    """Set the scores [*, vocab] in these rows to -inf, in place, but for the tokens of words int32 [len(rows), words of
-    a row]. The rows are all different. Needs xgrammar, with which the words were made."""
-    from xgrammar import apply_token_bitmask_inplace
-
+    """Set the scores [*, vocab] in these rows to -inf, in place, but for the tokens of words int32 [len(rows),
+    ceil(vocab / 32)]. The rows are all different."""
+    width = scores.shape[1]
+    if scores.device.type == "cpu":
+        bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")
+        for row, forbidden in zip(rows, torch.from_numpy(bits.view(np.bool_))):
+            scores[row].masked_fill_(forbidden[:width], -torch.inf)
+        return
     every = np.full((len(scores), words.shape[1]), _ALL)
     every[list(rows)] = words
-    mask = to_device(every, scores.device)
-    apply_token_bitmask_inplace(scores, mask, vocab_size=scores.shape[1], indices=list(rows))
+    shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
+    forbidden = to_device(every, scores.device).unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and(1).eq(0)
+    scores.masked_fill_(forbidden.view(len(scores), -1)[:, :width], -torch.inf)
