@@ -26,6 +26,7 @@ from hf_paged.serving.parsing import (
 
 log = logging.getLogger("hf_paged.serving")
 
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may call. parameters: a JSON schema of an object. strict: also where the model is free

@@ -44,7 +44,15 @@ class Grammars:
         self._num_waiting += 1
         try:
             # A request whose client has gone leaves the queue: its wait is cancelled, and with it what has not begun.
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, constraint)
+            async with asyncio.timeout(self._seconds):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, constraint)
+        except TimeoutError:
+            raise Problem(
+                503,
+                f"the grammar was not compiled within {self._seconds:g} seconds",
+                code="no_compiler",
+                headers={"retry-after": "10"},
+            ) from None
         except ValueError as error:
             raise _refused(str(error)) from error
         finally:

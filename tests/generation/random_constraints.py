@@ -1,4 +1,4 @@
-"""Random JSON schemas and regular expressions, and judges of answers: `jsonschema` and `re`."""
+"""Random JSON schemas and regular expressions, random answers, and judges of these: `jsonschema` and `re`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from random import Random
 from typing import Any
 
 import jsonschema
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_paged.generation.sampling.constraints import Constraint
+from hf_paged.generation.sampling.grammar import Matcher, Vocabulary, vocabulary_of
 
 WORDS = ["a", "b", "name", "größe", 'q"t', "b\\s", "n\nl", "日本", "x/y", "t~u", "", "$id"]
 LETTERS = ["a", "b", "Z", "7", "_", " ", '"', "\\", "\n", "/", "é", "日", "😀", "\t", "-", "\x7f", "^", "]"]
-FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "int32", "made-up"]
+FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "int32", "odd"]
 HARD = [
     '^a"b$', r"^a\\b$", "a\nb", r"[\^a]", r"\x41c", r"\07", "^a$|b", "(^a|b)c$", "^$", "", r"\n", r"^[^\w]$", r"[]a]+",
-    r"a{2}b{1,2}?", r"^.*$", r"(?P<n>a)|(?:b)", r"[a-c\d]", r"[\x00-\x1f]", r"\S\s", "é{2}", r"\u65e5", "a|", "[^\x00-\x7f]",
+    r"a{2}b{1,2}?", r"^.*$", r"(?P<n>a)|(?:b)", r"[a-c\d]", r"[\x00-\x1f]", r"\S\s",
+    "é{2}", r"\u65e5", "a|", "[^\x00-\x7f]",
 ]  # fmt: skip
 
 
@@ -178,7 +185,13 @@ def _object(rnd: Random, depth: int, refs: list[str]) -> dict[str, Any]:
         made["patternProperties"] = {pattern: _schema(rnd, depth, refs) for pattern in patterns}
     if rnd.random() < 0.08:
         made["propertyNames"] = rnd.choice(
-            [{"pattern": regex(rnd, 2)}, {"maxLength": 3}, {"enum": ["a", 'q"t', "b"]}, {"pattern": '^q"'}, {"format": "date"}]
+            [
+                {"pattern": regex(rnd, 2)},
+                {"maxLength": 3},
+                {"enum": ["a", 'q"t', "b"]},
+                {"pattern": '^q"'},
+                {"format": "date"},
+            ]
         )
     for name in ("minProperties", "maxProperties"):
         if rnd.random() < 0.07:
@@ -216,9 +229,8 @@ def _value(rnd: Random, depth: int = 2) -> Any:
 
 def _multiple(validator: Any, factor: Any, instance: Any, schema: Any) -> Any:
     """In decimal: 0.3 is a multiple of 0.1."""
-    if isinstance(instance, (int, float, Decimal)) and not isinstance(instance, bool):
-        if Fraction(str(instance)) % Fraction(str(factor)):
-            yield jsonschema.ValidationError(f"{instance} is no multiple of {factor}")
+    if _is_number(None, instance) and Fraction(str(instance)) % Fraction(str(factor)):
+        yield jsonschema.ValidationError(f"{instance} is no multiple of {factor}")
 
 
 def _is_number(checker: Any, value: Any) -> bool:
@@ -265,3 +277,69 @@ def fault_of_value(schema: Any, value: Any) -> str | None:
     except RecursionError:
         return "a reference to itself: there is no answer"
     return None
+
+
+def fault_of_text(pattern: re.Pattern[str], text: str) -> str | None:
+    return None if pattern.fullmatch(text) else "no match"
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+def bytes_tokenizer(seed: int) -> Any:
+    """Byte-level, with all bytes and random pieces of several, which begin and end within characters."""
+    rnd = Random(seed)
+    letters = list(pre_tokenizers.ByteLevel.alphabet())
+    text = "".join(WORDS + LETTERS).encode() + b'{"":[],}0123456789-.eEtruefalsn \r'
+    signs = {0: ""}  # of bytes, as ByteLevel writes them
+    for code in range(256):
+        printed = range(33, 127), range(161, 173), range(174, 256)
+        shift = sum(not any(each in part for part in printed) for each in range(code))
+        signs[code] = chr(code) if any(code in part for part in printed) else chr(256 + shift)
+    pieces = dict.fromkeys(["<end>", *letters])
+    while len(pieces) < 600:
+        pieces["".join(signs[rnd.choice(text)] for _ in range(rnd.randint(2, 4)))] = None
+    made = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+class Answers:
+    """Random answers within constraints. cut: how many were too long."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.vocabulary: Vocabulary = vocabulary_of(tokenizer)
+        self._bytes = self.vocabulary.bytes
+        closing = {b'"', b"}", b"]", b",", b":", b"0", b"5"}
+        self._closing = np.array([each in closing for each in self._bytes])
+        self.cut = self.finished = self.masks = 0
+
+    def some(self, constraint: Constraint, rnd: Random, count: int) -> list[str]:
+        """Those of `count` answers that have come to their end. Raises ValueError for a constraint that is refused, and
+        UnicodeDecodeError."""
+        compiled = self.vocabulary.compiled(constraint)
+        found = [self._one(Matcher(compiled, [self.vocabulary.width]), rnd) for _ in range(count)]
+        self.cut += found.count(None)
+        self.finished += count - found.count(None)
+        return [each.decode() for each in found if each is not None]
+
+    def _one(self, matcher: Matcher, rnd: Random, length: int = 90) -> bytes | None:
+        text = b""
+        width = self.vocabulary.width
+        for place in range(length):
+            words = matcher.mask(width + 1)
+            self.masks += 1
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: width + 1].astype(bool)
+            chosen = np.flatnonzero(allowed[:width])
+            if allowed[width] and (not len(chosen) or rnd.random() < 0.35):
+                return text
+            closing = np.flatnonzero(allowed[:width] & self._closing)
+            if place > 12 and len(closing) and rnd.random() < 0.6:  # a random text might go on for ever
+                chosen = closing
+            token = int(rnd.choice(chosen))
+            if rnd.random() < 0.05:
+                matcher = matcher.fork()
+            matcher.advance([token])
+            text += self._bytes[token]
+        return None

@@ -289,7 +289,7 @@ def test_a_grammar_that_takes_ever_longer() -> None:
         wrong = running.add_request(list(prompt()), seeded(**options), logits_processor=[bounded])
         right = running.add_request(list(prompt()), seeded(**options))
         outputs = {output.request_id: output for output in iter_to_end(running)}
-    assert "too long to follow" in outputs[wrong].error and outputs[wrong].outputs[0].token_ids
+    assert "takes too long" in outputs[wrong].error and outputs[wrong].outputs[0].token_ids
     assert len(answers(outputs[right])[0]) == 120
 
 
@@ -307,14 +307,14 @@ def test_what_is_refused() -> None:
         ({"choice": "abc"}, "choice"),
         ({"json_schema": "{"}, "not JSON"),
         ({"json_schema": 5}, "int"),
-        ({"json_schema": {"type": "no such type"}}, "JSON schema"),
+        ({"json_schema": {"type": "no such type"}}, "'type' (at #)"),
         ({"regex": "a", "eos_token_id": []}, "eos_token_id"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             hf_paged.grammar(tools, **wrong)
 
 
-def test_without_xgrammar_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "find_spec", lambda name: None)
     monkeypatch.setattr(grammar_module, "_vocabularies", {})
     with pytest.raises(ImportError, match=r"pip install .*\[grammar\]"):

@@ -89,7 +89,7 @@ def choice(texts: Iterable[str]) -> Constraint:
 
 def sequence(*parts: Constraint) -> Constraint:
     """Texts of the first part, followed by texts of the next one, and so on."""
-    inner = (part["sequence"] if "sequence" in part else [part] for part in parts)
+    inner = (part.get("sequence", [part]) for part in parts)
     return {"sequence": [each for some in inner for each in some]}
 
 
@@ -146,8 +146,9 @@ class _Writer:
         self._made: dict[str, tuple[str, bool]] = {}
 
     def expression(self, constraint: Constraint) -> tuple[str, bool]:
-        """An expression of Lark; whether it may be part of a terminal. What is regular becomes one terminal: between two
-        of them, llguidance would take the longest text for the first."""
+        """An expression of Lark; whether it may be part of a terminal.
+
+        What is regular becomes one terminal: of two, llguidance would take the longest text for the first."""
         key = key_of(constraint)
         if key not in self._made:
             self._made[key] = self._expression(constraint)

@@ -82,7 +82,9 @@ class _Parser:
 
     def _wrong(self, why: str) -> ValueError:
         line = self._text.count("\n", 0, self._place) + 1
-        return ValueError(f"the grammar cannot be read: {why} at {self._text[self._place : self._place + 20]!r}, line {line}")
+        return ValueError(
+            f"the grammar cannot be read: {why} at {self._text[self._place : self._place + 20]!r}, line {line}"
+        )
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
         found = pattern.match(self._text, self._place)
@@ -314,7 +316,9 @@ class _Writer:
 
     def _with_lexemes(self, node: Node, is_joined: bool) -> Node:
         """The body of a rule, in which what is regular is a node "lexeme". is_joined: one for all that is in a row."""
-        if self._is_regular(node) and (is_joined or node.kind != "seq" or all(each.kind == "chars" for each in node.parts)):
+        if self._is_regular(node) and (
+            is_joined or node.kind != "seq" or all(each.kind == "chars" for each in node.parts)
+        ):
             return Node("lexeme", (node,))
         if node.kind != "seq":
             return replace(node, parts=tuple(self._with_lexemes(each, is_joined) for each in node.parts))
@@ -519,9 +523,9 @@ class _Automaton:
         while waiting:
             mine, theirs = waiting.pop()
             moves = other.moves(theirs)
-            if (mine, theirs) != (0, 0) and self.end in self._reached(mine):
-                if any(_overlap(ranges, letters) for ranges, _ in moves):
-                    return True
+            is_text = (mine, theirs) != (0, 0) and self.end in self._reached(mine)
+            if is_text and any(_overlap(ranges, letters) for ranges, _ in moves):
+                return True
             for ranges, to in self.moves(mine):
                 for others, target in moves:
                     if (to, target) not in seen and _overlap(ranges, others):

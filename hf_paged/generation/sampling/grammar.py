@@ -1,8 +1,8 @@
 """Grammars as logits processors: answers that belong to a constraint.
 
-`Vocabulary` compiles constraints for a tokenizer, with llguidance. A `Matcher` follows one text through a compiled one. A
-`Grammar` is the processor; it has a matcher for each text that it has seen. Knows tokens and masks; neither requests
-nor blocks.
+`Vocabulary` compiles constraints for a tokenizer, with llguidance. A `Matcher` follows one text through a compiled
+one. A `Grammar` is the processor; it has a matcher for each text that it has seen. Knows tokens and masks; neither
+requests nor blocks.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class Vocabulary:
             for index, token in tokenizer.added_tokens_decoder.items()
             if token.special and token.content not in marks
         }
-        wrapper = llguidance.TokenizerWrapper(_Tokens(_bytes_of(tokenizer, self.width), special))
+        self.bytes = _bytes_of(tokenizer, self.width)
+        wrapper = llguidance.TokenizerWrapper(_Tokens(self.bytes, special))
         # The last id, which no model has, is where an answer may end: its stop tokens are those of the request.
         self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=self.width + 1, eos_token=self.width)
-        self._limits = llguidance.LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
         eos = tokenizer.eos_token_id
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         self._kept: OrderedDict[str, Compiled] = OrderedDict()  # by last use
@@ -362,8 +363,8 @@ def grammar(
 
     json_schema: JSON documents of a schema (a dict, a bool, JSON text, or a pydantic model class). strict: objects that
     name their properties, and say nothing of `additionalProperties`, have no others. json_object: any JSON object.
-    regex: texts that match a regular expression of Python from beginning to end. grammar: texts of a grammar in llama.cpp's EBNF (GBNF), whose start is the rule `root`.
-    choice: one of several texts.
+    regex: texts that match a regular expression of Python from beginning to end. grammar: texts of a grammar in
+    llama.cpp's EBNF (GBNF), whose start is the rule `root`. choice: one of several texts.
 
     eos_token_id: the token or tokens that end an answer, in `generate` too (None: the tokenizer's). They are allowed
     where the answer is complete, and only there.

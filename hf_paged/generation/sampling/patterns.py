@@ -9,17 +9,21 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from re import _constants as ops  # type: ignore[attr-defined]  # isort: skip
 from re import _parser as reader  # type: ignore[attr-defined]  # isort: skip
 
-_Op = tuple[object, object]  # of Python's parser: its name, its argument
+_Op = tuple[Any, Any]  # of Python's parser: its name, its argument
 
 ANY = "(?s:.)"
 """Matches every character."""
 
 _AGE = unicodedata.unidata_version.rpartition(".")[0]  # later characters are unassigned to Python
-_SPACES = "\\x{9}-\\x{D}\\x{1C}-\\x{20}\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}\\x{2028}\\x{2029}\\x{202F}\\x{205F}\\x{3000}"
+_SPACES = (
+    "\\x{9}-\\x{D}\\x{1C}-\\x{20}\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}"
+    "\\x{2028}\\x{2029}\\x{202F}\\x{205F}\\x{3000}"
+)
 _CLASSES = {  # of Unicode, of ASCII
     "DIGIT": (rf"[\p{{Nd}}&&\p{{Age={_AGE}}}]", "[0-9]"),
     "SPACE": (f"[{_SPACES}]", "[\\x{9}-\\x{D}\\x{20}]"),
@@ -89,31 +93,31 @@ class _Writer:
             made.append(after)
         return "".join(made)
 
-    def _item(self, op: object, value: object, flags: int, before: str | None, after: str | None) -> str:
+    def _item(self, op: Any, value: Any, flags: int, before: str | None, after: str | None) -> str:
         name = str(op)
         if name in ("LITERAL", "NOT_LITERAL") and _is_surrogate(value):
             raise self._refused("a surrogate")
         if name == "LITERAL":
-            return _letter(value)  # type: ignore[arg-type]
+            return _letter(value)
         if name == "NOT_LITERAL":
-            return f"[^{_letter(value)}]"  # type: ignore[arg-type]
+            return f"[^{_letter(value)}]"
         if name == "ANY":
             return ANY if flags & re.DOTALL else "[^\\x{A}]"
         if name == "IN":
-            return self._class(value, flags)  # type: ignore[arg-type]
+            return self._class(value, flags)
         if name == "CATEGORY":
             return self._category(str(value), flags)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            low, high, inner = value  # type: ignore[misc]
+            low, high, inner = value
             bounds = f"{{{low},{'' if high is ops.MAXREPEAT else high}}}"
             return f"(?:{self._sequence(inner, flags, None, None)}){bounds}"
         if name == "SUBPATTERN":
-            _, added, removed, inner = value  # type: ignore[misc]
+            _, added, removed, inner = value
             if added & (re.IGNORECASE | re.MULTILINE):
                 raise self._refused("a flag")
             return f"(?:{self._sequence(inner, flags & ~removed | added, before, after)})"
         if name == "BRANCH":
-            branches = value[1]  # type: ignore[index]
+            branches = value[1]
             return f"(?:{'|'.join(self._sequence(each, flags, before, after) for each in branches)})"
         if name == "AT":
             at = str(value)
@@ -129,11 +133,11 @@ class _Writer:
             if str(op) == "CATEGORY":
                 made.append(self._category(str(value), flags, is_negated))
             elif str(op) == "RANGE":
-                low, high = value  # type: ignore[misc]
+                low, high = value
                 parts = [(low, min(high, 0xD7FF)), (max(low, 0xE000), high)]  # surrogates are no characters
                 made += [f"{_letter(first)}-{_letter(last)}" for first, last in parts if first <= last]
             elif not _is_surrogate(value):
-                made.append(_letter(value))  # type: ignore[arg-type]
+                made.append(_letter(value))
         if not made:
             raise self._refused("a class of surrogates")
         return f"[{'^' * is_negated}{''.join(made)}]"
@@ -167,11 +171,11 @@ def _is_anchored(items: Sequence[_Op], end: str) -> bool:
         return str(value) in _AT[end]
     at = slice(0, 1) if end == "AT_BEGINNING" else slice(-1, None)
     if str(op) == "SUBPATTERN":
-        return _is_anchored(list(value[3])[at], end)  # type: ignore[index]
-    return str(op) == "BRANCH" and any(_is_anchored(list(each)[at], end) for each in value[1])  # type: ignore[index]
+        return _is_anchored(list(value[3])[at], end)
+    return str(op) == "BRANCH" and any(_is_anchored(list(each)[at], end) for each in value[1])
 
 
-def _is_surrogate(code: object) -> bool:
+def _is_surrogate(code: Any) -> bool:
     return isinstance(code, int) and 0xD800 <= code <= 0xDFFF
 
 

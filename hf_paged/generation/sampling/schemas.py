@@ -25,8 +25,28 @@ _MAX_NUMBER = 2**53  # llguidance has bounds as fp64
 _MAX_MULTIPLES = 100_000  # its automata have that many states
 
 _ANNOTATIONS = frozenset(
-    "title description default examples example deprecated readOnly writeOnly $comment $schema $id $anchor $defs definitions "
-    "contentEncoding contentMediaType contentSchema discriminator externalDocs xml".split()
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$schema",
+        "$id",
+        "$anchor",
+        "$defs",
+        "definitions",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "discriminator",
+        "externalDocs",
+        "xml",
+    ]
 )
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _OBJECTS = ("properties", "patternProperties")  # values of an object are schemas
@@ -110,9 +130,8 @@ FORMATS = {
     "hostname": _HOST,
     "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
     "ipv6": "|".join(
-        ["(?:%s:){7}%s" % (_HEX, _HEX), "::", "(?:%s:){1,7}:" % _HEX]
+        [f"(?:{_HEX}:){{7}}{_HEX}", "::", f"(?:{_HEX}:){{1,7}}:", f"::{_HEX}(?::{_HEX}){{0,6}}"]
         + [f"(?:{_HEX}:){{{left}}}(?::{_HEX}){{1,{7 - left}}}" for left in range(1, 7)]
-        + ["::%s(?::%s){0,6}" % (_HEX, _HEX)]
     ),
     "uuid": "[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
     "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*:(?://{_HOST}(?::[0-9]{{1,5}})?(?:/{_URL}*)*|{_URL}+(?:/{_URL}*)*)"
@@ -135,12 +154,15 @@ class _Reader:
         self._names: dict[tuple[str, bool], str] = {}  # of definitions, by pointer and whether they are left open
         self._anchors = dict(_anchors(root))
         self._multiples: set[Fraction] = set()
+        self._owner: str | None = "#"  # pointer of the schema whose own values are described; None: those within them
+        self._leads_to: dict[str, set[str]] = {}  # pointers of schemas, to those that describe the same value
 
     def read(self) -> Schema:
         made = self._schema(self._root, "#", 0, is_open=False)
+        self._check_circles()
         options = {"x-guidance": {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_WHITESPACE}}}"}}
         whole = {**options, "$defs": self._definitions, **(made if isinstance(made, dict) else {})}
-        if made is False or not _has_answers(whole):
+        if made is False or not _pruned(whole):
             raise ValueError("the schema has no finite answer: it is false, or a required value would contain itself")
         return whole
 
@@ -149,21 +171,25 @@ class _Reader:
 
     def _schema(self, schema: Any, path: str, depth: int, is_open: bool) -> Any:
         if depth > _MAX_DEPTH:
-            raise ValueError(f"the schema has more than {_MAX_DEPTH} schemas within each other (at {path}); make it flatter")
+            raise ValueError(
+                f"the schema has more than {_MAX_DEPTH} schemas within each other (at {path}); make it flatter"
+            )
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
             raise ValueError(f"{json.dumps(schema)[:50]} stands where a JSON schema is needed (at {path})")
         for name, value in schema.items():
             self._check(name, value, path)
-        made = {name: int(schema[name]) if _is_number(schema[name]) else schema[name] for name in _SIMPLE if name in schema}
+        made: Schema = {
+            name: int(schema[name]) if _is_number(schema[name]) else schema[name] for name in _SIMPLE if name in schema
+        }
         made |= {name: schema[name] for name in _BOUNDS if name in schema}
         made |= self._strings(schema, path)
         made |= self._multiple(schema, path)
         made |= self._array(schema, path, depth)
         made |= self._object(schema, path, depth, is_open)
         made |= {name: schema[name] for name in ("enum", "const") if name in schema}
-        every = list(made.pop("allOf", ()))
+        every: list[Any] = made.pop("allOf", [])
         is_closing, is_alone = self._closing(schema, is_open)
         for name in _IN_PLACE:
             if name in schema:
@@ -178,6 +204,21 @@ class _Reader:
         if len(every) == 1 and not made:
             return every[0]
         return {**made, **({"allOf": every} if every else {})}
+
+    def _within(self, schema: Any, path: str, depth: int) -> Any:
+        """A schema of something within the value."""
+        owner, self._owner = self._owner, None
+        made = self._schema(schema, path, depth + 1, is_open=False)
+        self._owner = owner
+        return made
+
+    def _check_circles(self) -> None:
+        left = dict(self._leads_to)
+        while ends := [each for each, others in left.items() if not others & left.keys()]:
+            for each in ends:
+                del left[each]
+        if left:
+            raise self._refused("$ref", min(left), "leads back to the same schema for the same value")
 
     # -- keywords ----------------------------------------------------------------------------------------------
 
@@ -231,29 +272,29 @@ class _Reader:
         prefix = schema.get("prefixItems", ())
         if prefix:
             made["prefixItems"] = [
-                self._schema(each, f"{path}/prefixItems/{place}", depth + 1, False) for place, each in enumerate(prefix)
+                self._within(each, f"{path}/prefixItems/{place}", depth) for place, each in enumerate(prefix)
             ]
         if "items" in schema:
-            made["items"] = self._schema(schema["items"], f"{path}/items", depth + 1, False)
+            made["items"] = self._within(schema["items"], f"{path}/items", depth)
         elif prefix and self._strict and max(schema.get("minItems", 0), schema.get("maxItems", 0)) <= len(prefix):
             made["items"] = False
         return made
 
     def _object(self, schema: Schema, path: str, depth: int, is_open: bool) -> Schema:
         properties = {
-            name: self._schema(each, f"{path}/properties/{_escaped(name)}", depth + 1, False)
+            name: self._within(each, f"{path}/properties/{_escaped(name)}", depth)
             for name, each in schema.get("properties", {}).items()
         }
         by_pattern = {
-            self._found(pattern, "patternProperties", path): self._schema(
-                each, f"{path}/patternProperties/{_escaped(pattern)}", depth + 1, False
+            self._found(pattern, "patternProperties", path): self._within(
+                each, f"{path}/patternProperties/{_escaped(pattern)}", depth
             )
             for pattern, each in schema.get("patternProperties", {}).items()
         }
         required = list(dict.fromkeys(schema.get("required", ())))
         others = None
         if "additionalProperties" in schema:
-            others = self._schema(schema["additionalProperties"], f"{path}/additionalProperties", depth + 1, False)
+            others = self._within(schema["additionalProperties"], f"{path}/additionalProperties", depth)
         elif self._is_closed(schema, is_open):
             others = False
             properties |= {name: True for name in required if name not in properties and not by_pattern}
@@ -288,9 +329,7 @@ class _Reader:
         counts |= {} if most is None else {"maxProperties": most}
         optional = names - required
         # The names of further properties may repeat, so that two may be one. What llguidance can count:
-        is_counted = least <= 1 and (
-            not optional or not counts or (is_closed and most in (None, len(required) + 1))
-        )
+        is_counted = least <= 1 and (not optional or not counts or (is_closed and most in (None, len(required) + 1)))
         if not is_counted:
             name = "maxProperties" if least <= 1 and most is not None else "minProperties"
             raise self._refused(name, path, "cannot be followed with these properties; use 'required'")
@@ -304,7 +343,8 @@ class _Reader:
             if given <= {"pattern", "type"} and "pattern" in given:
                 return _Names(schema["pattern"], self._found(schema["pattern"], "pattern", path))
             if given <= {"minLength", "maxLength", "type"} and schema.get("type", "string") == "string":
-                python = f"(?s:^.{{{int(schema.get('minLength', 0))},{int(schema['maxLength']) if 'maxLength' in schema else ''}}}\\Z)"
+                most = int(schema["maxLength"]) if "maxLength" in schema else ""
+                python = f"(?s:^.{{{int(schema.get('minLength', 0))},{most}}}\\Z)"
                 return _Names(python, f"^{patterns.whole(python)}$")
             if given <= {"enum", "const", "type"}:
                 texts = [each for each in [*schema.get("enum", ()), schema.get("const")] if isinstance(each, str)]
@@ -320,24 +360,28 @@ class _Reader:
             return self._reference(value, path, depth, is_open)
         if name == "oneOf":
             self._check_exclusive(value, path)
-        return [
-            self._schema(each, f"{path}/{name}/{place}", depth + 1, is_open) for place, each in enumerate(value)
-        ]
+        return [self._schema(each, f"{path}/{name}/{place}", depth + 1, is_open) for place, each in enumerate(value)]
 
     def _reference(self, reference: str, path: str, depth: int, is_open: bool) -> str:
         pointer = self._pointer(reference, path)
         is_open = is_open and self._strict
+        if self._owner is not None:
+            self._leads_to.setdefault(self._owner, set()).add(pointer)
         if (pointer, is_open) not in self._names:
             name = self._names[pointer, is_open] = f"d{len(self._names)}"
             self._definitions[name] = True  # its place
+            owner, self._owner = self._owner, pointer
             self._definitions[name] = self._schema(self._resolved(reference, path), pointer, depth + 1, is_open)
+            self._owner = owner
         return f"#/$defs/{self._names[pointer, is_open]}"
 
     def _pointer(self, reference: str, path: str) -> str:
         own = self._root.get("$id") if isinstance(self._root, dict) else None
         inner = reference.removeprefix(own.split("#")[0]) if isinstance(own, str) else reference
         if inner and not inner.startswith("#"):
-            raise self._refused("$ref", path, f"leads elsewhere, to {reference[:100]!r}; put what it names under '$defs'")
+            raise self._refused(
+                "$ref", path, f"leads elsewhere, to {reference[:100]!r}; put what it names under '$defs'"
+            )
         inner = unquote(inner)
         if inner in ("", "#"):
             return "#"
@@ -465,7 +509,7 @@ def _types_of(value: Any) -> set[str]:
         return {"null"} if value is None else {"boolean"}
     if isinstance(value, (int, float)):
         return {"integer", "number"}
-    return {{str: "string", list: "array", dict: "object"}[type(value)]}
+    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -504,8 +548,9 @@ def _anchors(schema: Any, path: str = "#") -> Iterator[tuple[str, str]]:
                 waiting.append((value, f"{place}/{name}"))
 
 
-def _has_answers(root: Schema) -> bool:
-    """Whether some answer ends: no value has to contain another one without end."""
+def _pruned(root: Schema) -> bool:
+    """Take out, in place, what no finite value fits: a value that would contain itself. Returns whether anything is
+    left."""
     definitions: dict[str, Any] = root["$defs"]
     known: set[str] = set()
 
@@ -520,9 +565,38 @@ def _has_answers(root: Schema) -> bool:
             return False
         return any(_type_ends(name, schema, ends) for name in _listed(schema.get("type", list(_TYPES))))
 
+    def prune(schema: Any) -> None:
+        if not isinstance(schema, dict):
+            return
+        for name in _OBJECTS:
+            for key, each in schema.get(name, {}).items():
+                schema[name][key] = each if ends(each) else False
+                prune(schema[name][key])
+        for name in ("items", "additionalProperties"):
+            if name in schema:
+                schema[name] = schema[name] if ends(schema[name]) else False
+                prune(schema[name])
+        if "anyOf" in schema:
+            schema["anyOf"] = [each for each in schema["anyOf"] if ends(each)]
+        if "prefixItems" in schema:
+            fitting = [ends(each) for each in schema["prefixItems"]] + [False]
+            if False in fitting[:-1]:
+                schema["prefixItems"] = schema["prefixItems"][: fitting.index(False)]
+                schema["items"] = False
+        for name in _LISTS:
+            for each in schema.get(name, ()):
+                prune(each)
+
     while found := {name for name, each in definitions.items() if name not in known and ends(each)}:
         known |= found
-    return ends({name: each for name, each in root.items() if name != "$defs"})
+    whole = {name: each for name, each in root.items() if name != "$defs"}
+    if not ends(whole):
+        return False
+    for schema in [whole, *(definitions[name] for name in known)]:
+        prune(schema)
+    root.update(whole)
+    root["$defs"] = {name: definitions[name] for name in known}
+    return True
 
 
 def _type_ends(name: str, schema: Schema, ends: Callable[[Any], bool]) -> bool:
