@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import hf_paged
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling import grammar as grammar_module
+from hf_paged.generation.sampling.edits import _forbidden, keep_only
 
 QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 PROMPT = "<|bos|><|user|>What does str.capitalize() do?<|assistant|>"
@@ -242,6 +244,19 @@ def test_scores_wider_and_narrower_than_the_vocabulary() -> None:
             re.fullmatch("[a-z]+", tokenizer().decode([token])) is not None
             for token in range(min(width, scores.shape[1]))
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masks_keep_what_they_name(dtype: torch.dtype) -> None:
+    """By the host, and as on other devices."""
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (2, 4)).astype(np.int32)
+    allowed = [[bool(int(row[token // 32]) >> token % 32 & 1) for token in range(101)] for row in words]
+    scores = torch.arange(303, dtype=dtype).view(3, 101)
+    wanted = scores.clone()
+    wanted[[2, 0]] = torch.where(torch.tensor(allowed), wanted[[2, 0]], -torch.inf)
+    keep_only(scores, [2, 0], words)
+    assert torch.equal(scores, wanted)
+    assert _forbidden(torch.from_numpy(words))[:, :101].logical_not().tolist() == allowed
 
 
 def test_an_answer_ends_where_it_is_complete_and_only_there() -> None:

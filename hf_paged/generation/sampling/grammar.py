@@ -213,14 +213,14 @@ class Matcher:
         return nullcontext() if self._allowance is None else self._allowance.token()
 
     def mask(self, width: int) -> Words:
-        """The tokens that may follow, as int32 [ceil(width / 32)]: token i is bit i % 32 of word i // 32. Raises
-        ValueError if there are none, or if finding them takes too long."""
+        """The tokens that may follow, as int32 [ceil(width / 32)]: token i is bit i % 32 of word i // 32. Not to be
+        written to. Raises ValueError if there are none, or if finding them takes too long."""
         if self._words is None:
             self._words = self._next()
-        words = np.zeros(-(-width // _BITS), dtype=np.int32)
-        common = min(len(words), len(self._words))
-        words[:common] = self._words[:common]
-        return words
+        count = -(-width // _BITS)
+        if len(self._words) >= count:
+            return self._words[:count]
+        return np.concatenate([self._words, np.zeros(count - len(self._words), dtype=np.int32)])
 
     def _next(self) -> Words:
         words = np.zeros(self._width // _BITS + 1, dtype=np.int32)  # of one token more: the end
@@ -228,7 +228,7 @@ class Matcher:
             _set(words, self._stop_ids)
             return words
         with self._timed():
-            self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._state.unsafe_compute_mask_ptr(words.__array_interface__["data"][0], words.nbytes)
         if self._state.is_error():
             raise ValueError(f"{NOT_FOLLOWED}: {_reason(self._state)}")
         is_end = _has(words, self._width)
