@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.memory import KVGroup, PagedMemory
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels import ops
 
@@ -23,11 +24,8 @@ class CacheRows:
     """
 
     def __init__(self, memory: PagedMemory) -> None:
-        if len(memory.groups) != 1:
-            raise ValueError("a PagedKVCache keeps all layers in one group of blocks")
         self.memory = memory
         self.manager = memory.groups[0].manager
-        self.pool = memory.groups[0].pool
         self.ids = itertools.count()
         self.seq_ids: list[int] = []
         self.padding: list[int] = []
@@ -40,7 +38,20 @@ class CacheRows:
     @property
     def shared_parts(self) -> tuple[object, ...]:
         """What the rows of several caches over one memory have in common."""
-        return self.memory, self.manager, self.pool, self.ids
+        return self.memory, self.manager, self.ids
+
+    def group_of(self, index: int) -> KVGroup:
+        """The group of blocks that layer `index` belongs to."""
+        return self.memory.groups[self.memory.group_index(index)]
+
+    def has(self, index: int) -> bool:
+        """Whether layer `index` has stored K/V."""
+        return index in self.group_of(index).pool
+
+    @property
+    def num_layers(self) -> int:
+        """One more than the highest index of a layer that has stored K/V."""
+        return max((max(group.pool.layers, default=-1) for group in self.memory.groups), default=-1) + 1
 
     def refuse_any(self, remedy: str) -> None:
         """Raises ValueError if there are rows, or if they are lent."""
@@ -136,30 +147,32 @@ class CacheRows:
                 self.append(stop - self.length)
             except OutOfBlocks as error:
                 raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
-        kv = self.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
-        mapping = self._slots(start, stop).flatten().to(key.device, non_blocking=True)
+        group = self.group_of(index)
+        kv = group.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
+        mapping = self._slots(group.manager, start, stop).flatten().to(key.device, non_blocking=True)
         flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
         flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
         ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, in_bounds=True)
         return stop
 
-    def _slots(self, start: int, stop: int) -> torch.Tensor:
-        """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; -1 at padding."""
+    def _slots(self, manager: BlockManager, start: int, stop: int) -> torch.Tensor:
+        """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; -1 at padding, and
+        where a window has dropped the block."""
         slots = torch.full((len(self.seq_ids), stop - start), -1, dtype=torch.int64)
         for i, (row, padding) in enumerate(zip(self.seq_ids, self.padding)):
             first = min(max(start, padding), stop)
-            slots[i, first - start :] = torch.tensor(self.manager.slots(row, first - padding, stop - padding))
-        return slots
+            slots[i, first - start :] = torch.tensor(manager.slots(row, first - padding, stop - padding))
+        return slots.clamp_(min=-1)
 
     def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer `index` at positions `start` to `stop - 1`, gathered; padding reads as zeros.
 
         Shape [batch, num_kv_heads, stop - start, head_dim], and v_head_dim for V.
         """
-        kv = self.pool[index]
-        size = self.memory.block_size
+        group = self.group_of(index)
+        kv, size = group.pool[index], self.memory.block_size
         if any(self.padding):
-            slots = self._slots(start, stop).to(kv.key.device, non_blocking=True)
+            slots = self._slots(group.manager, start, stop).to(kv.key.device, non_blocking=True)
             hole = (slots < 0)[..., None, None]
             slots = slots.clamp(min=0)
             dense_key, dense_value = (
@@ -168,7 +181,7 @@ class CacheRows:
             )
             return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
         first, last = start // size, -(-stop // size)
-        table = torch.tensor([list(self.manager.block_table(row)[first:last]) for row in self.seq_ids])
+        table = torch.tensor([list(group.manager.block_table(row)[first:last]) for row in self.seq_ids]).clamp_(min=0)
         table = table.to(kv.key.device, non_blocking=True).flatten().long()
         span = slice(start - first * size, stop - first * size)
         dense_key, dense_value = (

@@ -57,8 +57,13 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        start = self._first_visible()
+        start, is_first = self._first_visible(), self.length == 0
         self.length = self._rows.write(self.index, self.length, key_states, value_states)
+        if is_first and not any(self._rows.padding):
+            return (
+                key_states.contiguous(),
+                value_states.contiguous(),
+            )  # a window may have dropped blocks of a long prompt
         return self._rows.dense(self.index, start, self.length)
 
     def _first_visible(self) -> int:
@@ -111,7 +116,7 @@ class PagedStateLayer(PagedLayer):
         return paged
 
     def _placeholder(self) -> torch.Tensor:
-        device = self._rows.pool[self.index].key.device if self.length else None
+        device = self._rows.group_of(self.index).pool[self.index].key.device if self.length else None
         return torch.empty(len(self._rows), 0, 0, 0, device=device)
 
     @property

@@ -170,7 +170,7 @@ class GraphedSteps:
         self._packed = packed
         self._max_seqs = max_seqs
         self._max_len = max_len
-        self._required = required
+        self.required = required
         self.mixed_tokens = min(mixed_tokens(packed.model), max_seqs * max_len)
         self._can_share = can_share(packed.memory, max_seqs, max_len)
         self._captured: dict[object, _Captured] = {}  # by variant
@@ -334,7 +334,7 @@ class GraphedSteps:
         return False
 
     def _decline(self, reason: str) -> None:
-        if self._required:
+        if self.required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
         self._warn(f"decode steps run without CUDA graphs: {reason}")
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import QueueFull
+from hf_paged.errors import QueueFull, UnsupportedModelError
 from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.pauses import Pauses
 from hf_paged.generation.engine.runner import Runner
@@ -134,6 +134,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._follow_weights = follow_weights
+        self._is_async = bool(config.async_scheduling)
         self._requests: dict[str, Request] = {}  # all unfinished ones, by id
         self._delivery = Delivery()
         self._stepper = Stepper(
@@ -142,7 +143,7 @@ class EngineCore:
             self._requests,
             self._delivery.changed,
             self._fail,
-            is_async=bool(config.async_scheduling),
+            is_async=self._is_async,
         )
         self._watch = Watch(scheduler, runner, self._stepper, self._requests)
         self._lock: Any = threading.RLock()
@@ -347,6 +348,7 @@ class EngineCore:
         try:
             self._settle_and(self._begin_step)
             if self._scheduler.has_unfinished():
+                self._follow_model()
                 if self._scheduler.may_admit:
                     self._follow_weights(contents=self._scheduler.is_idle)
                 with torch.no_grad():
@@ -361,6 +363,19 @@ class EngineCore:
             with self._door:
                 self._watch.after_step(self._prompt_tokens)
         return delivered
+
+    def _follow_model(self) -> None:
+        """Compute from now on as the code in the model allows. If it cannot be computed, all requests end."""
+        try:
+            if not self._runner.follow_model():
+                return
+        except UnsupportedModelError as error:
+            for request in list(self._requests.values()):
+                self._fail(request, str(error), error)
+            return
+        self._stepper.settle()
+        self._stepper.is_async = self._is_async and self._runner.is_packed
+        self._scheduler.begin_anew(shares_prefixes=self._runner.is_plain)
 
     def _begin_step(self) -> None:
         self._end_overdue()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -26,9 +27,11 @@ from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
+from hf_paged.model.state import state_of
 from hf_paged.model.warmup import warm_up
 
 
@@ -94,7 +97,8 @@ class Runner:
     """One model over one PagedMemory, with host pools (one a layer group) to swap to.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward; a RowModel computes one
-    sequence after the other. `graphs` replay the steps that they can.
+    sequence after the other. `graphs` replay the steps that they can. While code of others runs in the model, a
+    RowModel takes the place of the PackedModel.
     """
 
     def __init__(
@@ -105,16 +109,16 @@ class Runner:
         adapters: Adapters,
         graphs: GraphedSteps | None = None,
     ) -> None:
-        self._model = model
+        self._model = self._bound = model
+        self._rows = model if isinstance(model, RowModel) else None
+        self._foreign = foreign_code(model.model)
+        self.is_plain = True  # no code of others runs in the model
         self.memory = memory
         self._host_pools = host_pools
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
         self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
-        # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
-        # (`inference_mode(False)` would turn gradients on.)
-        self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
         self._device = device_of(model.model)
         devices = {self._device, *memory.bytes_per_block_by_device}
         self._cuda_devices = [device for device in devices if device.type == "cuda"]
@@ -131,14 +135,50 @@ class Runner:
                 "change the model back, or close the engine and make a new one"
             )
 
+    def follow_model(self) -> bool:
+        """Before a step: choose how the model is computed from now on. Returns whether that has changed.
+
+        K/V of computed tokens stays valid, but a prompt that is computed in part must be begun again. Raises
+        UnsupportedModelError, and nothing has changed, if the model with the code of others cannot be computed.
+        """
+        reason = self._foreign.look()
+        if (reason is None) == self.is_plain:
+            return False
+        if reason is None:
+            self._model = self._bound
+        else:
+            self._rows = self._model = self._rows or self._make_rows(reason)
+        self.is_plain = reason is None
+        if self._rows is not None:
+            self._rows.is_incremental = self._rows.depends_on_split or not self.is_plain
+        return True
+
+    def _make_rows(self, reason: str) -> RowModel:
+        model = self._bound.model
+        if self.graphs is not None and self.graphs.required:
+            raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
+        with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
+            rows = RowModel(model, self.memory, bare_copy(model) if self._foreign.inside else None)
+        return rows
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self._model, PackedModel)
+
+    @property
+    def _grad_mode(self) -> Callable[[], AbstractContextManager[object]]:
+        # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
+        # (`inference_mode(False)` would turn gradients on.)
+        return torch.inference_mode if self.is_packed else torch.no_grad
+
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Before the first step: see `model.warmup`."""
-        warm_up(self._model, self.graphs, limits, wanted)
+        warm_up(self._bound, self.graphs, limits, wanted)
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted forward can be repeated: the recurrent states of a RowModel cannot be rolled back."""
-        return isinstance(self._model, PackedModel)
+        """Whether an interrupted forward can be repeated."""
+        return not isinstance(self._model, RowModel) or self._model.can_repeat
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Perform the work before the forward: swaps, block copies, and forks and ends of sequences that have states.
@@ -212,8 +252,8 @@ class Runner:
         self.wait()
         if self.graphs is not None:
             self.graphs.close()
-        if isinstance(self._model, RowModel):
-            self._model.clear()
+        if self._rows is not None:
+            self._rows.clear()
 
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
