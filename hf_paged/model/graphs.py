@@ -162,8 +162,9 @@ class GraphedSteps:
     """Steps of one packed model, at most `max_seqs` sequences of at most `max_len` tokens (rounded up) in each: decode
     steps, and steps with prompts of at most `mixed_tokens` tokens in all (see `graph_inputs.StepCosts`).
 
-    required: raise UnsupportedModelError for a decode step that cannot be a graph. Otherwise such a step is declined,
-    with one warning for each reason. replays: number of steps that graphs have computed.
+    The caller looks at the weights before each step. required: raise UnsupportedModelError for a decode step that
+    cannot be a graph. Otherwise such a step is declined, with one warning for each reason. replays: number of steps
+    that graphs have computed.
     """
 
     def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
@@ -227,7 +228,7 @@ class GraphedSteps:
             self._decline(f"there are graphs for {MAX_VARIANTS} sets of adapters already")
             return None
         captured = captured or self._take()
-        if captured.watch.changed():
+        if captured.watch.changed(looks=False):
             captured = self._new()
         self._captured[variant] = captured
         obstacle = captured.watch.obstacle or _obstacle_of_modes(self._packed.model.device.type)

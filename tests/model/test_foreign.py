@@ -22,6 +22,7 @@ from tests.model.foreign_code import (
     HOOKS,
     PutIn,
     forward_hook,
+    only_prompts,
     only_steps,
     registered,
     steer_last,
@@ -356,6 +357,24 @@ def test_a_bare_copy_shares_weights_and_nothing_else(model: Any) -> None:
     steering()
     del model.lm_head.forward
     assert called(bare, "greedy") == called(model, "greedy")
+
+
+@pytest.mark.parametrize("change", [only_steps, only_prompts, steer_last])
+def test_modules_of_others_are_tried(change: Any, model: Any) -> None:
+    """A step of two sequences tells what depends on the number of tokens in a row."""
+
+    class Steered(torch.nn.Module):
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return change(self.layer(*args, **kwargs))
+
+    called(model, "greedy", cache_implementation="paged")
+    model.model.layers[0] = Steered(model.model.layers[0])
+    assert not hf_paged.check(model).native
+    assert called(model, "greedy", cache_implementation="paged") == called(model, "greedy")
 
 
 # -- adapters of rows ------------------------------------------------------------------------------------------------
