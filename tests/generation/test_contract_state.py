@@ -137,6 +137,7 @@ def test_gradients_are_left_alone(paged_equals_plain: Compare) -> None:
     model(ids, labels=ids).loss.backward()
 
 
+@pytest.mark.usefixtures("trusted_code")
 def test_hooks_of_the_user_run_and_stay(paged_equals_plain: Compare) -> None:
     model, calls = models.build("llama"), []
     handle = model.model.layers[1].register_forward_hook(lambda *args: calls.append(1))
