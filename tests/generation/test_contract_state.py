@@ -258,7 +258,7 @@ def _counted(model: Any) -> Iterator[list[int]]:
     def add(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         count[0] += args[0].numel()
 
-    handle = model.get_input_embeddings().register_forward_hook(add)
+    handle = model.get_input_embeddings().register_forward_hook(hf_paged.tokenwise(add))
     try:
         yield count
     finally:
