@@ -6,7 +6,7 @@ Knows only PEFT's layers. PEFT is optional and is not imported while a model has
 from __future__ import annotations
 
 import itertools
-import pickle
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -104,7 +104,7 @@ class Adapters:
         if choice.description is None:
             numbers = {layer: number for number, layer in enumerate(self._layers)}
             names = [(numbers[layer], own) for layer, own in choice.names.items()]
-            choice.description = pickle.dumps((choice.key, len(numbers), names))
+            choice.description = json.dumps((choice.key, len(numbers), names)).encode()
         return choice.description
 
     def described(self, description: bytes) -> AdapterChoice:
@@ -116,9 +116,9 @@ class Adapters:
             self._look()
             choice = self._described.get(description)
             if choice is None:
-                key, count, numbered = pickle.loads(description)
+                key, count, numbered = json.loads(description)
                 layers = list(self._layers)
-                names = {layers[number]: own for number, own in numbered} if count == len(layers) else {}
+                names = {layers[number]: tuple(own) for number, own in numbered} if count == len(layers) else {}
                 lost = [name for own in names.values() for name in own if name not in self._configs]
                 if count != len(layers) or lost:
                     raise RuntimeError(

@@ -15,7 +15,7 @@ from hf_paged.generation.sampling.request import NOTHING_LEFT
 from hf_paged.model.adapters import AdapterGone
 from hf_paged.serving.parsing import CallPart, Pieces
 from hf_paged.serving.plan import Plan
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.text import Detokenizer, StopSearch
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -216,10 +216,6 @@ class Choices:
     @property
     def are_finished(self) -> bool:
         return all(choice.is_finished for choice in self._choices)
-
-
-def overdue() -> Problem:
-    return Problem(504, "the request has taken longer than the server allows", code="deadline")
 
 
 def _mean_logprob(output: CompletionOutput) -> float:

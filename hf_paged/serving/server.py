@@ -70,10 +70,14 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # asyncio's `backlog` is also how many it takes at once
+        count = len(self._service.settings.api_keys)
         for each in self.servers:
             for one in each.sockets:
                 host, port = one.getsockname()[:2]
-                log.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
+                url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                log.info("running on %s (the live page; Ctrl-C ends the server)", url)
+                log.info("OpenAI's routes: %s/v1", url)
+        log.info("API key: %s", f"clients must send it ({count} known)" if count else "none is asked for")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.sampling.grammar import vocabulary_of
@@ -24,7 +25,7 @@ from hf_paged.generation.sampling.request import Request as EngineRequest
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Outcome
-from hf_paged.serving.choices import Choices, overdue
+from hf_paged.serving.choices import Choices
 from hf_paged.serving.clients import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
@@ -32,7 +33,7 @@ from hf_paged.serving.latencies import Latencies
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.plan import Plan
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan
@@ -74,14 +75,14 @@ class Service:
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
-        latencies = Latencies(self.metrics)
-        self.live = Live(engine, self.served, latencies)
+        latencies = self._latencies = Latencies(self.metrics)
+        self.live = Live(engine, self.served, latencies, self.metrics)
         self._engine = engine
         self.worker = EngineWorker(
             engine,
             max_in_flight=settings.limits.in_flight,
             on_death=self._died,
-            on_output=latencies.observe,
+            on_output=self._observe,
         )
         self.is_draining = False
         self.on_death: Callable[[BaseException], None] = lambda error: None
@@ -245,10 +246,14 @@ class Service:
         self.check_alive()
         return await asyncio.to_thread(self._engine.stats)
 
-    async def live_body(self) -> tuple[str, bytes]:
+    async def live_body(self, *, with_history: bool) -> tuple[str, bytes]:
         """See `Live.body`. Raises Problem (503) if the engine has stopped."""
         self.check_alive()
-        return await asyncio.to_thread(self.live.body)
+        return await asyncio.to_thread(partial(self.live.body, with_history=with_history))
+
+    def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
+        self._latencies.observe(outputs)
+        self.live.note()
 
     # -- adapters -----------------------------------------------------------------------------------------------
 

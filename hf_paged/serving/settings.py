@@ -113,15 +113,18 @@ def _check_key(what: str, key: str) -> None:
         )
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host. A name may stand for any address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def check_exposure(host: str, api_keys: tuple[str, ...], *, allow_no_key: bool) -> None:
     """Raises ValueError for a server that others can reach and that asks for no key."""
-    if api_keys or allow_no_key or host == "localhost":
+    if api_keys or allow_no_key or is_loopback(host):
         return
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    except ValueError:
-        pass  # a name: it may stand for any address
     raise ValueError(
         f"--host {host} lets other machines use this server without a key; add --api-key, or --allow-no-key if "
         "something in front of the server checks who asks"
