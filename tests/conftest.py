@@ -35,14 +35,14 @@ if importlib.util.find_spec("hypothesis") is not None:
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
 
-_GRAMMARS = ["generation/test_grammar.py", "generation/test_schemas.py", "serving/test_constrained.py"]
+_GRAMMARS = [f"generation/test_{name}.py" for name in ("grammar", "schemas", "gbnf")] + ["serving/test_constrained.py"]
 _NEEDED = {
     "hypothesis": [
         "generation/test_arguments.py",
         "generation/test_scheduler_properties.py",
         "cache/test_state_machine.py",
     ],
-    "xgrammar": _GRAMMARS,
+    "llguidance": _GRAMMARS,
     "jsonschema": _GRAMMARS,
 }
 
