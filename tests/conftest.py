@@ -190,7 +190,7 @@ def _count_blocks() -> int:
     used = 0
     for memory in list(_memories):
         memory.check_integrity()
-        used += sum(manager.allocator.num_used for manager in memory.managers)
+        used += memory.manager.allocator.num_used
     return used
 
 

@@ -111,8 +111,9 @@ class PagedStateLayer(PagedLayer):
         return paged
 
     def _placeholder(self) -> torch.Tensor:
-        device = self._rows.pool[self.index].key.device if self.length else None
-        return torch.empty(len(self._rows), 0, 0, 0, device=device)
+        key = self._rows.pool[self.index].key if self.length else None
+        dtype, device = (torch.float32, "cpu") if key is None else (key.dtype, key.device)
+        return torch.empty(len(self._rows), 0, 0, 0, dtype=dtype, device=device)
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -156,10 +157,6 @@ class PagedStateLayer(PagedLayer):
     def crop(self, tokens_to_remove: int) -> None:
         with self._kv_apart():
             self._rest().crop(tokens_to_remove)
-
-    def reset(self) -> None:
-        with self._kv_apart():
-            self._rest().reset()
 
 
 @functools.cache

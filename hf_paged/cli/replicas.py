@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_paged.cli.common import UsageError, without_none
+from hf_paged.cli.common import UsageError, source_of, without_none
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -100,6 +100,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
         cache=cache,
         scheduler=scheduler,
         switches=engine_switches(given),
+        source=source_of(given["revision"], given["trust_remote_code"]),
         drain_seconds=given["drain_seconds"],
     )
     prefix = _checked_prefix(given["route_prefix"])

@@ -154,7 +154,7 @@ def _shape_of(value: Any) -> Any:
 
 def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
     """Whether a token may attend to a later one."""
-    points = torch.arange(4, device=device)
+    points = torch.arange(4, dtype=torch.int64, device=device)
     try:
         seen = mask_function(0, 0, points[:, None], points[None, :])
     except IndexError:  # it looks positions up in a tensor as long as the batch's rows
@@ -170,7 +170,7 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
     if local_size is not None:
         size = int(local_size)
         edges = sorted({max(k * size + d, 0) for k in range(4) for d in (-1, 0, 1)})
-        points = torch.tensor(edges, device=device)
+        points = torch.tensor(edges, dtype=torch.int64, device=device)
         query, key = points[:, None], points[None, :]
         try:
             actual = mask_function(0, 0, query, key)

@@ -24,6 +24,10 @@ _Names = dict[torch.nn.Module, tuple[str, ...]]
 _Result = TypeVar("_Result")
 
 
+class AdapterGone(RuntimeError):
+    """An adapter that a request uses has been deleted or replaced."""
+
+
 class AdapterChoice:
     """The adapters that compute a request, by layer; a layer that is not in `names` computes without adapters.
 
@@ -79,7 +83,7 @@ class Adapters:
     def run(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
         """Return the result of `compute` with the choice activated; the model is restored even after an error.
 
-        Raises RuntimeError if an adapter of the choice has been deleted, or if merged adapters cannot be switched off.
+        Raises AdapterGone if one of the choice has been deleted, RuntimeError if merged ones cannot be switched off.
         """
         with self._lock:
             self._look()
@@ -144,7 +148,7 @@ class Adapters:
     def _switches_to(self, choice: AdapterChoice) -> Overrides:
         lost = [name for name, config in choice.configs.items() if self._configs.get(name) is not config]
         if lost:
-            raise RuntimeError(f"{_list(lost)} was deleted or replaced after this request had been added")
+            raise AdapterGone(f"{_list(lost)} was deleted or replaced after this request had been added")
         if choice.names == self._active():
             return Overrides()
         if merged := self._merged():

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_paged.cache.layers import FULL
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.devices import device_of
@@ -71,7 +72,7 @@ class CudaGraphs:
         """Before torch 2.13 the random numbers of the device stay in capture mode after a capture that CUDA has
         aborted, and the next draw raises. A capture that succeeds ends that mode."""
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
-            torch.empty(1, device=self._device).zero_()
+            torch.empty(1, dtype=torch.float32, device=self._device).zero_()
 
     def _end_broken_capture(self) -> None:
         """After CUDA itself has aborted a capture, end it for torch's allocator too."""
@@ -372,8 +373,10 @@ def graphed_steps(model: PackedModel | RowModel, max_seqs: int, cuda_graphs: boo
         return None
     assert isinstance(model, PackedModel)
     max_len = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    capacity = model.memory.groups[0].pool.num_blocks * model.memory.block_size
-    if max_len is None or any(manager.sliding_window is None for manager in model.memory.managers):
+    memory = model.memory
+    num_full = sum(group.kind == FULL for group in memory.groups)
+    capacity = memory.pool.num_blocks // max(num_full, 1) * memory.block_size
+    if max_len is None or num_full:
         max_len = min(max_len or capacity, capacity)  # full-attention layers keep all tokens
     steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs))
     if cuda_graphs:

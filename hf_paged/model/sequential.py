@@ -16,10 +16,11 @@ from transformers import GenerationConfig
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
-from hf_paged.model.packed import uncompiled
+from hf_paged.model.packed import own_forward, uncompiled
+from hf_paged.model.state import state_of
 from hf_paged.model.support import PROBE_ERRORS, first_line, logits_tolerance
 
 _ERRORS = (*PROBE_ERRORS, AssertionError)  # some models assert that a prompt is not split
@@ -47,6 +48,9 @@ class RowModel:
         self._caches: dict[int, PagedKVCache] = {}
         self._parameters = inspect.signature(model.forward).parameters
         self.is_incremental = not self._probe() or self._has_states or windows
+        self._weights = state_of(model).weights
+        self._weights.look()
+        self._structure = self._weights.structure
 
     @torch.no_grad()
     def _probe(self) -> bool:
@@ -54,8 +58,10 @@ class RowModel:
 
         Raises UnsupportedModelError if even generate's own split does not give the logits of generate.
         """
-        ids = torch.arange(5, device=device_of(self.model))[None]
+        ids = torch.arange(5, dtype=torch.int64, device=device_of(self.model))[None]
         without_defaults = copy.copy(self.model)  # the modules are the same
+        if (own := own_forward(self.model)) is not None:
+            vars(without_defaults)["forward"] = own
         # The model's own options may end the call early, or need more than a model, as stop strings do.
         without_defaults.generation_config = GenerationConfig()
         plain = without_defaults.generate(
@@ -123,8 +129,12 @@ class RowModel:
         """input_ids int64 [num_new], after `num_computed` tokens in the cache -> logits [keep, vocab_size] after the
         last `keep` of them.
 
-        The tokens' slots must have been appended; their K/V is in the blocks afterwards.
+        The tokens' slots must have been appended; their K/V is in the blocks afterwards. Raises LayersChanged if the
+        model has other modules than when this object was made; the states of all sequences are then of no use.
         """
+        self._weights.look()
+        if self._weights.structure != self._structure:
+            raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
         cache = self._blank
         if self._has_states:
             if num_computed == 0:
@@ -142,7 +152,7 @@ class RowModel:
             kwargs["logits_to_keep"] = keep
         # Pass positions as generate does: not every model derives them from its cache.
         end = num_computed + input_ids.shape[1]
-        positions = torch.arange(num_computed, end, device=input_ids.device)[None]
+        positions = torch.arange(num_computed, end, dtype=torch.int64, device=input_ids.device)[None]
         given = step_positions(self.model, input_ids, positions, is_first=num_computed == 0)
         if given is not None:
             kwargs["position_ids"] = given

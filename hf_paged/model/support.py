@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
-from hf_paged.model.packed import PackedModel
+from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.state import Slot, state_of, unwrapped
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -169,7 +169,9 @@ def _examine(model: Any) -> SupportReport:
     try:
         layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
-        return _examine_dense(model, str(error))
+        report = _examine_dense(model, str(error))
+        # Why the model cannot run packed may be why it cannot run at all.
+        return report if report.supported else replace(report, reason=f"{report.reason}; packed: {error}")
     except PROBE_ERRORS as error:
         # A model that cannot run packed is not an error: the dense view may serve it.
         return _examine_dense(model, f"it does not run on a packed row ({first_line(error)})")
@@ -287,7 +289,7 @@ _LENGTHS = (5, 3)
 def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
     """Model inputs of two left-padded rows, as generate would pass them: int64 [2, 5] each."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=device_of(model)) % vocab
+    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], dtype=torch.int64, device=device_of(model)) % vocab
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -320,14 +322,25 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
             logits = packed.forward(step, positions, metadata)
             for parts, part in zip(got, torch.split(logits, counts)):
                 parts.append(part)
+        _refuse_shared_layers(packed)
         refuse_own_inputs(model, batch)
         given = step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
         positions_given = {} if given is None else {"position_ids": given}
-        expected = model(**batch, **positions_given, use_cache=False, return_dict=True).logits
+        expected = uncompiled(model)(**batch, **positions_given, use_cache=False, return_dict=True).logits
     if not model.training:
         for parts, own, length in zip(got, expected, _LENGTHS):
-            _compare(torch.cat(parts), own[-length:], "packed", model.dtype)
+            _compare(model, torch.cat(parts), own[-length:], "packed")
     return _native_layers(model, packed), packed.cache.numbers_tokens
+
+
+def _refuse_shared_layers(packed: PackedModel) -> None:
+    written = [handle.layer_idx for handle in packed.cache.handles]
+    for index in set(written):
+        if written.count(index) > 1:
+            raise UnsupportedModelError(
+                f"{written.count(index)} of its layers keep their K/V as layer {index}; give each attention a "
+                "layer_idx of its own"
+            )
 
 
 def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
@@ -381,7 +394,7 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
             "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
         )
     if not model.training:
-        _compare(actual, expected, "paged", model.dtype)
+        _compare(model, actual, expected, "paged")
 
 
 def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
@@ -397,7 +410,7 @@ def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch
             )
         else:
             inputs = {name: v if name == "attention_mask" else v[:, start:] for name, v in inputs.items()} | options
-        logits.append(model(**inputs, return_dict=True).logits[:, -1])
+        logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])
     return torch.cat(logits)
 
 
@@ -406,12 +419,28 @@ def logits_tolerance(dtype: torch.dtype) -> float:
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
-def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str, dtype: torch.dtype) -> None:
+def _is_quantised(model: nn.Module) -> bool:
+    """Whether weights are kept as integers or 8-bit floats, or by a class of a quantisation library."""
+    small = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+    weights = [*model.parameters(), *model.buffers()]
+    return hasattr(model, "hf_quantizer") or any(
+        type(weight) not in (torch.Tensor, nn.Parameter) or (weight.ndim == 2 and weight.dtype in small)
+        for weight in weights
+    )
+
+
+def _compare(model: Any, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     if actual.shape != expected.shape:
         raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
     error = (actual.float() - expected.float()).abs().max().item()
     scale = expected.float().abs().max().item()
-    if not error <= logits_tolerance(dtype) * max(scale, 1e-6):
+    if not error <= logits_tolerance(model.dtype) * max(scale, 1e-6):
+        if what == "packed" and _is_quantised(model):
+            raise UnsupportedModelError(
+                "its weights are quantised, and their products round differently with other tokens beside them "
+                f"({what} logits by {error:.2g}, largest logit {scale:.2g}): no fault, but packed rows could not "
+                "repeat its tokens"
+            )
         raise UnsupportedModelError(
             f"its {what} logits differ from its own by {error:.2g} (largest logit {scale:.2g}): "
             "something in its forward depends on the batch layout"

@@ -94,6 +94,11 @@ class Weights:
                 ids = self._picture.ids
                 self._move(parameter for parameter in parameters if id(parameter) in ids)
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether all tensors were torch's own as of the last look, none of a class of other code."""
+        return self._picture is None or self._picture.is_plain
+
     def moved_at(self, tensor: torch.Tensor) -> int:
         """The epoch in which this tensor of the model last changed, as of the last look."""
         return max(self.all_moved, self._moved.get(id(tensor), 0))
@@ -207,6 +212,7 @@ class _Picture:
                     found[id(inner)] = inner
                     queue.append(inner)
         self.ids = frozenset(found)
+        self.is_plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in found.values())
         self._wrappers, self._names = [outer for outer, _, _ in wrapped], [name for _, name, _ in wrapped]
         self._inner = [inner for _, _, inner in wrapped]
         self.tensors = [tensor for tensor in queue if not _inner_names(tensor)]

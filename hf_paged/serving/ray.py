@@ -75,6 +75,7 @@ class AppArgs(BaseModel):
     cache: dict[str, Any] = Field(default_factory=dict)
     scheduler: dict[str, Any] = Field(default_factory=dict)
     switches: dict[Literal["fuse", "prepack"], bool] = Field(default_factory=dict)
+    source: dict[Literal["revision", "trust_remote_code"], str | bool] = Field(default_factory=dict)
     drain_seconds: float = Field(30.0, ge=0)
     wait_seconds: float = Field(120.0, gt=0)
 
@@ -92,8 +93,9 @@ class AppArgs(BaseModel):
         return self
 
     def make_settings(self) -> Settings:
-        given: dict[str, Any] = {"names": (self.checkpoint,), **self.settings}
-        lists = {name: tuple(given[name]) for name in ("names", "api_keys") if name in given}
+        key = os.environ.get("HF_PAGED_API_KEY")  # so that it need not stand in a configuration file
+        given: dict[str, Any] = {"names": (self.checkpoint,), "api_keys": (key,) if key else (), **self.settings}
+        lists = {name: tuple(given[name]) for name in ("names", "api_keys", "hosts") if given.get(name) is not None}
         return Settings(**{**given, **lists, "limits": Limits(**given.get("limits", {}))})
 
 
@@ -185,6 +187,7 @@ def _load(args: AppArgs) -> Any:
         dtype=args.dtype,
         device=args.device,
         switches=args.switches,
+        source=args.source,
     )
     return Service(engine, tokenizer, args.make_settings())
 

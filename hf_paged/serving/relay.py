@@ -117,7 +117,7 @@ class Relay:
                 return
             except ReplicaLost as error:
                 log.warning(
-                    "request=%s path=%s attempt=%d begun=%s: %s",
+                    "request=%s path=%r attempt=%d begun=%s: %s",
                     *(asked.request_id, asked.path, attempt, answer.has_begun, error),
                 )
                 if answer.has_begun:

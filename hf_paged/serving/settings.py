@@ -15,8 +15,9 @@ class Limits:
 
     in_flight: prompts that run or wait, over all clients; further requests get 429. spare_connections: that may be
     open beyond these, for refusals, /health and clients that wait. head_seconds: until the head of a connection's next
-    request has arrived. body: bytes of a request's body. body_seconds: until the body has arrived. send_seconds: how
-    long a client may take nothing of what was sent to it. sequences: samples and beams of one HTTP request, over all
+    request has arrived. body: bytes of a request's body; bodies: of those of all requests that have not been answered,
+    beyond which only small ones are taken. body_seconds: until the body has arrived. send_seconds: how long a client
+    may take nothing of what was sent to it. sequences: samples and beams of one HTTP request, over all
     its prompts. logprobs: alternatives for each token. scores: log-probabilities in one answer. new_tokens: of a chat
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: bytes of a schema, regular expression or grammar. grammar_seconds: to compile one (0: they are not served).
@@ -26,6 +27,7 @@ class Limits:
     spare_connections: int = 256
     head_seconds: float = 15.0
     body: int = 4 * 2**20
+    bodies: int = 128 * 2**20
     body_seconds: float = 30.0
     send_seconds: float = 60.0
     sequences: int = 128
@@ -37,7 +39,16 @@ class Limits:
     grammar_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "spare_connections", "body", "sequences", "scores", "new_tokens", "grammar"):
+        for name in (
+            "in_flight",
+            "spare_connections",
+            "body",
+            "bodies",
+            "sequences",
+            "scores",
+            "new_tokens",
+            "grammar",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
@@ -63,7 +74,8 @@ class Settings:
     has it; "vllm" is OpenAI's values, that is sampling at temperature 1. chat_template: Jinja text in place of the
     tokenizer's. response_template: where an answer's reasoning and tool calls stand, in transformers' format, in place
     of the tokenizer's. admin_key: for the routes that change the server (None: they are off). priorities: requests may
-    have one.
+    have one. hosts: without keys, the names that a request's Host header may have besides addresses and "localhost"
+    (None: any).
     """
 
     names: tuple[str, ...]
@@ -74,6 +86,7 @@ class Settings:
     response_template: dict[str, Any] | None = None
     admin_key: str | None = None
     priorities: bool = False
+    hosts: tuple[str, ...] | None = ()
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

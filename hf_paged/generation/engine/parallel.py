@@ -49,13 +49,13 @@ def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, cud
     ranks = opened.ranks
     if ranks is None:
         graphs = graphed_steps(opened.model, max_num_seqs, cuda_graphs)
-        return Runner(opened.model, opened.memory, opened.host_pools, adapters, graphs)
+        return Runner(opened.model, opened.memory, opened.host_pool, adapters, graphs)
     return (DrivingRunner if ranks.is_driver else FollowingRunner)(opened, adapters, ranks)
 
 
 class _RankRunner(Runner):
     def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
-        super().__init__(opened.model, opened.memory, opened.host_pools, adapters)
+        super().__init__(opened.model, opened.memory, opened.host_pool, adapters)
         self._ranks = ranks
         self._weights = state_of(opened.model.model).weights
 

@@ -37,8 +37,8 @@ class Forward:
 class StepPlan:
     """A step, to be carried out in this order: `swap_out`, `swap_in`, `block_copies`, then the forwards.
 
-    The lists of copies are those of a SchedulerOutput, with one entry for each layer group. weights_epoch: increases
-    when the driver has noticed a change of its weights.
+    The lists of copies are those of a SchedulerOutput. weights_epoch: increases when the driver has noticed a change of
+    its weights.
     """
 
     swap_out: Copies

@@ -153,7 +153,7 @@ class Ranks:
     def _gather(self, data: bytes) -> list[bytes]:
         """The first bytes, about a thousand, of the data of each rank."""
         own = _notice(data + _END)
-        answers = torch.zeros(self.size, _NOTICE_BYTES, dtype=torch.uint8)
+        answers = torch.zeros(self.size, _NOTICE_BYTES, dtype=torch.uint8, device="cpu")
         self._wait(distributed.all_gather(list(answers), own, group=self._messages, async_op=True))
         return [bytes(memoryview(answer.numpy())).rstrip(b"\0")[:-1] for answer in answers]
 
@@ -177,13 +177,13 @@ class Ranks:
     def receive(self) -> bytearray:
         """The next message of the driver."""
         with self.guard():
-            first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+            first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
             self._wait(self._broadcast(first))
             content = memoryview(first.numpy())
             length = int.from_bytes(content[:_HEAD], "little")
             data = bytearray(content[_HEAD : _HEAD + length])
             if length > len(data):
-                rest = torch.empty(length - len(data), dtype=torch.uint8)
+                rest = torch.empty(length - len(data), dtype=torch.uint8, device="cpu")
                 self._wait(self._broadcast(rest))
                 data += memoryview(rest.numpy())
             self._note(data)
@@ -286,7 +286,7 @@ class Ranks:
             distributed.send(_notice(last), group_dst=peer, group=self._notices)
 
     def _listen(self, peer: int) -> None:
-        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8, device="cpu")
         heard = time.monotonic()
         try:
             while True:
