@@ -49,12 +49,12 @@ class Problem(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def overdue() -> Problem:
-    return Problem(504, "the request has taken longer than the server allows", code="deadline")
-
-
 def _short(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+def overdue() -> Problem:
+    return Problem(504, "the request has taken longer than the server allows", code="deadline")
 
 
 def not_served(message: str, param: str | None = None) -> Problem:

@@ -145,7 +145,7 @@ def test_a_plan_is_plain_data(count: int, wanted: list[int] | None, adapters: by
     rows = None if wanted is None else np.array(wanted, dtype=np.int64)
     tokens = np.arange(2 * count)[::2]  # not contiguous
     forward = Forward(tokens, step_arrays(tables, [20] * count, [1] * count, 16), rows, adapters)
-    copies = [[[BlockCopy(1, 2)], []], [[], [BlockCopy(3, 4), BlockCopy(2**40, 6)]], [[], []]]
+    copies = [[BlockCopy(1, 2)], [BlockCopy(3, 4), BlockCopy(2**40, 6)], []]
     sent = StepPlan(*copies, [forward] * (count - 1), count)
     plan = StepPlan.from_bytes(bytearray(sent.to_bytes()))
     assert (plan.swap_out, plan.swap_in, plan.block_copies, plan.weights_epoch) == (*copies, count)

@@ -49,10 +49,10 @@ class StepPlan:
 
     def to_bytes(self) -> bytes:
         """A row of int64 (how many follow; lengths, copies, figures), then arrays, each at a multiple of 8 bytes."""
-        numbers = [self.weights_epoch, len(self.forwards), len(self.block_copies)]
-        for group in chain(self.swap_out, self.swap_in, self.block_copies):
-            numbers.append(len(group))
-            numbers += chain.from_iterable(group)
+        numbers = [self.weights_epoch, len(self.forwards)]
+        for copies in (self.swap_out, self.swap_in, self.block_copies):
+            numbers.append(len(copies))
+            numbers += chain.from_iterable(copies)
         data: list[bytes] = []
         for each in self.forwards:
             step = each.step
@@ -71,8 +71,8 @@ class StepPlan:
         """The plan of `to_bytes`. Its arrays share the memory of `data`."""
         (count,) = struct.unpack_from("=q", data)
         numbers = iter(struct.unpack_from(f"={count}q", data, _ALIGNMENT))
-        epoch, num_forwards, groups = next(numbers), next(numbers), next(numbers)
-        swap_out, swap_in, block_copies = ([_copies(numbers) for _ in range(groups)] for _ in range(3))
+        epoch, num_forwards = next(numbers), next(numbers)
+        swap_out, swap_in, block_copies = (_copies(numbers) for _ in range(3))
         forwards, start = [], _ALIGNMENT * (1 + count)
         for _ in range(num_forwards):
             forward, start = _forward(numbers, data, start)
