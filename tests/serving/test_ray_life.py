@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
 ]
-LONG = {"prompt": "A list", "max_tokens": 1000, "ignore_eos": True, "n": 8, "temperature": 1.0}
+LONG = {"prompt": "A list", "max_tokens": 1000, "ignore_eos": True, "n": 4, "temperature": 1.0}
 SMALL = ("--kv-cache-memory", "16MiB", "--dtype", "float32")
 
 
@@ -71,7 +71,7 @@ def processes(pid: int, kind: str) -> list[psutil.Process]:
 
 def test_faults() -> None:
     """The ingress is killed, a replica freezes, and a signal to all processes ends the server when its request has."""
-    with serving("--replicas", "2", *SMALL) as server:
+    with serving("--replicas", "2", "--drain-seconds", "120", *SMALL) as server:
         status, _, ids = ask(server.url, "/v1/models")
         assert status == 200 and len(ids) == 1
 
