@@ -105,7 +105,19 @@ def generation_rank(module: str) -> int | None:
     if parts[2] == "sampling":
         return (
             2
-            if parts[3] in ("edits", "schemas", "constraints", "grammar", "editors", "warpers", "processors", "beams")
+            if parts[3]
+            in (
+                "edits",
+                "patterns",
+                "schemas",
+                "gbnf",
+                "constraints",
+                "grammar",
+                "editors",
+                "warpers",
+                "processors",
+                "beams",
+            )
             else 3
         )
     return 5 if parts[2] in ("paged_generate", "routes") else 0

@@ -26,11 +26,8 @@ class CacheRows:
     """
 
     def __init__(self, memory: PagedMemory) -> None:
-        if len(memory.groups) != 1:
-            raise ValueError("a PagedKVCache keeps all layers in one group of blocks")
         self.memory = memory
         self.manager = memory.manager
-        self.pool = memory.pool
         self.ids = itertools.count()
         self.seq_ids: list[int] = []
         self.padding: list[int] = []
@@ -43,7 +40,16 @@ class CacheRows:
     @property
     def shared_parts(self) -> tuple[object, ...]:
         """What the rows of several caches over one memory have in common."""
-        return self.memory, self.manager, self.pool, self.ids
+        return self.memory, self.manager, self.ids
+
+    def has(self, index: int) -> bool:
+        """Whether layer `index` has stored K/V."""
+        return index in self.memory.pool
+
+    @property
+    def num_layers(self) -> int:
+        """One more than the highest index of a layer that has stored K/V."""
+        return max(self.memory.pool.layers, default=-1) + 1
 
     def refuse_any(self, remedy: str) -> None:
         """Raises ValueError if there are rows, or if they are lent."""
@@ -135,30 +141,31 @@ class CacheRows:
                 self.append(stop - self.length)
             except OutOfBlocks as error:
                 raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
-        kv = self.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
-        mapping = to_device(self._slots(start, stop).ravel(), key.device)
+        kv = self.memory.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
+        mapping = to_device(self._slots(index, start, stop).ravel(), key.device)
         flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
         flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
         ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, in_bounds=True)
         return stop
 
-    def _slots(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; -1 at padding."""
+    def _slots(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Slots of positions `start` to `stop - 1` of every row in layer `index`, int64 [num_rows, stop - start]; -1 at
+        padding, and where a window has dropped the block."""
+        group = self.memory.group_index(index)
         slots = np.full((len(self.seq_ids), stop - start), -1, dtype=np.int64)
         for i, (row, padding) in enumerate(zip(self.seq_ids, self.padding)):
             first = min(max(start, padding), stop)
-            slots[i, first - start :] = self.manager.slots(row, first - padding, stop - padding)
-        return slots
+            slots[i, first - start :] = self.manager.slots(row, first - padding, stop - padding, group)
+        return slots.clip(min=-1)
 
     def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer `index` at positions `start` to `stop - 1`, gathered; padding reads as zeros.
 
         Shape [batch, num_kv_heads, stop - start, head_dim], and v_head_dim for V.
         """
-        kv = self.pool[index]
-        size = self.memory.block_size
+        kv, size = self.memory.pool[index], self.memory.block_size
         if any(self.padding):
-            slots = to_device(self._slots(start, stop), kv.key.device)
+            slots = to_device(self._slots(index, start, stop), kv.key.device)
             hole = (slots < 0)[..., None, None]
             slots = slots.clamp(min=0)
             dense_key, dense_value = (
@@ -167,8 +174,9 @@ class CacheRows:
             )
             return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
         first, last = start // size, -(-stop // size)
-        tables = [self.manager.block_table(row)[first:last] for row in self.seq_ids]
-        table = to_device(np.array(tables, dtype=np.int64).ravel(), kv.key.device)
+        group = self.memory.group_index(index)
+        tables = [self.manager.block_table(row, group)[first:last] for row in self.seq_ids]
+        table = to_device(np.array(tables, dtype=np.int64).ravel().clip(min=0), kv.key.device)
         span = slice(start - first * size, stop - first * size)
         dense_key, dense_value = (
             tensor.index_select(0, table)

@@ -82,7 +82,7 @@ class PagedKVCache(Cache):
         """Take ownership of sequences that `memory` holds already, whose K/V is complete in every layer."""
         self._rows.take(seq_ids, padding)
         if self._grows:
-            self._add_layers(max(self._rows.pool.layers, default=-1) + 1)
+            self._add_layers(self._rows.num_layers)
         self._set_lengths(self._rows.length)
 
     def lend_rows(self) -> tuple[list[int], list[int]]:
@@ -106,7 +106,7 @@ class PagedKVCache(Cache):
     def is_even(self) -> bool:
         """Whether every layer has K/V for the same tokens. False after a forward that has failed on its way."""
         lengths = {
-            layer.length for layer in self.layers if isinstance(layer, PagedLayer) and layer.index in self._rows.pool
+            layer.length for layer in self.layers if isinstance(layer, PagedLayer) and self._rows.has(layer.index)
         }
         return lengths <= {self._rows.length}
 
@@ -122,7 +122,7 @@ class PagedKVCache(Cache):
         for layer in self.layers:
             # A layer to which no sequence has written (cross-attention without images) is empty here too.
             if isinstance(layer, PagedLayer):
-                layer.length = length if layer.index in self._rows.pool else 0
+                layer.length = length if self._rows.has(layer.index) else 0
 
     def release_row(self) -> None:
         """End the view of `view_row`; the blocks stay with their owner."""
@@ -284,9 +284,9 @@ class PagedKVCache(Cache):
 
     def sizes_of(self, layer_idx: int) -> tuple[int, int, int] | None:
         """(num_kv_heads, head_dim, v_head_dim) of the layer's K/V; None if the layer has stored nothing."""
-        if layer_idx not in self._rows.pool:
+        if not self._rows.has(layer_idx):
             return None
-        key, value = self._rows.pool[layer_idx]
+        key, value = self._rows.memory.pool[layer_idx]
         return key.shape[2], key.shape[3], value.shape[3]
 
     def check_integrity(self) -> None:

@@ -57,8 +57,10 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        start = self._first_visible()
+        start, is_first = self._first_visible(), self.length == 0
         self.length = self._rows.write(self.index, self.length, key_states, value_states)
+        if is_first and not any(self._rows.padding):  # a window may have dropped blocks of a long prompt
+            return key_states.contiguous(), value_states.contiguous()
         return self._rows.dense(self.index, start, self.length)
 
     def _first_visible(self) -> int:
@@ -111,7 +113,7 @@ class PagedStateLayer(PagedLayer):
         return paged
 
     def _placeholder(self) -> torch.Tensor:
-        key = self._rows.pool[self.index].key if self.length else None
+        key = self._rows.memory.pool[self.index].key if self.length else None
         dtype, device = (torch.float32, "cpu") if key is None else (key.dtype, key.device)
         return torch.empty(len(self._rows), 0, 0, 0, dtype=dtype, device=device)
 

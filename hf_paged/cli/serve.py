@@ -125,7 +125,7 @@ def serve(
     ] = None,
     max_grammar_seconds: Annotated[
         float,
-        option("of processor time to compile a request's schema or grammar; 0: they are refused", min=0.0),
+        option("that a request waits until its schema or grammar is compiled; 0: they are refused", min=0.0),
     ] = 10.0,
     admin_key: Annotated[
         str | None,

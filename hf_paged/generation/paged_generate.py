@@ -38,6 +38,7 @@ from hf_paged.generation.validation import (
 )
 from hf_paged.integration import hook
 from hf_paged.model.cross_attention import cache_of_call, paged_part
+from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
@@ -277,7 +278,7 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _D
     layout = WHOLE if keeps_cache else layout_for(call.report, cache_config.block_size, config.max_length)
     memory, key = _take_memory(call, cache_config, layout)
     decoder = PackedDecoder(
-        PackedModel(model, memory, overrides_for_calls(model)),
+        PackedModel(model, memory, overrides_for_calls(model), foreign_code(model).refuse),
         expand=max(config.num_beams, config.num_return_sequences),
         keep_finished=keeps_cache,
         prefill_chunk_size=config.prefill_chunk_size,
@@ -293,7 +294,7 @@ def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> No
     length = cache.get_seq_length()
     num_new = new_columns(cache, config, model_kwargs.get("attention_mask"), call.prompt_length)
     decoder = PackedDecoder(
-        PackedModel(call.model, cache.memory, overrides_for_calls(call.model)),
+        PackedModel(call.model, cache.memory, overrides_for_calls(call.model), foreign_code(call.model).refuse),
         expand=max(config.num_beams, config.num_return_sequences),
         keep_finished=True,
         prefill_chunk_size=config.prefill_chunk_size,

@@ -88,6 +88,12 @@ def remember_own(config: Any) -> None:
     _own[id(config)] = (weakref.ref(config), getattr(config, IMPLEMENTATION))
 
 
+def own_implementation(config: Any) -> str:
+    """The implementation that a config names for plain calls, also while NAME replaces it."""
+    name = getattr(config, IMPLEMENTATION, None)
+    return _own_implementation(config) if name == NAME else name or "eager"
+
+
 def in_packed_step() -> bool:
     """True inside a packed forward of this thread."""
     return packed_cache.get() is not None

@@ -163,15 +163,16 @@ class GraphedSteps:
     """Steps of one packed model, at most `max_seqs` sequences of at most `max_len` tokens (rounded up) in each: decode
     steps, and steps with prompts of at most `mixed_tokens` tokens in all (see `graph_inputs.StepCosts`).
 
-    required: raise UnsupportedModelError for a decode step that cannot be a graph. Otherwise such a step is declined,
-    with one warning for each reason. replays: number of steps that graphs have computed.
+    The caller looks at the weights before each step. required: raise UnsupportedModelError for a decode step that
+    cannot be a graph. Otherwise such a step is declined, with one warning for each reason. replays: number of steps
+    that graphs have computed.
     """
 
     def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
         self._packed = packed
         self._max_seqs = max_seqs
         self._max_len = max_len
-        self._required = required
+        self.required = required
         self.mixed_tokens = min(mixed_tokens(packed.model), max_seqs * max_len)
         self._can_share = can_share(packed.memory, max_seqs, max_len)
         self._captured: dict[object, _Captured] = {}  # by variant
@@ -228,7 +229,7 @@ class GraphedSteps:
             self._decline(f"there are graphs for {MAX_VARIANTS} sets of adapters already")
             return None
         captured = captured or self._take()
-        if captured.watch.changed():
+        if captured.watch.changed(looks=False):
             captured = self._new()
         self._captured[variant] = captured
         obstacle = captured.watch.obstacle or _obstacle_of_modes(self._packed.model.device.type)
@@ -335,7 +336,7 @@ class GraphedSteps:
         return False
 
     def _decline(self, reason: str) -> None:
-        if self._required:
+        if self.required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
         self._warn(f"decode steps run without CUDA graphs: {reason}")
 

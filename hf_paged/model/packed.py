@@ -239,17 +239,28 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     return inspect.signature(function).parameters
 
 
+def _nothing() -> None: ...
+
+
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in order during each forward. is_fixed: a forward raises LayersChanged if the model has
-    other modules than at the last `follow_structure`; otherwise it follows them.
+    `overrides` are applied in order during each forward. look: called before each forward, before anything is
+    overridden; it must include a look at the weights (None: only that, if there are overrides). is_fixed: a forward
+    raises LayersChanged if the model has other modules than at the last `follow_structure`; otherwise it follows them.
     """
 
-    def __init__(self, model: Any, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
+    def __init__(
+        self,
+        model: Any,
+        memory: PagedMemory,
+        overrides: Sequence[Override] = (),
+        look: Callable[[], object] | None = None,
+    ) -> None:
         self.model = model
         self._overrides = overrides
         self._weights = state_of(model).weights
+        self._look = look or (self._weights.look if overrides else _nothing)
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
@@ -292,8 +303,7 @@ class PackedModel:
             # A spread model may have its last hidden states on any of its devices, and accelerate moves every tensor to
             # the first one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
-        if self._overrides:
-            self._weights.look()  # once per step, before anything is overridden
+        self._look()
         if self._weights.structure != self._structure:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")

@@ -18,7 +18,9 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.model.devices import device_of, is_offloaded
+from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.state import Slot, state_of, unwrapped
@@ -121,26 +123,60 @@ def _same(a: LayerSupport, b: LayerSupport) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
-_reports: Slot[tuple[object, SupportReport]] = Slot("support report", is_released=False)
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The reports of a model for one state of it, which is `stamp`.
+
+    bare: of the model without hooks and `forward`s of others. present: as it is.
+    """
+
+    stamp: tuple[object, ...]
+    bare: SupportReport
+    present: SupportReport
+
+
+_reports: Slot[Examined] = Slot("support report", is_released=False)
 
 
 def check(model: Any) -> SupportReport:
     """The report without what our kernels compute between attentions; see `hf_paged.check`."""
+    return examine(model).present
+
+
+def examine(model: Any) -> Examined:
+    """The reports of the model as it is now. Tries it on a few tokens, if it has changed; no code of others is tried.
+
+    Raises TypeError if it is no transformers model.
+    """
     from transformers import PreTrainedModel
 
     model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
         raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
-    weights = state_of(model).weights
-    weights.look()
-    where, attention = (model.device, is_offloaded(model)), model.config._attn_implementation_internal
-    stamp = (model.dtype, where, attention, drops_cache(model), weights.structure)
+    foreign = foreign_code(model)
+    reason = foreign.look()
+    where, attention = (model.device, is_offloaded(model)), [*map(own_implementation, configs_of(model))]
+    bare_stamp = (model.dtype, where, attention, drops_cache(model), state_of(model).weights.structure, foreign.around)
+    stamp = (*bare_stamp, reason)
     known = _reports.get(model)
-    if known is None or known[0] != stamp:
-        known = (stamp, _examine(model))
+    if known is None or known.stamp != stamp:
+        tried = model if foreign.inside is None else bare_copy(model)
+        bare = _examine(tried) if known is None or known.stamp[:-1] != bare_stamp else known.bare
+        known = Examined(stamp, bare, _with_foreign_code(model, tried, bare, reason))
         _reports.put(model, known)
-    return known[1]
+    return known
+
+
+def _with_foreign_code(model: Any, tried: Any, bare: SupportReport, reason: str | None) -> SupportReport:
+    """The report of the model as it is. tried, bare: the model without what others put into its modules, and its
+    report."""
+    if reason is None:
+        return bare
+    if bare.native:
+        return _examine_dense(tried, reason)
+    # What others put in may be what makes it run.
+    return bare if bare.supported or tried is model else _examine(model)
 
 
 def drops_cache(model: nn.Module) -> bool:
@@ -236,7 +272,7 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     except PROBE_ERRORS as error:
         reason = f"it does not run over a paged cache ({first_line(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
-    layers, pool = [], cache.memory.groups[0].pool
+    layers, pool = [], cache.memory.pool
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PagedLayer):
             reason = "K/V in blocks, gathered for the model's own attention"
@@ -307,7 +343,10 @@ def _without_drawing(model: Any) -> Any:
 
 @torch.no_grad()
 def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
-    """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward."""
+    """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward, and
+    with its own prefill and step."""
+    from transformers import DynamicCache
+
     memory = PagedMemory(2, growable=True)
     packed = PackedModel(model, memory)
     batch = _padded_batch(model)
@@ -324,12 +363,16 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
                 parts.append(part)
         _refuse_shared_layers(packed)
         refuse_own_inputs(model, batch)
+        steps = None if model.training else _two_steps(model, batch, DynamicCache(config=model.config))
         given = step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
         positions_given = {} if given is None else {"position_ids": given}
         expected = uncompiled(model)(**batch, **positions_given, use_cache=False, return_dict=True).logits
     if not model.training:
         for parts, own, length in zip(got, expected, _LENGTHS):
             _compare(model, torch.cat(parts), own[-length:], "packed")
+        # In a decode step a row of one sequence has one token, a packed row of two sequences has two.
+        ends = [parts[step][-1] for step in (0, 1) for parts in got]
+        _compare(model, torch.stack(ends), steps, "packed")
     return _native_layers(model, packed), packed.cache.numbers_tokens
 
 

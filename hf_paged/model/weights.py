@@ -36,6 +36,7 @@ class Weights:
 
     - `structure`: a module or a `forward` was added, replaced or removed, or a module's class or
       the `forward` of a class replaced;
+    - `code`: as for `structure`, or a forward hook was added or removed;
     - `layout`: as for `structure`, or a tensor has another address;
     - `epoch`: as for `layout`, or a tensor was replaced or changed, so that the model may compute other values.
 
@@ -54,7 +55,7 @@ class Weights:
         self._sample: ContentSample | None = None
         self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
         self.all_moved = 0  # epoch in which all of them last changed
-        self.epoch = self.layout = self.structure = 0
+        self.epoch = self.layout = self.structure = self.code = 0
 
     def look(self, *, contents: bool = False) -> int:
         """Detect changes since the last look and return the epoch.
@@ -138,6 +139,7 @@ class Weights:
         same_code = same_structure and new.has_hooks_of(old)
         if not same_code:
             self.epoch += 1
+            self.code += 1
         if not same_structure:
             self.structure += 1
         if not same_code or others or len(known) != len(new.tensors):

@@ -26,13 +26,6 @@ from hf_paged.serving.parsing import (
 
 log = logging.getLogger("hf_paged.serving")
 
-Form = dict[str, Any]
-"""A format of xgrammar's structural tags."""
-
-
-class UnfollowedTool(ValueError):
-    """A grammar cannot follow the schema of a tool's arguments."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -115,61 +108,56 @@ class AnswerFormat:
 
     def constraint(self, prompt: str, content: Constraint | None, calls: Calls | None) -> Constraint | None:
         """What the answer to a prompt has to be, its reasoning included. content: what its content has to be. None: it
-        is free. Raises UnfollowedTool; ValueError for a prompt that cannot be read."""
+        is free. Raises ValueError for a prompt that cannot be read."""
         if calls is not None and calls.is_forced:
-            wanted = constraints.structure(self._forced(calls))
+            wanted = self._forced(calls)
         elif content is not None:
             wanted = content
             if calls is not None and self.call is not None:
-                wanted = constraints.either([constraints.structure(self._forced(calls)), content])
+                wanted = constraints.either([self._forced(calls), constraints.unless_begun(content, self.call[0])])
         elif calls is not None and self.call is not None and _is_bound(calls):
-            wanted = constraints.structure(self._free(calls, self.call))
+            wanted = self._free(calls, self.call)
         else:
             return None
-        reasoning = self._reasoning(prompt)
-        return wanted if reasoning is None else constraints.sequence([constraints.structure(reasoning), wanted])
+        return self._reasoned(prompt, wanted)
 
-    def _forced(self, calls: Calls) -> Form:
+    def _forced(self, calls: Calls) -> Constraint:
         """One call after the other."""
         if self.call is not None:
-            tags, separator = [_native(tool, self.call) for tool in calls.tools], "\n"
+            call, separator = constraints.either([_native(tool, self.call) for tool in calls.tools]), "\n"
         else:
-            tags, separator = [_plain(tool) for tool in calls.tools], ForcedCallsParser.BETWEEN
-        form: Form = {
-            "type": "tags_with_separator",
-            "tags": tags,
-            "separator": separator,
-            "at_least_one": True,
-            "stop_after_first": calls.max_calls == 1,
-        }
+            call, separator = constraints.either([_plain(tool) for tool in calls.tools]), ForcedCallsParser.BETWEEN
+        if calls.max_calls != 1:
+            call = constraints.sequence(call, constraints.several(constraints.sequence(_text(separator), call)))
         if self.call is not None:
-            return form
-        return _in_order(_text(ForcedCallsParser.BEGIN), form, _text(ForcedCallsParser.END))
+            return call
+        return constraints.sequence(_text(ForcedCallsParser.BEGIN), call, _text(ForcedCallsParser.END))
 
-    def _free(self, calls: Calls, marks: tuple[str, str]) -> Form:
+    def _free(self, calls: Calls, marks: tuple[str, str]) -> Constraint:
         """Any text, and calls where the model makes them."""
-        return {
-            "type": "triggered_tags",
-            "triggers": [marks[0]],
-            "tags": [_native(tool, marks) for tool in calls.tools],
-            "stop_after_first": calls.max_calls == 1,
-        }
+        begin = marks[0]
+        call = constraints.sequence(
+            constraints.until(begin), constraints.either([_native(tool, marks, is_begun=True) for tool in calls.tools])
+        )
+        text = constraints.without(begin)
+        if calls.max_calls == 1:
+            return constraints.either([text, call])
+        return constraints.sequence(constraints.several(call), text)
 
-    def _reasoning(self, prompt: str) -> Form | None:
-        """The reasoning that may or must come first, and the white space after it; None: none."""
+    def _reasoned(self, prompt: str, wanted: Constraint) -> Constraint:
+        """With the reasoning that may or must come first, and the white space after it."""
         if self.reasoning is None or self.template is None:
-            return None
+            return wanted
         begin, end = self.reasoning
         events = new_response_parser(lenient(self.template), prompt).initial_events
         regions = [event for event in events if event["field"] in REASONING and event["type"] != "region_chunk"]
         is_open = bool(regions) and regions[-1]["type"] == "region_open"
         if regions and not is_open:
-            return None  # the prompt has it
-        form = _in_order(
-            {"type": "tag", "begin": "" if is_open else begin, "content": {"type": "any_text"}, "end": end},
-            {"type": "regex", "pattern": r"[ \n]{0,4}"},
-        )
-        return form if is_open else {"type": "optional", "content": form}
+            return wanted  # the prompt has it
+        rest = constraints.sequence(constraints.until(end), constraints.regex(r"[ \n]{0,4}"), wanted)
+        if is_open:
+            return rest
+        return constraints.either([constraints.sequence(_text(begin), rest), constraints.unless_begun(wanted, begin)])
 
 
 def _is_bound(calls: Calls) -> bool:
@@ -177,35 +165,24 @@ def _is_bound(calls: Calls) -> bool:
     return calls.max_calls is not None or any(tool.strict for tool in calls.tools)
 
 
-def _text(value: str) -> Form:
-    return {"type": "const_string", "value": value}
+def _text(value: str) -> Constraint:
+    return constraints.choice([value])
 
 
-def _in_order(*forms: Form) -> Form:
-    return {"type": "sequence", "elements": list(forms)}
+def _call(begin: str, tool: Tool, end: str) -> Constraint:
+    arguments = constraints.json_schema(tool.parameters, owner=f"tools: {tool.name}")
+    return constraints.sequence(_text(begin), arguments, _text(end))
 
 
-def _tag(begin: str, tool: Tool, end: str) -> Form:
-    try:
-        constraints.check_schema(tool.parameters)
-    except ValueError as error:
-        raise UnfollowedTool(f"{tool.name}: {error}") from error
-    arguments = {
-        "type": "json_schema",
-        "json_schema": tool.parameters,
-        "max_whitespace_cnt": constraints.MAX_WHITESPACE,
-    }
-    return {"type": "tag", "begin": begin, "content": arguments, "end": end}
-
-
-def _native(tool: Tool, marks: tuple[str, str]) -> Form:
+def _native(tool: Tool, marks: tuple[str, str], *, is_begun: bool = False) -> Constraint:
+    """is_begun: without the mark that opens it."""
     begin, end = marks
-    return _tag(f'{begin}\n{{"name": {_quoted(tool.name)}, "arguments": ', tool, f"}}\n{end}")
+    return _call(f'{"" if is_begun else begin}\n{{"name": {_quoted(tool.name)}, "arguments": ', tool, f"}}\n{end}")
 
 
-def _plain(tool: Tool) -> Form:
+def _plain(tool: Tool) -> Constraint:
     name = _quoted(tool.name)[1:-1]
-    return _tag(f"{ForcedCallsParser.NAME}{name}{ForcedCallsParser.ARGUMENTS}", tool, ForcedCallsParser.CLOSE)
+    return _call(f"{ForcedCallsParser.NAME}{name}{ForcedCallsParser.ARGUMENTS}", tool, ForcedCallsParser.CLOSE)
 
 
 def _quoted(name: str) -> str:

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput, TopLogprobs
+from hf_paged.generation.sampling.grammar import NOT_FOLLOWED
 from hf_paged.generation.sampling.request import NOTHING_LEFT
 from hf_paged.model.adapters import AdapterGone
 from hf_paged.serving.parsing import CallPart, Pieces
@@ -175,6 +176,8 @@ class Choices:
                 raise Problem(
                     404, f"the adapter was unloaded: {output.exception}", param="model", code="model_not_found"
                 )
+            if output.error is not None and NOT_FOLLOWED in output.error:
+                raise Problem(400, output.error, code="invalid_grammar")
             if output.error is not None:
                 raise Problem(
                     500, f"the request failed: {output.error}", code="generation_failed"

@@ -33,7 +33,7 @@ def content_of(body: Sampling) -> Constraint | None:
 
 def _structured(given: schema.StructuredOutputs) -> Constraint:
     if given.json_ is not None:
-        return constraints.json_schema(constraints.parsed(given.json_))
+        return constraints.json_schema(given.json_)
     if given.regex is not None:
         return constraints.regex(given.regex)
     if given.grammar is not None:

@@ -18,7 +18,6 @@ from transformers import GenerationConfig
 
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.grammar import Grammar
-from hf_paged.serving.answer_format import UnfollowedTool
 from hf_paged.serving.constrained import calls_of, check_end, content_of, tools_of
 from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
@@ -161,11 +160,7 @@ def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) 
     if answers.template is not None or (calls is not None and calls.is_forced):
         # The prompt is read here, once for all choices, because it may be long.
         plan = replace(plan, new_parser=partial(deepcopy, answers.parser(text, calls)))
-    try:
-        constraint = answers.constraint(text, content_of(body), calls)
-    except UnfollowedTool as error:
-        raise Problem(400, f"tools: {error}", param="tools", code="invalid_grammar") from error
-    return _with_constraint(plan, body, constraint)
+    return _with_constraint(plan, body, answers.constraint(text, content_of(body), calls))
 
 
 def _with_constraint(plan: Plan, body: Sampling, constraint: Constraint | None) -> Plan:

@@ -20,7 +20,8 @@ class Limits:
     may take nothing of what was sent to it. sequences: samples and beams of one HTTP request, over all
     its prompts. logprobs: alternatives for each token. scores: log-probabilities in one answer. new_tokens: of a chat
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
-    grammar: bytes of a schema, regular expression or grammar. grammar_seconds: to compile one (0: they are not served).
+    grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
+    (0: they are not served).
     """
 
     in_flight: int = 1024

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import hf_paged
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling import grammar as grammar_module
+from hf_paged.generation.sampling.edits import _forbidden, keep_only
 
 QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 PROMPT = "<|bos|><|user|>What does str.capitalize() do?<|assistant|>"
@@ -244,6 +246,19 @@ def test_scores_wider_and_narrower_than_the_vocabulary() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masks_keep_what_they_name(dtype: torch.dtype) -> None:
+    """By the host, and as on other devices."""
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (2, 4)).astype(np.int32)
+    allowed = [[bool(int(row[token // 32]) >> token % 32 & 1) for token in range(101)] for row in words]
+    scores = torch.arange(303, dtype=dtype).view(3, 101)
+    wanted = scores.clone()
+    wanted[[2, 0]] = torch.where(torch.tensor(allowed), wanted[[2, 0]], -torch.inf)
+    keep_only(scores, [2, 0], words)
+    assert torch.equal(scores, wanted)
+    assert _forbidden(torch.from_numpy(words))[:, :101].logical_not().tolist() == allowed
+
+
 def test_an_answer_ends_where_it_is_complete_and_only_there() -> None:
     """By any of the given tokens; special tokens are no text, and after the end there is nothing else."""
     made = hf_paged.grammar(tokenizer(), regex=r"[^x]{2,3}", eos_token_id=[EOS, 300])
@@ -289,7 +304,7 @@ def test_a_grammar_that_takes_ever_longer() -> None:
         wrong = running.add_request(list(prompt()), seeded(**options), logits_processor=[bounded])
         right = running.add_request(list(prompt()), seeded(**options))
         outputs = {output.request_id: output for output in iter_to_end(running)}
-    assert "too long to follow" in outputs[wrong].error and outputs[wrong].outputs[0].token_ids
+    assert "takes too long" in outputs[wrong].error and outputs[wrong].outputs[0].token_ids
     assert len(answers(outputs[right])[0]) == 120
 
 
@@ -307,14 +322,14 @@ def test_what_is_refused() -> None:
         ({"choice": "abc"}, "choice"),
         ({"json_schema": "{"}, "not JSON"),
         ({"json_schema": 5}, "int"),
-        ({"json_schema": {"type": "no such type"}}, "JSON schema"),
+        ({"json_schema": {"type": "no such type"}}, "'type' (at #)"),
         ({"regex": "a", "eos_token_id": []}, "eos_token_id"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             hf_paged.grammar(tools, **wrong)
 
 
-def test_without_xgrammar_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "find_spec", lambda name: None)
     monkeypatch.setattr(grammar_module, "_vocabularies", {})
     with pytest.raises(ImportError, match=r"pip install .*\[grammar\]"):

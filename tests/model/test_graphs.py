@@ -372,6 +372,7 @@ def count_calls(model: Any) -> tuple[list[int], Callable[..., None]]:
     return calls, hook
 
 
+@pytest.mark.usefixtures("trusted_code")
 def test_a_hook_is_called_in_every_step_while_it_is_there() -> None:
     model = models.build("llama")
     calls, hook = count_calls(model)
@@ -438,6 +439,7 @@ def replace_class(model: Any) -> None:
 @pytest.mark.parametrize(
     "change", [replace_weight, replace_data, replace_module, replace_forward, replace_activation, replace_class]
 )
+@pytest.mark.usefixtures("trusted_code")
 def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None:
     model = models.build("llama")
     prompts = models.prompts(5, 9)
@@ -449,6 +451,7 @@ def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None
         assert TapedGraphs.captures == 2 and engine.stats().graph_replays == 18
 
 
+@pytest.mark.usefixtures("trusted_code")
 def test_a_changed_class_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
     prompts = models.prompts(5, 9)

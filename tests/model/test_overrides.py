@@ -17,6 +17,8 @@ from hf_paged import CacheConfig, Engine
 from hf_paged.model.overrides import ABSENT, ClassForwards, Overrides, Patch, foreign_forward, is_override, mark
 from tests import models
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 # -- the list --------------------------------------------------------------------------------------------------------
 
 

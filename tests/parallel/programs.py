@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
 
-from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged import CacheConfig, Engine, SchedulerConfig, tokenwise
 from tests import models
 from tests.generation.test_engine import config
 
@@ -183,7 +183,7 @@ def failing_forward(say: Say, folder: str, where: int) -> None:
                 if next(calls) == 7:
                     raise MemoryError("no memory for this layer")
 
-            model.model.layers[1].mlp.register_forward_pre_hook(fail)
+            model.model.layers[1].mlp.register_forward_pre_hook(tokenwise(fail))
         try:
             if engine.is_driver:
                 outputs = engine.generate(models.prompts(*LENGTHS), config("greedy"), raise_on_error=False)

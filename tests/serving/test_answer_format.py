@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import xgrammar
 
 from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling.grammar import vocabulary_of
+from hf_paged.generation.sampling.grammar import Matcher, vocabulary_of
 from hf_paged.serving.answer_format import AnswerFormat, Calls, Tool, template_of
 from hf_paged.serving.parsing import Parser, Pieces
 from tests.generation.test_grammar import tokenizer
@@ -104,11 +103,10 @@ def test_marks_may_be_special_tokens() -> None:
         for text in ("<|user|>", "<|assistant|>", "yes", "<|pad|>")
     )
     for vocabulary, is_allowed in ((vocabulary_of(tokenizer(), marks), True), (vocabulary_of(tokenizer()), False)):
-        matcher = xgrammar.GrammarMatcher(vocabulary.compiled(constraint), override_stop_tokens=[2])
-        assert matcher.accept_token(*begin) is is_allowed
-        if is_allowed:
-            assert not matcher.accept_token(*pad) and matcher.accept_token(*end)
-            assert all(map(matcher.accept_token, yes)) and matcher.is_completed()
+        for tokens, fits in (([*begin, *end, *yes], is_allowed), ([*begin, *pad, *end, *yes], False)):
+            matcher = Matcher(vocabulary.compiled(constraint), [2])
+            matcher.advance(tokens)
+            assert matcher.is_complete() is fits
 
 
 def test_answers_that_are_free() -> None:

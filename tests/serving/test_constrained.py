@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +18,12 @@ from pydantic import BaseModel, Field
 
 import hf_paged
 from hf_paged.cli.main import main
+from hf_paged.generation.sampling.constraints import json_schema, regex
 from hf_paged.serving import grammars
 from hf_paged.serving.answer_format import AnswerFormat
+from hf_paged.serving.problems import Problem
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, QA, Running, plain, serving, text_of, tokenizer
-from tests.waiting import until
 
 QUESTION: list[Any] = [{"role": "user", "content": "What does str.capitalize() do?"}]
 SCHEMA = {
@@ -178,67 +177,107 @@ def test_what_cannot_be_followed_is_refused(server: Running, fields: dict[str, A
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_hostile_grammars_do_no_harm(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_grammars_do_no_harm(server: Running) -> None:
     """Each is refused or followed; the server serves the next request."""
     wide = {f"p{i}": {"type": ["string", "null"]} for i in range(900)}
+    chain = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(900)}
     hostile: dict[str, dict[str, Any]] = {
-        "slow to follow": {"grammar": "root ::= root root | root root root | [a-z]*"},
-        "slow to compile": {"json": json.dumps({"type": "object", "properties": wide, "minProperties": 450})},
+        "counted properties": {"json": json.dumps({"type": "object", "properties": wide, "minProperties": 450})},
         "parentheses": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
         "schemas": {"json": '{"items": ' * 900 + "{}" + "}" * 900},
+        "references": {"json": json.dumps({"$defs": {**chain, "d900": {}}, "$ref": "#/$defs/d0"})},
         "numbers": {"json": json.dumps({"type": "integer", "minimum": -(10**300), "maximum": 10**308})},
+        "multiples": {"json": json.dumps({"type": "integer", "multipleOf": 4294967291})},
+        "products": {"json": json.dumps({"allOf": [{"anyOf": [{"enum": [i]} for i in range(99)]}] * 20})},
         "repetitions": {"regex": "((a{1,900}){1,900}){1,900}"},
         "doubling": {
             "grammar": "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(60)), 'a60 ::= "x"'])
         },
+        "rules": {"grammar": "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1}" for i in range(3000)), 'a3000 ::= "x"'])},
         "left recursion": {"json": '{"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"}'},
         "size": {"regex": "a" * 70_000},
     }
     found = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(server.service._grammars._process, "_seconds", 0.25)
-        for name, outputs in hostile.items():
-            body = {"messages": QUESTION, "max_tokens": 3, "structured_outputs": outputs}
-            answer = server.post("/v1/chat/completions", **body)
-            found[name] = answer.status_code
-            if name == "slow to follow":
-                process = server.service._grammars._process._process.pid
-                assert "within 0.25 seconds" in answer.json()["error"]["message"]
-            if name == "size":  # before it is compiled
-                assert "65536 bytes" in answer.json()["error"]["message"]
-    children = Path(f"/proc/{process}/task/{process}/children")  # what compiled them has ended too
-    until(lambda: not children.exists() or not children.read_text())
-    refused = ("slow to follow", "parentheses", "schemas", "numbers", "size")
+    for name, outputs in hostile.items():
+        body = {"messages": QUESTION, "max_tokens": 3, "structured_outputs": outputs}
+        answer = server.post("/v1/chat/completions", **body)
+        found[name] = answer.status_code
+        if name == "size":
+            assert "65536 characters" in answer.json()["error"]["message"]
+    refused = ("counted properties", "parentheses", "schemas", "references", "numbers", "multiples", "size")
     assert set(found.values()) <= {200, 400} and all(found[name] == 400 for name in refused), found
     assert server.http.get("/health").status_code == 200
     body = {"messages": QUESTION, "structured_outputs": {"choice": ["still", "there"]}}
     assert server.post("/v1/chat/completions", **body).status_code == 200
 
 
-LIMITED = """
-import os
-from hf_paged.serving.compiler_process import _limit
-
-def spin():
-    while True:
-        pass
-
-for seconds, work in (60, lambda: bytearray(2**29)), (0.05, spin):
-    if (child := os.fork()) == 0:
-        _limit(seconds, 2**26)
-        try:
-            work()
-        except MemoryError:
-            os._exit(3)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+def test_a_grammar_that_is_slow_to_follow_is_the_clients_fault(server: Running) -> None:
+    fields: dict[str, Any] = {"structured_outputs": {"grammar": "root ::= root root | root root root | [a-z]*"}}
+    fields |= {"messages": QUESTION, "max_tokens": 200, "logit_bias": {"2": -100}}
+    answer = server.post("/v1/chat/completions", **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_grammar"
+    assert "it takes too long" in answer.json()["error"]["message"]
 
 
-def test_the_kernel_limits_what_is_compiled() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120)
-    memory, time = map(int, done.stdout.split())
-    assert memory == 3 and time in (-signal.SIGPROF, -signal.SIGALRM), done.stderr
+@pytest.mark.parametrize("more", [{}, {"n": 2, "temperature": 1.0}, {"stream": True}], ids=str)
+def test_a_schema_without_an_answer_is_refused(server: Running, more: dict[str, Any]) -> None:
+    for schema in (
+        {"type": "string", "pattern": "^a$", "minLength": 2},
+        {"type": "integer", "minimum": 4, "maximum": 3},
+    ):
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        answer = server.post("/v1/chat/completions", messages=QUESTION, response_format=wanted, **more)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_grammar"
+
+
+class Unread(dict[str, Any]):
+    """A schema of many properties, of which few may be looked at."""
+
+    num_read = 0
+
+    def items(self) -> Any:
+        for pair in super().items():
+            Unread.num_read += 1
+            assert Unread.num_read < 100_000
+            yield pair
+
+
+def test_a_large_schema_is_refused_before_it_is_read() -> None:
+    schema = {"type": "object", "properties": Unread({f"p{i}": {} for i in range(350_000)})}
+    asked = grammars.Grammars(lambda: pytest.fail("it is compiled"), max_bytes=2**16, seconds=1.0)
+    with pytest.raises(Problem, match="65536 characters"):
+        asyncio.run(asked.compiled(json_schema(schema)))
+    asked.close()
+
+
+def test_abandoned_grammars_leave_the_queue() -> None:
+    """Clients that have gone: what waits for a thread is not compiled, and the next client's grammar is."""
+    gate, compiled = threading.Event(), []
+
+    class Slow:
+        def known(self, constraint: Any) -> None:
+            return None
+
+        def compiled(self, constraint: Any) -> str:
+            compiled.append(constraint["regex"])
+            gate.wait(60)
+            return "made"
+
+    async def ask() -> str:
+        asked = grammars.Grammars(Slow, max_bytes=100, seconds=1.0)  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(asked.compiled(regex(f"a{number}"))) for number in range(20)]
+        while len(compiled) < 2:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert asked._num_waiting == 0
+        gate.set()
+        made = await asked.compiled(regex("b"))
+        asked.close()
+        return str(made)
+
+    assert asyncio.run(ask()) == "made" and len(compiled) == 3
 
 
 def test_few_grammars_wait_for_the_compiler(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,22 +291,6 @@ def test_few_grammars_wait_for_the_compiler(server: Running, monkeypatch: pytest
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "queue_full"
     assert ask("compiled").status_code == 200  # it need not wait
-
-
-def test_the_process_that_compiles_may_die(server: Running) -> None:
-    def ask(word: str) -> Any:
-        fields = {"structured_outputs": {"choice": [word]}}
-        return server.post("/v1/chat/completions", messages=QUESTION, **fields).json()["choices"][0]["message"][
-            "content"
-        ]
-
-    assert ask("before") == "before"
-    process = server.service._grammars._process._process
-    process.kill()
-    process.wait()
-    assert ask("before") == "before"  # kept
-    assert ask("after") == "after"
-    assert server.service._grammars._process._process is not process
 
 
 def test_they_can_be_switched_off() -> None:

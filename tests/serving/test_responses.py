@@ -16,7 +16,7 @@ from hf_paged.serving.responses import ResponsesRequest, chat_of
 from tests.serving.harness import NAME, Running, serving
 
 jsonschema = pytest.importorskip("jsonschema")
-pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
 
 from tests.serving.test_constrained import ANSWERS, RESPONSES, SCHEMA, TEMPLATE, TOOLS  # noqa: E402
 

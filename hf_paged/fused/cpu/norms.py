@@ -151,10 +151,13 @@ class NativeNorm:
         self.module = reference = weakref.ref(module)
         self._kind = module._parameters["weight"].dtype, _epsilon(module)  # type: ignore[union-attr]
         self._found = found = [norm_of(module)]
+        parameters = module._parameters
 
         def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             norm = found[0]
-            if norm is None or args or kwargs or not _takes(norm.weight, rows) or not in_packed_step():
+            # A hook may replace the weight for the time of a call.
+            is_known = norm is not None and parameters.get("weight") is norm.weight and not args and not kwargs
+            if norm is None or not is_known or not _takes(norm.weight, rows) or not in_packed_step():
                 own: Any = reference()
                 result: torch.Tensor = type(own).forward(own, rows, *args, **kwargs)
                 return result

@@ -23,6 +23,7 @@ from hf_paged.fused.gpu.trace import Call, Trace
 from hf_paged.kernels.rows import are_close
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import foreign_code
 from hf_paged.model.overrides import Overrides, Patch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, state_of
@@ -65,7 +66,7 @@ def obstacle(model: Any) -> str | None:
         return f"the model is on {mesh.size()} ranks"
     if model.training:
         return "the model is in training mode"
-    return "autocast is on" if torch.is_autocast_enabled(device.type) else None
+    return "autocast is on" if torch.is_autocast_enabled(device.type) else foreign_code(model).look()
 
 
 class FusedParts:

@@ -34,9 +34,8 @@ from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import state_of
-from hf_paged.model.support import refuse_unsupported
+from hf_paged.model.support import examine, refuse_unsupported
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -397,22 +396,35 @@ class Engine(EngineCore):
         """Before each step: take note of changes of the model."""
         if self._scheduler.may_admit:
             self._drop_stale_prefixes(contents=self._scheduler.is_idle)
-        if self._weights.structure != self._structure or self._opened is None:
-            self._structure = self._weights.structure
-            try:
+        self._runner.look()
+        try:
+            if self._weights.structure != self._structure or self._opened is None:
+                self._structure = self._weights.structure
                 self._follow_structure()
-            except (UnsupportedModelError, ValueError, RankError) as error:
-                self._opened = None
-                for request in list(self._requests.values()):
-                    self._fail(request, f"the modules of the model have changed: {error}", error)
+        except (UnsupportedModelError, ValueError, RankError) as error:
+            self._opened = None
+            self._fail_all(f"the modules of the model have changed: {error}", error)
+            return
+        try:
+            if self._runner.follow_model():
+                self._stepper.settle()
+                self._stepper.is_async = bool(self.scheduler_config.async_scheduling) and self._runner.is_packed
+                self._scheduler.begin_anew(shares_prefixes=self._runner.is_plain)
+        except UnsupportedModelError as error:
+            self._fail_all(str(error), error)
+
+    def _fail_all(self, error: str, exception: BaseException) -> None:
+        for request in list(self._requests.values()):
+            self._fail(request, error, exception)
 
     def _follow_structure(self) -> None:
         """The model has other modules: bind it anew. If its K/V differs, all requests are computed again."""
         opened = self._opened
-        report = refuse_unsupported(self._model)
+        refuse_unsupported(self._model)
+        examined = examine(self._model)
+        report = examined.bare if examined.bare.native else examined.present
         if opened is not None and opened.fits(report):
-            if isinstance(opened.model, PackedModel):
-                opened.model.follow_structure()
+            self._runner.follow_structure()
             return
         if isinstance(self._runner, DrivingRunner):
             raise RankError("its layers keep other K/V, and the engine runs on several ranks; make a new engine")

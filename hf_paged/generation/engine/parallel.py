@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import RankError
+from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
 from hf_paged.generation.engine.runner import Packed, Runner, StepResult
@@ -22,6 +22,7 @@ from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
+from hf_paged.model.sequential import RowModel
 from hf_paged.model.state import state_of, unwrapped
 
 
@@ -64,6 +65,12 @@ class _RankRunner(Runner):
 
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Not implemented: kernels are compiled when a step needs them. (True is refused, see `check_parallel`.)"""
+
+    def _make_rows(self, reason: str) -> RowModel:
+        raise UnsupportedModelError(
+            f"{reason}; one sequence at a time is not computed on several ranks: take it out, or use "
+            "model.generate(..., cache_implementation='paged') on every rank"
+        )
 
 
 class DrivingRunner(_RankRunner):
@@ -143,6 +150,8 @@ class FollowingRunner(_RankRunner):
                 self._epoch = plan.weights_epoch
                 self._weights.changed()
             super().check_model()
+            self.look()
+            self.follow_model()
             self.carry_out(plan)
         elif event is _Event.PAUSE:
             if on_pause is not None:

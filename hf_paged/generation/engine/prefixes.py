@@ -17,11 +17,12 @@ class Prefixes:
 
     def __init__(self, cache: PrefixCache | None, manager: BlockManager) -> None:
         self._cache = cache
+        self.is_on = True  # otherwise nothing is found or added
         self._manager = manager
 
     def match(self, group: SequenceGroup) -> CachedPrefix | None:
         """The cached prefix with which a waiting group can start."""
-        if self._cache is None or group.cache_root is None:
+        if self._cache is None or group.cache_root is None or not self.is_on:
             return None
         leader = group.live[0]
         # The other sequences fork from the leader, so it must not start beyond the first branch.
@@ -42,7 +43,7 @@ class Prefixes:
     def register(self, seq: Sequence) -> None:
         """Enter the full blocks that the sequence has computed."""
         cache = self._cache
-        if cache is None or seq.group.cache_root is None:
+        if cache is None or seq.group.cache_root is None or not self.is_on:
             return
         num_blocks = seq.num_computed_tokens // cache.block_size
         cache.extend_digests(seq.block_digests, seq.token_ids, seq.group.cache_root, num_blocks)

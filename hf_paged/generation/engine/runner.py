@@ -27,6 +27,7 @@ from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
@@ -96,7 +97,8 @@ class Runner:
     """One model over one PagedMemory, with a host pool to swap to, if any.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward; a RowModel computes one
-    sequence after the other. `graphs` replay the steps that they can.
+    sequence after the other. `graphs` replay the steps that they can. While code of others runs in the model, a
+    RowModel takes the place of the PackedModel.
     """
 
     def __init__(
@@ -119,7 +121,10 @@ class Runner:
         graphs: GraphedSteps | None = None,
     ) -> None:
         """Run the steps from now on over another memory."""
-        self._model = model
+        self._model = self._bound = model
+        self._rows = model if isinstance(model, RowModel) else None
+        self._foreign = foreign_code(model.model)
+        self.is_plain = True  # no code of others runs in the model
         self.memory = memory
         self._host_pool = host_pool
         self._decode_arrays = DecodeArrays(memory.block_size)
@@ -135,7 +140,7 @@ class Runner:
         """Inference mode, which saves a twentieth of a step on a CPU, if the model supports it for certain: one with an
         attention of its own may keep tensors, and weights of classes of their own may refuse views."""
         # (`inference_mode(False)` would turn gradients on.)
-        supported = isinstance(self._model, PackedModel) and self._weights.are_plain
+        supported = self.is_packed and self._weights.are_plain
         return torch.inference_mode() if supported else torch.no_grad()
 
     def check_model(self) -> None:
@@ -148,17 +153,57 @@ class Runner:
                 "change the model back, or close the engine and make a new one"
             )
 
+    def look(self) -> None:
+        """Before a step: take note of changes of the model's modules, weights, hooks and functions."""
+        self._foreign.look()
+
+    def follow_model(self) -> bool:
+        """After `look`: choose how the model is computed from now on. Returns whether that has changed.
+
+        K/V of computed tokens stays valid, but a prompt that is computed in part must be begun again. Raises
+        UnsupportedModelError, and nothing has changed, if the model with the code of others cannot be computed.
+        """
+        reason = self._foreign.reason
+        if (reason is None) == self.is_plain:
+            return False
+        if reason is None:
+            self._model = self._bound
+        else:
+            self._rows = self._model = self._rows or self._make_rows(reason)
+        self.is_plain = reason is None
+        if self._rows is not None:
+            self._rows.is_incremental = self._rows.depends_on_split or not self.is_plain
+        return True
+
+    def follow_structure(self) -> None:
+        """The model has other modules, whose K/V fits the memory."""
+        if isinstance(self._bound, PackedModel):
+            self._bound.follow_structure()
+            self._model, self._rows, self.is_plain = self._bound, None, True
+
+    def _make_rows(self, reason: str) -> RowModel:
+        model = self._bound.model
+        if self.graphs is not None and self.graphs.required:
+            raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
+        with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
+            rows = RowModel(model, self.memory, bare_copy(model) if self._foreign.inside else None)
+        return rows
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self._model, PackedModel)
+
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
         """`call` gets the reason, in any thread, when another process fails without which no step can run."""
 
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Before the first step: see `model.warmup`."""
-        warm_up(self._model, self.graphs, limits, wanted)
+        warm_up(self._bound, self.graphs, limits, wanted)
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted forward can be repeated: the recurrent states of a RowModel cannot be rolled back."""
-        return isinstance(self._model, PackedModel)
+        """Whether an interrupted forward can be repeated."""
+        return not isinstance(self._model, RowModel) or self._model.can_repeat
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Perform the work before the forward: swaps, block copies, and forks and ends of sequences that have states.
@@ -231,8 +276,8 @@ class Runner:
         self.wait()
         if self.graphs is not None:
             self.graphs.close()
-        if isinstance(self._model, RowModel):
-            self._model.clear()
+        if self._rows is not None:
+            self._rows.clear()
 
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""

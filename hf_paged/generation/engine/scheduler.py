@@ -359,6 +359,15 @@ class Scheduler:
         blocks."""
         self._prefixes.forget((*self._running, *self._swapped))
 
+    def begin_anew(self, *, shares_prefixes: bool) -> None:
+        """The model is computed in another way: begin prompts again that are computed in part, and drop all cached
+        prefixes. shares_prefixes: whether prefixes are cached from now on. Between two steps."""
+        for group in (*self._running, *self._swapped):
+            if any(seq.num_computed_tokens < seq.num_prompt_tokens for seq in group.live):
+                self._start_over(group)
+        self.forget_prefixes()
+        self._prefixes.is_on = shares_prefixes
+
     def recompute_all(self) -> None:
         """Free the K/V of all running and swapped groups, which then wait as after a preemption. Between two steps."""
         for group in (*self._running, *self._swapped):

@@ -22,10 +22,11 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
 from hf_paged.model.state import state_of, unwrapped
-from hf_paged.model.support import SupportReport, refuse_unsupported
+from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
@@ -107,11 +108,15 @@ def _open(
     prepack: bool | None,
     fuse: bool | None,
 ) -> OpenedMemory:
-    report = refuse_unsupported(model)
+    refuse_unsupported(model)
+    examined = examine(model)
     if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
-    bound = _bind(model, report, cache_config, prepack, fuse)
-    _measure(bound, scheduler_config)
+    # Code of others that is in the model now may be taken out later.
+    report = examined.bare if examined.bare.native else examined.present
+    tried = model if foreign_code(model).inside is None else bare_copy(model)
+    bound = _bind(model, report, cache_config, prepack, fuse, tried)
+    _measure(bound, scheduler_config, tried)
     ranks = ranks_of(model)
     try:
         host_blocks = _size(bound, cache_config, scheduler_config, ranks)
@@ -136,12 +141,14 @@ def _kept_by(report: SupportReport) -> tuple[object, ...]:
 
 
 def _bind(
-    model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None, fuse: bool | None
+    model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None, fuse: bool | None, tried: Any
 ) -> PackedModel | RowModel:
+    """tried: the model or its `bare_copy`, on which things are tried."""
     if report.native:
         layout = layout_for(report, cache_config.block_size)
         memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout)
-        return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse))
+        # The runner looks before each step.
+        return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse), look=lambda: None)
     for name, switch in (("fuse", fuse), ("prepack", prepack)):
         if switch:
             raise ValueError(
@@ -152,7 +159,7 @@ def _bind(
             f"{type(model).__name__} is computed one sequence at a time (hf_paged.check says why), which the engine "
             f"does on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
         )
-    return RowModel(model, PagedMemory(cache_config.block_size, 1))
+    return RowModel(model, PagedMemory(cache_config.block_size, 1), tried)
 
 
 def _size(
@@ -223,7 +230,7 @@ def layout_for(report: SupportReport, block_size: int, max_length: int | None = 
 
 
 @torch.no_grad()
-def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> None:
+def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> None:
     """Run one forward, in which every layer allocates its K/V. On a GPU the forward is as large as a step may be, so
     that memory that is free afterwards is free in every step.
     """
@@ -240,9 +247,10 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
     ids = torch.zeros(count, dtype=torch.int64, device=device)
     if isinstance(bound, PackedModel):
         metadata, positions = memory.step_metadata([-1], [count], device)
-        bound.forward(ids, positions, metadata, ids[:1] + count - 1)
+        packed = bound if tried is bound.model else PackedModel(tried, memory)
+        packed.forward(ids, positions, metadata, ids[:1] + count - 1)
     else:
-        bound.forward(-1, ids, 0)
+        bound.forward(-1, ids, 0, tried=tried)
         bound.free(-1)
     memory.free(-1)
 

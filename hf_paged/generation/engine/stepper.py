@@ -50,7 +50,8 @@ class Stepper:
     Each request that gets tokens in a step is added to `changed`, also if the step fails later. `fail` ends a request
     with an error message and the exception that caused it, and finishes it in the scheduler.
 
-    With `is_async`, a step is scheduled and launched before the host knows the tokens of the last one. Requests with
+    With `is_async` a step is scheduled and launched before the host knows the tokens of the last one (it may change
+    between steps). Requests with
     one sequence get each token a step later; if it turns out to be their last, the row computed for the next token is
     dropped. All other requests are decided on the host, step by step. No request is preempted for a token that may
     never be generated: when blocks are short, the host waits for the tokens first.

@@ -1,18 +1,20 @@
 """Grammars as logits processors: answers that belong to a constraint.
 
-`Vocabulary` compiles constraints for a tokenizer, with xgrammar. A `Matcher` follows one text through a compiled one. A
-`Grammar` is the processor; it has a matcher for each text that it has seen. Knows tokens and masks; neither requests
-nor blocks.
+`Vocabulary` compiles constraints for a tokenizer, with llguidance. A `Matcher` follows one text through a compiled
+one. A `Grammar` is the processor; it has a matcher for each text that it has seen. Knows tokens and masks; neither
+requests nor blocks.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,60 +32,97 @@ _BITS = 32  # tokens in a word of a mask
 
 
 class Vocabulary:
-    """The tokens of a tokenizer as xgrammar has them, and the constraints that were compiled for them last.
+    """The tokens of a tokenizer as llguidance has them, and the constraints that were compiled for them last.
 
     Special tokens belong to no text: they would be missing in the answer, so they can only end it. `marks` are
     exceptions, for readers who see them.
     """
 
     MAX_KEPT = 128
-    MAX_BYTES = 2**28
 
     def __init__(self, tokenizer: Any, marks: frozenset[str] = frozenset()) -> None:
         constraints.check_installed()
-        import xgrammar
+        import llguidance
 
         self.size = len(tokenizer)
-        found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=_width(tokenizer), stop_token_ids=[0])
-        pieces = [""] * _width(tokenizer)
-        added = tokenizer.added_tokens_decoder.items()
-        special = {index for index, token in added if token.special and token.content not in marks}
-        for piece, index in tokenizer.get_vocab().items():
-            pieces[index] = "" if index in special else piece
-        self.info = xgrammar.TokenizerInfo(
-            pieces,
-            found.vocab_type,
-            vocab_size=len(pieces),
-            stop_token_ids=[],
-            add_prefix_space=found.add_prefix_space,
-        )
+        self.width = _width(tokenizer)
+        special = {
+            index
+            for index, token in tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in marks
+        }
+        self.bytes = _bytes_of(tokenizer, self.width)
+        wrapper = llguidance.TokenizerWrapper(_Tokens(self.bytes, special))
+        # The last id, which no model has, is where an answer may end: its stop tokens are those of the request.
+        self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=self.width + 1, eos_token=self.width)
+        self._limits = llguidance.LLParserLimits(max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
         eos = tokenizer.eos_token_id
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
-        self._compiler = xgrammar.GrammarCompiler(self.info, max_threads=torch.get_num_threads(), cache_enabled=False)
-        self._kept: OrderedDict[str, Any] = OrderedDict()  # by last use
+        self._kept: OrderedDict[str, Compiled] = OrderedDict()  # by last use
         self._lock = usable_after_fork(threading.Lock())
 
-    def known(self, constraint: Constraint) -> Any | None:
-        """The `xgrammar.CompiledGrammar`, if it is one of those that are kept."""
+    def known(self, constraint: Constraint) -> Compiled | None:
+        """The compiled constraint, if it is one of those that are kept."""
         key = constraints.key_of(constraint)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
-    def compiled(self, constraint: Constraint) -> Any:
-        """The `xgrammar.CompiledGrammar`. Raises ValueError for a constraint that cannot be compiled."""
+    def compiled(self, constraint: Constraint) -> Compiled:
+        """Raises ValueError for a constraint that cannot be followed."""
         made = self.known(constraint)
         if made is None:
-            made = constraints.compiled(constraint, self._compiler)
+            made = self._compiled(constraints.lark_of(constraint))
             with self._lock:
                 self._kept[constraints.key_of(constraint)] = made
-                while len(self._kept) > self.MAX_KEPT or (len(self._kept) > 1 and self._num_bytes() > self.MAX_BYTES):
+                while len(self._kept) > self.MAX_KEPT:
                     self._kept.popitem(last=False)
         return made
 
-    def _num_bytes(self) -> int:
-        return sum(each.memory_size_bytes for each in self._kept.values())
+    def _compiled(self, lark: str) -> Compiled:
+        import llguidance
+
+        state = llguidance.LLMatcher(self._tokens, lark, log_level=0, limits=self._limits)
+        if state.is_error():
+            raise ValueError(f"the constraint cannot be followed: {_reason(state)}")
+        made = Compiled(state, self.width)
+        Matcher(made, ()).mask(0)  # some have no answer, which is found out here
+        return made
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: set[int]) -> None:
+        self.tokens = [*tokens, b"<end>"]
+        self.eos_token_id = len(tokens)
+        self.special_token_ids = [*special, self.eos_token_id]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []  # for tokens that are forced: there are none
+
+
+def _bytes_of(tokenizer: Any, width: int) -> list[bytes]:
+    """Of each token; empty for ids without one."""
+    import llguidance.hf
+
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"grammars need a fast tokenizer, not {type(tokenizer).__name__}; load it with use_fast=True")
+    known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=width, eos_token=0, slices=[])
+    taken = set(tokenizer.get_vocab().values())
+    return [known.decode_bytes([index]) if index in taken else b"" for index in range(width)]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A constraint for a vocabulary of `width` tokens. state: an `llguidance.LLMatcher` at the beginning, which is only
+    copied."""
+
+    state: Any
+    width: int
 
 
 _vocabularies: WeakKeyDictionary[Any, dict[frozenset[str], Vocabulary]] = WeakKeyDictionary()
@@ -92,7 +131,7 @@ _lock = usable_after_fork(threading.Lock())
 
 def vocabulary_of(tokenizer: Any, marks: frozenset[str] = frozenset()) -> Vocabulary:
     """Made once for a tokenizer, and again when it has got more tokens. marks: special tokens that are text. Raises
-    ImportError without xgrammar."""
+    ImportError without llguidance."""
     with _lock:
         made = _vocabularies.setdefault(tokenizer, {})
         if marks not in made or made[marks].size != len(tokenizer):
@@ -106,12 +145,12 @@ def _width(tokenizer: Any) -> int:
 
 
 class Allowance:
-    """The processor time that following a grammar may take: one second, and some milliseconds for each token.
+    """The processor time that following a grammar may take: half a second, and some milliseconds for each token.
 
-    With some grammars each further token takes longer than the one before, until nothing else in the process runs.
+    llguidance limits its work for a token. With some grammars each further token takes longer than the one before.
     """
 
-    def __init__(self, *, seconds: float = 1.0, per_token: float = 0.005) -> None:
+    def __init__(self, *, seconds: float = 0.5, per_token: float = 0.005) -> None:
         self._left = seconds
         self._per_token = per_token
 
@@ -122,7 +161,11 @@ class Allowance:
         yield
         self._left += self._per_token - (time.thread_time() - begin)
         if self._left < 0:
-            raise ValueError("the grammar takes too long to follow; simplify it")
+            raise ValueError(f"{NOT_FOLLOWED}: it takes too long; simplify it")
+
+
+NOT_FOLLOWED = "the grammar cannot be followed further"
+"""How the errors begin that a grammar causes while an answer is written."""
 
 
 class Matcher:
@@ -132,67 +175,91 @@ class Matcher:
     be continued by stop tokens.
     """
 
-    def __init__(self, compiled: Any, stop_ids: Sequence[int], allowance: Allowance | None = None) -> None:
+    def __init__(self, compiled: Compiled, stop_ids: Sequence[int], allowance: Allowance | None = None) -> None:
         """allowance: of all texts of a request; None: no limit."""
-        import xgrammar
-
-        self._compiled = compiled
+        self._width = compiled.width
         self._allowance = allowance
         self._stop_ids = tuple(stop_ids)
-        self._state = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids))
-        self._is_dead = False
+        self._state = compiled.state.deep_copy()
+        self._is_over = False  # it has ended, or left the grammar
         self._words: Words | None = None  # of the mask for the next token, as wide as the vocabulary
 
     def advance(self, tokens: Iterable[int]) -> None:
+        """Raises ValueError if that takes too long."""
         for token in tokens:
-            if not self._is_dead and not self._state.is_terminated():
-                # xgrammar says on stderr that it refuses a token.
-                is_refused = self._words is not None and not _has(self._words, token)
-                self._words = None
-                with self._timed():
-                    self._is_dead = is_refused or not self._state.accept_token(token)
+            if self._is_over:
+                return
+            self._words = None
+            if token in self._stop_ids or token >= self._width:
+                self._is_over = True
+                return
+            with self._timed():
+                self._is_over = not self._state.consume_token(token)
+            if self._is_over and self._state.stop_reason() in _TOO_COMPLEX:
+                raise ValueError(f"{NOT_FOLLOWED}: {_reason(self._state)}; simplify it")
 
     def fork(self) -> Matcher:
         """For a text that begins like this one and goes on differently."""
         other = copy(self)
         with self._timed():
-            other._state = self._state.fork()
+            other._state = self._state.deep_copy()
         return other
+
+    def is_complete(self) -> bool:
+        """Whether the text may end here."""
+        return not self._is_over and bool(self._state.is_accepting())
 
     def _timed(self) -> AbstractContextManager[None]:
         return nullcontext() if self._allowance is None else self._allowance.token()
 
     def mask(self, width: int) -> Words:
-        """The tokens that may follow, as int32 [ceil(width / 32)]: token i is bit i % 32 of word i // 32."""
+        """The tokens that may follow, as int32 [ceil(width / 32)]: token i is bit i % 32 of word i // 32. Not to be
+        written to. Raises ValueError if there are none, or if finding them takes too long."""
         if self._words is None:
             self._words = self._next()
-        words = np.zeros(-(-width // _BITS), dtype=np.int32)
-        common = min(len(words), len(self._words))
-        words[:common] = self._words[:common]
-        return words
+        count = -(-width // _BITS)
+        if len(self._words) >= count:
+            return self._words[:count]
+        return np.concatenate([self._words, np.zeros(count - len(self._words), dtype=np.int32)])
 
     def _next(self) -> Words:
-        size = self._compiled.tokenizer_info.vocab_size
-        words = np.zeros(-(-size // _BITS), dtype=np.int32)
-        if self._is_dead or self._state.is_terminated():
+        words = np.zeros(self._width // _BITS + 1, dtype=np.int32)  # of one token more: the end
+        if self._is_over:
             _set(words, self._stop_ids)
-        else:
-            with self._timed():
-                self._state.fill_next_token_bitmask(torch.from_numpy(words[None]))
-            if size % _BITS:
-                words[-1] &= (1 << size % _BITS) - 1
+            return words
+        with self._timed():
+            self._state.unsafe_compute_mask_ptr(words.__array_interface__["data"][0], words.nbytes)
+        if self._state.is_error():
+            raise ValueError(f"{NOT_FOLLOWED}: {_reason(self._state)}")
+        is_end = _has(words, self._width)
+        words[-1] &= (1 << self._width % _BITS) - 1
+        _set(words, self._stop_ids, is_end)
+        if not is_end and not words.any():
+            raise ValueError(f"{NOT_FOLLOWED}: no token continues it")
         return words
+
+
+_TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
+
+
+def _reason(state: Any) -> str:
+    """llguidance's message without the place in its source."""
+    text = str(state.get_error()).partition("\n<non-verbose/>")[0]
+    text = text.rpartition("failed to compile JSON schema: ")[2].strip().splitlines()[0]
+    text = re.sub(r"^at \d+\(\d+\): ", "", text)
+    return "it has no answer, or no token continues it" if text.startswith("NoExtension") else text[:200]
 
 
 def _has(words: Words, token: int) -> bool:
     return token < len(words) * _BITS and bool(int(words[token // _BITS]) >> token % _BITS & 1)
 
 
-def _set(words: Words, tokens: Iterable[int]) -> None:
+def _set(words: Words, tokens: Iterable[int], value: bool = True) -> None:
     bits = words.view(np.uint32)
     for token in tokens:
         if token < len(words) * _BITS:
-            bits[token // _BITS] |= np.uint32(1 << token % _BITS)
+            bit = np.uint32(1 << token % _BITS)
+            bits[token // _BITS] = bits[token // _BITS] | bit if value else bits[token // _BITS] & ~bit
 
 
 class Grammar(LogitsProcessor):
@@ -206,8 +273,8 @@ class Grammar(LogitsProcessor):
     new answer, unless its prompt is what the last call returned with one more token.)
     """
 
-    def __init__(self, compiled: Any, eos_token_ids: Iterable[int], *, is_bounded: bool = False) -> None:
-        """compiled: an `xgrammar.CompiledGrammar`. is_bounded: a request with which it takes too much time fails."""
+    def __init__(self, compiled: Compiled, eos_token_ids: Iterable[int], *, is_bounded: bool = False) -> None:
+        """is_bounded: a request with which it takes too much time fails."""
         self._compiled = compiled
         self._allowance = Allowance() if is_bounded else None
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
@@ -295,15 +362,15 @@ def grammar(
     Exactly one of these is given:
 
     json_schema: JSON documents of a schema (a dict, a bool, JSON text, or a pydantic model class). strict: objects that
-    name their properties have no others. json_object: any JSON object. regex: texts that match a regular expression
-    from beginning to end. grammar: texts of a grammar in llama.cpp's EBNF (GBNF), whose start is the rule `root`.
-    choice: one of several texts.
+    name their properties, and say nothing of `additionalProperties`, have no others. json_object: any JSON object.
+    regex: texts that match a regular expression of Python from beginning to end. grammar: texts of a grammar in
+    llama.cpp's EBNF (GBNF), whose start is the rule `root`. choice: one of several texts.
 
     eos_token_id: the token or tokens that end an answer, in `generate` too (None: the tokenizer's). They are allowed
     where the answer is complete, and only there.
 
     Compiling takes milliseconds to seconds; the last constraints are kept for each tokenizer. Raises ValueError for a
-    constraint that cannot be followed, ImportError if xgrammar is not installed (extra `grammar`).
+    constraint that cannot be followed, ImportError if llguidance is not installed (extra `grammar`).
     """
     given = {
         "json_schema": json_schema,
@@ -319,7 +386,7 @@ def grammar(
         )
     vocabulary = vocabulary_of(tokenizer)
     made = {
-        "json_schema": lambda: constraints.json_schema(constraints.parsed(json_schema), strict=strict),
+        "json_schema": lambda: constraints.json_schema(json_schema, strict=strict),
         "json_object": constraints.json_object,
         "regex": lambda: constraints.regex(given["regex"]),
         "grammar": lambda: constraints.ebnf(given["grammar"]),
