@@ -270,7 +270,21 @@ def test_regular_expressions(pattern: str, fitting: list[str], others: list[str]
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(?i)a", "(?!a)b", "(?<=a)b", r"\bx", r"(a)\1", "a^b", "a$b", "(a$)*", "(?>a)", "a++", "(?m)^a", "\ud800"],
+    [
+        "(?i)a",
+        "(?!a)b",
+        "(?<=a)b",
+        r"\bx",
+        r"(a)\1",
+        "a^b",
+        "a$b",
+        "(a$)*",
+        "(?>a)",
+        "a++",
+        "(?m)^a",
+        "\ud800",
+        "a?" * 5000,
+    ],
 )
 def test_regular_expressions_that_cannot_be_followed(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be followed|cannot be used"):
