@@ -9,6 +9,7 @@ only when they are used.
     record_calls                   which route calls of `generate` took, and what memory they used
     PagedKVCache                   the cache alone, wherever transformers takes `past_key_values`
     prepack, release_memory        packed weights for calls of `generate`; free what is kept for later calls
+    tokenwise                      mark a hook as one that treats each token on its own
     weights_changed                say that weights changed where it may not be noticed
     Engine                         continuous batching: requests arrive and end at any step
     grammar                        a logits processor that keeps answers within a schema, a regex or a grammar
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hf_paged.generation.paged_generate import release_memory
     from hf_paged.generation.records import CallRecord, record_calls
     from hf_paged.generation.sampling.grammar import grammar
+    from hf_paged.model.foreign import tokenwise
     from hf_paged.model.state import weights_changed
     from hf_paged.model.support import SupportReport
 
@@ -53,6 +55,7 @@ _LAZY = {
     "prepack": "hf_paged.fused.cpu.weights",
     "record_calls": "hf_paged.generation.records",
     "release_memory": "hf_paged.generation.paged_generate",
+    "tokenwise": "hf_paged.model.foreign",
     "weights_changed": "hf_paged.model.state",
 }
 
@@ -79,6 +82,7 @@ __all__ = [
     "prepack",
     "record_calls",
     "release_memory",
+    "tokenwise",
     "uninstall",
     "uninstall_serving",
     "weights_changed",

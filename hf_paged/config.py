@@ -46,9 +46,10 @@ def _is_number(value: object) -> bool:
 class CacheConfig:
     """The size of the K/V pool and of its blocks.
 
-    `block_size` is in tokens. At most one of `num_blocks`, `memory` (bytes, or a string such as "4GiB") and
-    `memory_fraction` (0 < f <= 1, of the memory that is free when the engine starts) sizes the pool. By default an
-    engine takes 0.9 of a GPU's free memory, or 0.3 of the host memory that the system and the process's cgroups leave.
+    `block_size` is in tokens. At most one of `num_blocks` (for each group of layers: models with sliding windows have
+    several), `memory` (bytes, or a string such as "4GiB") and `memory_fraction` (0 < f <= 1, of the memory that is free
+    when the engine starts) sizes the pool. By default an engine takes 0.9 of a GPU's free memory, or 0.3 of the host
+    memory that the system and the process's cgroups leave.
 
     On a CPU the operating system commits the pool's memory block by block. In a pool of the default size, cached
     prefixes are evicted before more than an eighth of it is committed for them. In a pool of a given size, cached

@@ -23,6 +23,10 @@ class UnsupportedModelError(ValueError):
     """A paged cache cannot serve this model or this call. Raised before any token is generated."""
 
 
+class LayersChanged(UnsupportedModelError):
+    """The model has other modules than when it was bound to its K/V memory. Raised before anything is computed."""
+
+
 class QueueFull(RuntimeError):
     """The queue of waiting requests is full (`SchedulerConfig.max_waiting`); submit the request again later."""
 

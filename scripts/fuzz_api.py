@@ -36,6 +36,8 @@ EXCLUDED = (
     # Everything else would wait for /resume.
     *("--exclude-path", "/pause"),
 )
+# It would stop reading a stream after 20 events.
+CONFIG = "max-stream-events = 1000000\n"
 HOOKS = """
 import json
 import random
@@ -95,7 +97,16 @@ def fuzz(schemathesis: str, url: str, hooks: Path, examples: int, seed: int) -> 
     """The number of cases, and whether all answers were as described."""
     command = [schemathesis, "run", f"{url}/openapi.json", "--checks", "all", *EXCLUDED]
     command += ["-n", str(examples), "--seed", str(seed), "-H", f"Authorization: Bearer {ADMIN}"]
-    command += ["--request-timeout", "60", "--continue-on-failure", "--warnings", "off", "--no-color"]
+    command += [
+        "--request-timeout",
+        "60",
+        "--max-response-time",
+        "60",
+        "--continue-on-failure",
+        "--warnings",
+        "off",
+        "--no-color",
+    ]
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -124,6 +135,7 @@ def main() -> int:
     with serving(*OPTIONS) as server, tempfile.TemporaryDirectory() as folder:
         hooks = Path(folder) / "hooks.py"
         hooks.write_text(HOOKS)
+        (Path(folder) / "schemathesis.toml").write_text(CONFIG)
         while is_good and total < given.cases:
             cases, is_good = fuzz(command, server.url, hooks, given.examples, seed)
             total += cases

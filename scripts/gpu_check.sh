@@ -6,7 +6,8 @@
 #
 # Each part takes at most 8 minutes. The machine needs Python with torch, triton and transformers; pytest and its plugins
 # are taken from .wheels/ if the machine lacks them. Results are written as JSON to $OUT (default build/gpu), each with
-# the device, the versions and the commit. The exit status is 1 if there is no device, or if a part has failed.
+# the device, the versions and the commit. The exit status is 1 if there is no device, if a part has failed, or if parts
+# of Llama's layers are left to torch.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -75,6 +76,8 @@ for part in "$@"; do
     exit 2
   fi
 done
+# A part that fails its trial is left to torch, and nothing but the time would show it.
+"$python" scripts/gpu_report.py layers --out "$out/layers.json" || failed+=(layers)
 for part in "$@"; do
   echo "== $part"
   start=$SECONDS

@@ -1,11 +1,14 @@
-"""What scripts/gpu_check.sh reports: the device, the outcome of the tests, and one table of all results.
+"""What scripts/gpu_check.sh reports: the device, the layers that our kernels compute, the outcome of the tests, and one
+table of all results.
 
     python scripts/gpu_report.py device --out device.json
+    python scripts/gpu_report.py layers --out layers.json
     python scripts/gpu_report.py tests tests.xml --out tests.json
     python scripts/gpu_report.py table FOLDER
 
-`device` exits with status 1 if torch sees no device, `tests` if a test failed or none ran. `table` adds the device, the
-versions and the commit to every JSON file of the folder and prints Markdown for docs/gpu.md.
+`device` exits with status 1 if torch sees no device, `layers` if a part of Llama's is left to torch, `tests` if a test
+failed or none ran. `table` adds the device, the versions and the commit to every JSON file of the folder and prints
+Markdown for docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -53,6 +56,29 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+# Of a Llama of two layers: two norms in each and one at the end.
+LLAMA_PARTS = {"norm": 5, "attention": 2, "MLP": 2, "layer": 2}
+
+
+def layers(device: str = "cuda") -> dict[str, Any]:
+    """Which parts of a small Llama in bf16 our kernels compute on the device, and which are left to torch."""
+    import torch
+    import transformers
+
+    from hf_paged.fused.gpu.model import fused_parts, obstacle
+
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+    reason = obstacle(model)
+    parts = fused_parts(model) if reason is None else None
+    found = {} if parts is None else parts.counts()
+    left = {kind: count - found.get(kind, 0) for kind, count in LLAMA_PARTS.items() if found.get(kind, 0) < count}
+    return {"summary": str(parts or reason), "left_to_torch": left}
+
+
 def outcome(reports: list[Path]) -> dict[str, Any]:
     """Counts of JUnit reports, and the message of each test that failed."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
@@ -90,6 +116,9 @@ def table(folder: Path) -> str:
 def _lines(name: str, result: dict[str, Any]) -> list[str]:
     if name == "tests":
         return [f"| tests marked `gpu` | {result['passed']} passed, {result['failed']} failed |"]
+    if name == "layers":
+        left = ", ".join(f"{count} {kind}" for kind, count in result["left_to_torch"].items())
+        return [f"| parts of a Llama of two layers left to torch | {left or 'none'} |"]
     if name == "kernels":
         ours = [row for row in result["rows"] if row.get("kernel", "").startswith("hf_paged")]
         return [
@@ -116,7 +145,8 @@ def _lines(name: str, result: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("device").add_argument("--out", type=Path, required=True)
+    for name in ("device", "layers"):
+        commands.add_parser(name).add_argument("--out", type=Path, required=True)
     tests = commands.add_parser("tests")
     tests.add_argument("reports", type=Path, nargs="+")
     tests.add_argument("--out", type=Path, required=True)
@@ -125,9 +155,11 @@ def main() -> int:
     if args.command == "table":
         print(table(args.folder))
         return 0
-    result = device() if args.command == "device" else outcome(args.reports)
+    result = outcome(args.reports) if args.command == "tests" else layers() if args.command == "layers" else device()
     print(json.dumps(result, indent=1))
     args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.command == "layers":
+        return int(bool(result["left_to_torch"]))
     return int(args.command == "tests" and (result["failed"] > 0 or result["passed"] == 0))
 
 

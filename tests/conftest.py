@@ -25,6 +25,7 @@ import torch
 import hf_paged
 from hf_paged.cache import memory as memory_module
 from hf_paged.kernels.native import build as native_build
+from hf_paged.model import foreign
 from tests import models
 
 torch.set_num_threads(1)
@@ -132,6 +133,17 @@ KEPT = {
     "tests/generation/test_async.py::test_preemption_at_every_step": ("recompute",),
     "tests/integration/test_interrupt.py::test_a_step": ("async",),
     "tests/generation/test_grammar.py::test_requests_share_steps_and_objects_and_are_preempted": ("1MiB",),
+    "tests/model/test_foreign.py::test_calls": ("steer_last on attention", "with kwargs: only_steps", "sdpa's mask"),
+    "tests/model/test_foreign.py::test_a_live_engine": (
+        "add_mean on layer",
+        "class: only_prompts",
+        "log n",
+        "in one layer",
+    ),
+    "tests/model/test_foreign.py::test_a_new_engine": ("pre-hook: only_steps", "in place of eager"),
+    "tests/model/test_foreign.py::test_modes": ("sampling-pre", "beams-only_prompts"),
+    "tests/model/test_foreign.py::test_windows": ("gemma3-steer_last",),
+    "tests/model/test_foreign.py::test_bf16": ("only_prompts",),
     # One case, of many seconds.
     "tests/integration/test_interrupt.py::test_packed_weights": (),
     "tests/kernels/test_native.py::test_other_instruction_sets": (),
@@ -157,6 +169,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sabotage", help="inject a fault of tests/sabotage.py into hf_paged: every test should fail")
+
+
+@pytest.fixture
+def trusted_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks and functions of the test run in packed steps: they treat each token on its own."""
+    monkeypatch.setattr(foreign, "_TRUSTED", foreign._TRUSTED | {"tests"})
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +208,7 @@ def _count_blocks() -> int:
     used = 0
     for memory in list(_memories):
         memory.check_integrity()
-        used += sum(manager.allocator.num_used for manager in memory.managers)
+        used += memory.manager.allocator.num_used
     return used
 
 

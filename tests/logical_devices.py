@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 KIND = "logical"
+_KINDS = (KIND, "cuda")  # see `tests.fake_cuda`
 
 
 class OnDevice(torch.Tensor):
@@ -59,7 +60,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     operation = func.overloadpacket
     # As for real devices, numbers and indices may be on the CPU.
     may_be_on_cpu = len(tensors) > 1 and operation in _INDEXING
-    devices = {x.device for x in tensors if x.device.type == KIND or (x.ndim and not may_be_on_cpu)}
+    devices = {x.device for x in tensors if x.device.type in _KINDS or (x.ndim and not may_be_on_cpu)}
     if operation in _COPIES:
         device = tensors[0].device
     elif len(devices) > 1:
@@ -68,14 +69,14 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = next(iter(devices), torch.device("cpu"))
     if kwargs.get("device") is not None:
         device = torch.device(kwargs["device"])
-        kwargs = kwargs | {"device": torch.device("cpu") if device.type == KIND else device}
+        kwargs = kwargs | {"device": torch.device("cpu") if device.type in _KINDS else device}
     wrappers = {id(x._held): x for x in tensors if isinstance(x, OnDevice)}
 
     def bare(x: Any) -> Any:
         return x._held if isinstance(x, OnDevice) else x
 
     def wrapped(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or device.type != KIND:
+        if not isinstance(x, torch.Tensor) or device.type not in _KINDS:
             return x
         return wrappers[id(x)] if id(x) in wrappers else OnDevice(x, device)
 
@@ -96,7 +97,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == KIND:
+        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type in _KINDS:
             return func(*args, **kwargs | {"device": "cpu"}).to(device)
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             tensor, index = args

@@ -8,16 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, T5Config
 
 import hf_paged
+from hf_paged.cli import generate as generate_command
 from hf_paged.cli.main import main
 from hf_paged.kernels.native import build as native_build
+from hf_paged.serving.loading import load_engine
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QA = str(EXAMPLES / "pydoc-lm-qa")
@@ -55,6 +58,59 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[dict[
 
 def texts(answer: dict[str, Any]) -> list[str]:
     return [output["text"] for output in answer["outputs"]]
+
+
+def test_compare(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain generate's texts are equal, also where tokens are drawn. A difference is said, and the status is 1."""
+    options = ("--max-new-tokens", "12", "--do-sample", "--num-return-sequences", "2", "--compare")
+    _, figures = run_json(capsys, QA, *QUESTIONS, *options)
+    assert figures["plain"].items() >= {"equal": 4, "texts": 4}.items() and figures["plain"]["seconds"] > 0
+    out = run(capsys, "generate", QA, QUESTIONS[0], "--max-new-tokens", "4", "--compare")
+    for line in ("compared    equal, token for token", "time        paged", "memory      paged"):
+        assert line in out
+    original = generate_command._generate_batch
+
+    def other(*args: Any, paged: bool = True, few: bool = False) -> Any:
+        rows = original(*args, paged=paged, few=few)
+        return rows if paged else [[replace(answer, tokens=(1,)) for answer in row] for row in rows]
+
+    monkeypatch.setattr(generate_command, "_generate_batch", other)
+    assert main(["generate", QA, *QUESTIONS, "--max-new-tokens", "4", "--compare"]) == 1
+    assert "DIFFERENT in 2 of 2 texts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["generate", QA, "x"], ["serve", QA]], ids=["generate", "serve"])
+def test_ranks_that_cannot_share_the_heads(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before a process starts."""
+    assert main([*command, "--tensor-parallel-size", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "4 heads with 2 K/V heads are not divisible by 3; use 1 or 2" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--revision", "v2", "--trust-remote-code"]])
+def test_where_a_checkpoint_comes_from(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The revision reaches everything that is loaded: configuration, options, tokenizer, weights."""
+    loaded: list[dict[str, Any]] = []
+    expected = {"revision": "v2", "trust_remote_code": True} if flags else {}
+    for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM, GenerationConfig):
+        original = kind.from_pretrained
+
+        def record(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            loaded.append({name: kwargs.pop(name) for name in ("revision", "trust_remote_code") if name in kwargs})
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(kind, "from_pretrained", record)
+    assert main(["generate", QA, "x", "--max-new-tokens", "1", *flags]) == 0
+    assert len(loaded) >= 5 and loaded.count(expected) >= 5
+    loaded.clear()
+    source = {"source": expected} if flags else {}
+    load_engine(QA, hf_paged.CacheConfig(num_blocks=8), hf_paged.SchedulerConfig(), **source)[0].close()
+    assert loaded.count(expected) >= 3
+
+
+def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    assert "--show-completion" in run(capsys, "--help")
 
 
 # -- what it prints ------------------------------------------------------------------------------------------------

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from hf_paged.kernels.triton import gate
+from tests.fused import fewer
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSED = '<testcase classname="tests.kernels" name="test_a"/>'
@@ -48,6 +53,33 @@ def test_outcome(cases: tuple[str, ...], status: int, counts: dict[str, int], tm
     result = json.loads((tmp_path / "tests.json").read_text())
     assert {name: result[name] for name in counts} == counts
     assert result["failures"] == ({"tests.kernels::test_b": "3 != 4"} if FAILED in cases else {})
+
+
+def test_parts_of_llama_left_to_torch_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec: Any = importlib.util.spec_from_file_location("gpu_report", ROOT / "scripts" / "gpu_report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    out, layers = tmp_path / "layers.json", module.layers
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "layers", "--out", str(out)])
+    monkeypatch.setattr(module, "layers", lambda: layers("cpu"))
+    assert module.main() == 1  # our kernels compute no layers on a CPU
+    assert json.loads(out.read_text()) == {"summary": "the model is on cpu", "left_to_torch": module.LLAMA_PARTS}
+    fewer.on_cpu(monkeypatch, by_torch=True)
+    assert module.main() == 0 and json.loads(out.read_text())["left_to_torch"] == {}
+    monkeypatch.setattr(gate, "gated", lambda *args: torch.zeros(1))
+    assert module.main() == 1 and json.loads(out.read_text())["left_to_torch"]["MLP"] == 2
+    assert module._lines("layers", json.loads(out.read_text()))[0].startswith(
+        "| parts of a Llama of two layers left to torch | 2"
+    )
+
+
+def test_the_check_looks_at_the_layers_whatever_it_measures(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@" >>"$OUT/calls"\ncase "$2" in layers) exit 1 ;; esac\n')
+    python.chmod(0o755)
+    done = run("scripts/gpu_check.sh", "kernels", PYTHON=str(python), OUT=str(tmp_path))
+    assert done.returncode == 1 and done.stderr == "failed: layers\n"
+    assert "benchmarks/kernels.py" in (tmp_path / "calls").read_text()
 
 
 def test_table(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from benchmarks.paper.store import Store
 Data = dict[str, Any]
 Row = tuple[str, Callable[[Outcome], float]]
 
-ENOUGH_TO_WAIT = 16
-"""Requests of the overload: they do not fit into its 1,024 slots together, so some wait, as `FILLED` needs."""
+ENOUGH = 16
+"""Requests that do not fit together into the slots of Figures 2 and 19: some wait, or are preempted."""
 
 FILLED: Row = ("slots that hold tokens while requests wait, %", lambda o: 100 * o["busy"]["filled"])
 BATCHED: Row = ("batched requests", lambda o: o["batched"])
@@ -48,9 +48,9 @@ def forking(kind: Any, width: int, count: int, rate: float) -> RealLoad:
 
 
 def loads(count: int) -> Iterator[Beside]:
-    """`count`: requests of each load."""
+    """`count`: requests of each load, or more where fewer would show nothing."""
     sharegpt = f"ShareGPT x {SCALE:g}"
-    pressure = load_of_workload("sharegpt", max(count, ENOUGH_TO_WAIT), 1000.0, 22, slots=1024)
+    pressure = load_of_workload("sharegpt", max(count, ENOUGH), 1000.0, 22, slots=1024)
     yield Beside("2", replace(pressure, name=f"{sharegpt}, overload"), (FILLED,))
     for rate in (10.0, 30.0):
         load = load_of_workload("sharegpt", count, rate, 23, slots=1024)
@@ -64,7 +64,9 @@ def loads(count: int) -> Iterator[Beside]:
             yield Beside("16", RealLoad(name, requests, 16384, prefix_caching=shares), (LATENCY,))
     for mode in ("recompute", "swap"):
         for size in (1, 16, 64):
-            load = load_of_workload("sharegpt", count, 40.0, 25, slots=768, preemption=mode, block_size=size)
+            load = load_of_workload(
+                "sharegpt", max(count, ENOUGH), 40.0, 25, slots=768, preemption=mode, block_size=size
+            )
             load = replace(load, name=f"{sharegpt}, {mode}, block size {size}")
             yield Beside("19", load, (LATENCY, PREEMPTIONS))
 

@@ -58,8 +58,8 @@ class Setup:
     """A model on GPUs: what the paper's Table 1 and the data sheets say, and what is assumed.
 
     parameters: count; layers, hidden: of the model; gpus; bandwidth: bytes/s of one GPU; flops: fp16 per second of one
-    GPU; slots: tokens whose K/V fits (Table 1 of the paper); bus: bytes/s between one GPU and the host; longest: tokens
-    of a sequence, at most.
+    GPU; slots: tokens whose K/V fits (Table 1 of the paper); bus: peak bytes/s between one GPU and the host; longest:
+    tokens of a sequence, at most.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Setup:
     bandwidth: float
     flops: float
     slots: int
-    bus: float = 25e9
+    bus: float
     longest: int = 2048
 
     @property
@@ -80,13 +80,15 @@ class Setup:
 
 
 A100_40, A100_80, A100_FLOPS = 1.555e12, 2.039e12, 312e12
+PCIE_3, PCIE_4 = 15.75e9, 31.5e9  # 16 lanes
+# The paper's machines, Google Cloud's A2, have Intel's Cascade Lake, whose PCI Express is of generation 3.
 
-OPT_13B = Setup("OPT-13B", 12.85e9, 40, 5120, 1, A100_40, A100_FLOPS, 15_700)
-OPT_66B = Setup("OPT-66B", 65.7e9, 64, 9216, 4, A100_40, A100_FLOPS, 9_700)
-OPT_175B = Setup("OPT-175B", 174.6e9, 96, 12288, 8, A100_80, A100_FLOPS, 60_100)
+OPT_13B = Setup("OPT-13B", 12.85e9, 40, 5120, 1, A100_40, A100_FLOPS, 15_700, PCIE_3)
+OPT_66B = Setup("OPT-66B", 65.7e9, 64, 9216, 4, A100_40, A100_FLOPS, 9_700, PCIE_3)
+OPT_175B = Setup("OPT-175B", 174.6e9, 96, 12288, 8, A100_80, A100_FLOPS, 60_100, PCIE_3)
 LLAMA_13B = replace(OPT_13B, name="LLaMA-13B", parameters=13.0e9)
 # Not of the paper, for longer prompts: a tenth of the memory is left for activations, the rest holds weights and K/V.
-LLAMA_13B_80 = Setup("LLaMA-13B, 80 GB", 13.0e9, 40, 5120, 1, A100_80, A100_FLOPS, 60_000, longest=8192)
+LLAMA_13B_80 = Setup("LLaMA-13B, 80 GB", 13.0e9, 40, 5120, 1, A100_80, A100_FLOPS, 60_000, PCIE_4, longest=8192)
 SETUPS = {setup.name: setup for setup in (OPT_13B, OPT_66B, OPT_175B, LLAMA_13B, LLAMA_13B_80)}
 
 
@@ -95,18 +97,20 @@ class Assumptions:
     """What no data sheet says. Shares are of the peak.
 
     reading: bandwidth that linear layers reach while they read weights; kv_reading: that attention of one token per
-    row reaches; arithmetic: of the peak operations in large matrix products; launch_s: all kernel launches of one
-    layer; reduce_s: one all-reduce (two for each layer with several GPUs); host_step_s, host_row_s: scheduling and
-    sampling. host_row_s was measured: a step of this package's engine, with a model of one tiny layer, takes 20 us
-    longer for each further greedy sequence and 30 us for each further sampled one (AMD EPYC). copy_call_s: start of one
-    transfer between device and host memory (K and V of each layer are one each).
-    paged_factor: paged attention against attention over contiguous K/V (20 to 26 % in the paper, at block size 16).
-    full_block: below it, the paged kernel cannot use the width of the device, and its time grows with 1/block size.
+    row reaches; arithmetic: of the peak operations in large matrix products; copying: of the bus; launch_s: all kernel
+    launches of one layer; reduce_s: one all-reduce (two for each layer with several GPUs); host_step_s, host_row_s:
+    scheduling and sampling. host_row_s was measured: a step of this package's engine, with a model of one tiny layer,
+    takes 20 us longer for each further greedy sequence and 30 us for each further sampled one (AMD EPYC). copy_call_s:
+    start of one transfer between device and host memory (K and V of each layer are one each).
+    paged_factor: paged attention against attention over contiguous K/V. It is the paper's result (20 to 26 %, section
+    7.1), so no figure here is evidence for it. full_block: below it, the paged kernel cannot use the width of the
+    device, and its time grows with 1/block size: assumed, and decisive for Figures 18b and 19 with smaller blocks.
     """
 
     reading: float = 0.7
     kv_reading: float = 0.6
     arithmetic: float = 0.5
+    copying: float = 0.8
     launch_s: float = 60e-6
     reduce_s: float = 30e-6
     host_step_s: float = 3e-3
@@ -137,5 +141,5 @@ def cost_of(setup: Setup, assumed: Assumptions = ASSUMED) -> CostModel:
         row=assumed.host_row_s,
         copied_token=2 * setup.kv_bytes / (bandwidth * assumed.kv_reading),
         swap_call=2 * setup.layers * assumed.copy_call_s,
-        swap_token=setup.kv_bytes / (setup.bus * setup.gpus),
+        swap_token=setup.kv_bytes / (setup.bus * assumed.copying * setup.gpus),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
+from benchmarks.paper.published import FIGURES
 from benchmarks.paper.runs import Outcome, Run
 
 Outcomes = dict[Run, Outcome]
@@ -38,21 +39,40 @@ class Figure:
     read: Callable[[Outcomes], Data]
 
 
+RATIO, POINTS = 0.2, 3.0
+"""A number agrees within this share of the paper's; a share in % within so many percentage points."""
+READ = "read off"
+"""Source of a value: the points of the paper's figure. Other sources: "printed" in it, or a section."""
+
+
 def check(
-    what: str, paper: float | str, ours: float, *, unit: str = "", within: tuple[float, float] | None = None
+    what: str,
+    paper: float | str,
+    ours: float,
+    *,
+    source: str,
+    unit: str = "",
+    within: tuple[float, float] | None = None,
 ) -> Data:
-    """One of the paper's values beside ours. within: the values that count as equal in shape; for a number, 20 % around
-    it if nothing else is said."""
-    if within is None and isinstance(paper, (int, float)):
-        within = (0.8 * paper, 1.2 * paper)
+    """One of the paper's values beside ours. within: the values that agree; RATIO or POINTS around a number if nothing
+    else is said."""
+    if within is None:
+        assert not isinstance(paper, str), "a bound says what agrees"
+        within = (paper - POINTS, paper + POINTS) if unit == "%" else ((1 - RATIO) * paper, (1 + RATIO) * paper)
     return {
         "what": what,
         "paper": paper,
+        "source": source,
         "ours": round(ours, 4),
         "unit": unit,
-        "within": within and [round(bound, 4) for bound in within],
-        "agrees": within is None or within[0] <= ours <= within[1],
+        "within": [round(bound, 4) for bound in within],
+        "agrees": within[0] <= ours <= within[1],
     }
+
+
+def shape(what: str, paper: str, ours: str, *, source: str) -> Data:
+    """What a curve looks like, in words: agrees if the words are equal."""
+    return {"what": what, "paper": paper, "source": source, "ours": ours, "unit": "", "agrees": paper == ours}
 
 
 def median(outcomes: list[Outcome], read: Callable[[Outcome], float]) -> Data:
@@ -74,8 +94,13 @@ def seeded(effort: Effort, runs: list[Run]) -> list[Run]:
     return [replace(run, seed=seed, minutes=run.minutes * effort.share) for seed in range(effort.seeds) for run in runs]
 
 
-def curves(outcomes: Outcomes, panel_of: Callable[[Run], str]) -> list[Data]:
-    """One panel for each value of `panel_of`, with one curve for each system."""
+def one_seed(effort: Effort) -> Effort:
+    """For traces so long that seeds change little."""
+    return replace(effort, seeds=1)
+
+
+def curves(outcomes: Outcomes, panel_of: Callable[[Run], str], figure: str = "") -> list[Data]:
+    """One panel for each value of `panel_of`, with one curve for each system; with the paper's curves of `figure`."""
     panels: dict[str, dict[str, list[tuple[float, Data]]]] = {}
     for run, group in grouped(outcomes).items():
         point = median(group, lambda outcome: outcome["latency"])
@@ -90,11 +115,19 @@ def curves(outcomes: Outcomes, panel_of: Callable[[Run], str]) -> list[Data]:
             }
             for name, points in systems.items()
         ]
-        limit = LATENCY_FACTOR * min(min(s["median"]) for s in series if s["system"].startswith("ours"))
+        limit = limit_of([s["median"] for s in series if s["system"].startswith("ours")])
+        paper = FIGURES[figure][title] if figure else {}
         for s in series:
             s["sustained"] = sustained(s["x"], s["median"], limit)
+            if s["system"] in paper:
+                s["paper"] = paper[s["system"]]
         result.append({"title": title, "limit": limit, "series": series})
     return result
+
+
+def limit_of(latencies: list[list[float]]) -> float:
+    """The latency up to which a rate is sustained, from the latencies of ours over rates."""
+    return LATENCY_FACTOR * min(map(min, latencies))
 
 
 def sustained(rates: list[float], latencies: list[float], limit: float) -> float:
@@ -111,7 +144,7 @@ def sustained(rates: list[float], latencies: list[float], limit: float) -> float
 
 def ratio(panel: Data, system: str) -> float:
     """The rate that ours sustains, divided by that of `system`; 0 if that is unknown."""
-    rates = {s["system"]: s["sustained"] for s in panel["series"]}
+    rates = rates_of(panel)
     return rates["ours"] / rates[system] if rates.get(system) else 0.0
 
 
@@ -123,21 +156,31 @@ def unreached(panel: Data, system: str) -> str:
     return " (at least)" if "ours" in names else ""
 
 
-RANGES = {"1.7 to 2.7": (1.7, 2.7), "2.7 to 8": (2.7, 8.0), "up to 22": (1.0, 22.0)}
-
-
-def ratio_checks(panels: list[Data], paper: dict[tuple[str, str], float | str]) -> list[Data]:
-    """A check for each value that `paper` states, by panel and system: a number, or one of RANGES."""
+def rate_checks(panels: list[Data]) -> list[Data]:
+    """The rate of ours, and what it is of each other system's: beside the paper's curves, read in the same way."""
     checks = []
     for panel in panels:
-        for series in panel["series"]:
-            system = series["system"]
-            value = paper.get((panel["title"], system))
-            if value is not None:
-                what = f"{panel['title']}: rate, ours / {system}{unreached(panel, system)}"
-                within = RANGES[value] if isinstance(value, str) else None
-                checks.append(check(what, value, ratio(panel, system), unit="x", within=within))
+        paper = paper_rates(panel)
+        for system, rate in sorted(paper.items(), key=lambda item: item[0] != "ours"):
+            if system == "ours":
+                what, mine, theirs, unit = "ours, requests/s sustained", rates_of(panel)["ours"], rate, ""
+            else:
+                what, unit = f"rate, ours / {system}{unreached(panel, system)}", "x"
+                mine, theirs = ratio(panel, system), paper["ours"] / rate
+            checks.append(check(f"{panel['title']}: {what}", round(theirs, 3), mine, source=READ, unit=unit))
     return checks
+
+
+def rates_of(panel: Data) -> dict[str, float]:
+    return {series["system"]: series["sustained"] for series in panel["series"]}
+
+
+def paper_rates(panel: Data, limit: float | None = None) -> dict[str, float]:
+    """The rates that the paper's systems sustain: up to `limit` seconds for a token, LATENCY_FACTOR times the paper's
+    ours at the lowest rate if nothing is said."""
+    paper = {series["system"]: series["paper"] for series in panel["series"] if "paper" in series}
+    limit = limit or limit_of([paper["ours"]["y"]])
+    return {system: sustained(curve["x"], curve["y"], limit) for system, curve in paper.items()}
 
 
 def spread(top: float, count: int = 10, low: float = 0.1) -> list[float]:

@@ -222,11 +222,11 @@ class _Drive:
         self._parents.setdefault(group.request_id, []).append(parents)
 
     def _on_step(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        size, manager = self.load.block_size, scheduler.managers[0]
+        size, manager = self.load.block_size, scheduler.manager
         work = load_of(
             output,
-            copied_tokens=len(output.block_copies[0]) * size,
-            swapped_blocks=len(output.swap_out[0]) + len(output.swap_in[0]),
+            copied_tokens=len(output.block_copies) * size,
+            swapped_blocks=len(output.swap_out) + len(output.swap_in),
         )
         used, tokens = manager.allocator.num_used * size, manager.num_filled_slots
         saved = manager.num_logical_blocks * size - used

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks import workloads
+from benchmarks.paper import published
 
 Kind = Literal["greedy", "samples", "beams"]
 
@@ -41,7 +42,14 @@ class SimRequest:
 def poisson(
     name: str, count: int, rate: float, seed: int, *, kind: Kind = "greedy", width: int = 1, longest: int = 2048
 ) -> list[SimRequest]:
-    """`count` requests of a workload (`benchmarks.workloads`), `rate` of them a second."""
+    """`count` requests, `rate` of them a second: with the lengths of the paper's Figure 11 (ShareGPT, Alpaca), or of
+    another workload of `benchmarks.workloads`."""
+    if name in published.MEANS:
+        rng, arrival, requests = random.Random(seed), 0.0, []
+        for i, pair in enumerate(published.pairs(name, count, rng, longest)):
+            requests.append(SimRequest(f"r{i}", arrival, *pair, kind, width))
+            arrival += rng.expovariate(rate)
+        return requests
     trace = workloads.synthesise(name, count, rate=rate, seed=seed, longest=longest)
     return [SimRequest(f"r{i}", r.arrival, r.input_length, r.output_length, kind, width) for i, r in enumerate(trace)]
 
@@ -58,13 +66,13 @@ def chat(count: int, rate: float, seed: int) -> list[SimRequest]:
     that most prompts have 1,024 tokens, as in the paper.
     """
     rng = random.Random(seed)
-    turns = workloads.synthesise("sharegpt", count * CHAT_ROUNDS, seed=seed)
+    turns = published.pairs("sharegpt", count * CHAT_ROUNDS, rng, workloads.LONGEST)
     arrival, requests = 0.0, []
     for i in range(count):
         rounds = turns[i * CHAT_ROUNDS : i * CHAT_ROUNDS + rng.randint(1, CHAT_ROUNDS)]
-        history = sum(t.input_length + t.output_length for t in rounds[:-1])
-        prompt = min(history + rounds[-1].input_length, CHAT_PROMPT)
-        requests.append(SimRequest(f"r{i}", arrival, prompt, min(rounds[-1].output_length, CHAT_OUTPUT)))
+        question, output = rounds.pop()
+        prompt = min(sum(map(sum, rounds)) + question, CHAT_PROMPT)
+        requests.append(SimRequest(f"r{i}", arrival, prompt, min(output, CHAT_OUTPUT)))
         arrival += rng.expovariate(rate)
     return requests
 
@@ -92,16 +100,16 @@ def turns(count: int, rate: float, seed: int) -> list[SimRequest]:
     """Conversations of at most TURNS turns with ShareGPT's lengths. A prompt is all that was said before, and the next
     question. A conversation ends before 2,048 tokens. THINKING seconds on average lie between two questions."""
     rng = random.Random(seed)
-    lengths = workloads.synthesise("sharegpt", count, seed=seed)
+    lengths = published.pairs("sharegpt", count, rng, workloads.LONGEST)
     conversations: list[list[tuple[int, int]]] = []
     while lengths:
         history, said = 0, []
         for _ in range(rng.randint(1, TURNS)):
-            if not lengths or history + lengths[-1].input_length + lengths[-1].output_length > workloads.LONGEST:
+            if not lengths or history + sum(lengths[-1]) > workloads.LONGEST:
                 break
-            turn = lengths.pop()
-            said.append((history + turn.input_length, turn.output_length))
-            history += turn.input_length + turn.output_length
+            question, output = lengths.pop()
+            said.append((history + question, output))
+            history += question + output
         conversations.append(said)
     start, requests = 0.0, []
     for index, said in enumerate(conversations):

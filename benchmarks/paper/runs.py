@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import statistics
+import zlib
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from benchmarks.paper import published
 from benchmarks.paper.beams import TOP_PROBABILITY
 from benchmarks.paper.cost import ASSUMED, SETUPS, Assumptions, cost_of
 from benchmarks.paper.policies.interface import Policy
 from benchmarks.paper.policies.orca import Orca
 from benchmarks.paper.policies.paged import Paged, Tiled
 from benchmarks.paper.policies.static import Static
+from benchmarks.paper.published import MEANS
 from benchmarks.paper.requests import (
     CHAT_ROUNDS,
     THINKING,
@@ -77,9 +80,13 @@ class Run:
             "translation": [TRANSLATION_INPUT, TRANSLATION_OUTPUT, TRANSLATION_SIGMA],
             "turns": [TURNS, THINKING],
         }
-        lengths = WORKLOADS[self.workload if self.workload in WORKLOADS else "sharegpt"]
+        if self.workload.startswith("azure"):
+            lengths = WORKLOADS[self.workload]
+        else:
+            name = self.workload if self.workload in MEANS else "sharegpt"
+            lengths = tuple(published.lengths(name, side) for side in ("in", "out"))
         beams = TOP_PROBABILITY if self.kind == "beams" else None
-        assumed = [asdict(SETUPS[self.setup]), asdict(self.assumed), [asdict(one) for one in lengths]]
+        assumed = [asdict(SETUPS[self.setup]), asdict(self.assumed), zlib.crc32(repr(lengths).encode())]
         return json.dumps([asdict(self), *assumed, parameters.get(self.workload), beams])
 
     def requests(self) -> list[SimRequest]:

@@ -143,7 +143,9 @@ class PagedLM(HFLM):
         outputs = self._generated(prompts, config, stopping_criteria=criteria, logits_processor=processors)
         rows = [output.outputs[0].token_ids for output in outputs]
         longest = max(map(len, rows))
-        new = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=context.device)
+        new = torch.tensor(
+            [row + [pad] * (longest - len(row)) for row in rows], dtype=torch.int64, device=context.device
+        )
         return torch.cat([context, new.reshape(len(rows), longest)], dim=1)
 
     def _options(self, max_new_tokens: int, options: dict[str, Any]) -> GenerationConfig:

@@ -1,20 +1,22 @@
 """Owns the block tables: which blocks hold the tokens of which sequence (SOSP'23 sections 4.2 to 4.4).
 
-Knows sequences by id and counts their tokens; never a tensor, a request or a token id. The copies that the device must
+A sequence has one table for each group of layers (see `layers.py`); all of them draw from one allocator. Knows
+sequences by id and counts their tokens; never a tensor, a request or a token id. The copies that the device must
 perform (copy-on-write) are returned as data.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.layers import FULL, LayerGroup
 from hf_paged.errors import OutOfBlocks
 
 NULL_BLOCK = -1
-"""Block-table entry of a block that left the sliding window and was freed. It must never be read."""
+"""Block-table entry of a block that no later token attends to and that was freed. It must never be read."""
 
 SeqId = Hashable
 
@@ -27,16 +29,34 @@ class BlockCopy(NamedTuple):
 
 
 class _Table:
-    __slots__ = ("blocks", "num_dropped", "num_tokens")
+    """blocks: the table of each group. num_dropped: the leading NULL_BLOCKs of each. drops_at: with fewer tokens, none
+    can be dropped. room: tokens that fit into the last blocks, if these are known to be in no other table and not
+    registered; 0 if that must be looked up."""
 
-    def __init__(self) -> None:
-        self.blocks = array("i")
+    __slots__ = ("blocks", "drops_at", "num_dropped", "num_tokens", "room")
+
+    def __init__(self, num_groups: int) -> None:
+        self.blocks = [array("i") for _ in range(num_groups)]
+        self.num_dropped = [0] * num_groups
         self.num_tokens = 0
-        self.num_dropped = 0  # leading NULL_BLOCKs
+        self.drops_at = 0.0
+        self.room = 0
+
+    def copy(self) -> _Table:
+        table = _Table(0)
+        table.blocks = [blocks[:] for blocks in self.blocks]
+        table.num_dropped = self.num_dropped[:]
+        table.num_tokens = self.num_tokens
+        return table
+
+    def held(self) -> Iterator[int]:
+        """The blocks of all groups."""
+        for blocks, first in zip(self.blocks, self.num_dropped):
+            yield from blocks[first:] if first else blocks
 
 
 class BlockManager:
-    """Block tables over one BlockAllocator.
+    """Block tables over one BlockAllocator, one for each sequence and group of layers.
 
     Invariants:
 
@@ -44,9 +64,9 @@ class BlockManager:
     - `ref_count(b)` is the number of tables that hold `b`;
     - a slot is written only if its block has `ref_count` 1 and is not registered in the prefix cache.
 
-    With a `sliding_window` of W tokens, blocks that no later token can attend to are freed as the sequence grows, and
-    their entries become NULL_BLOCK. Between two appends of one token, a sequence holds at most
-    `ceil(W / block_size) + 1` blocks.
+    Every verb changes the tables of all groups or none. Blocks of a group whose kind is a Window of W tokens are freed
+    when no later token can attend to them, and their entries become NULL_BLOCK: between two appends of one token, such
+    a table holds at most `ceil(W / block_size) + 1` blocks.
     """
 
     def __init__(
@@ -54,22 +74,21 @@ class BlockManager:
         allocator: BlockAllocator,
         block_size: int,
         *,
-        sliding_window: int | None = None,
+        groups: Sequence[LayerGroup] = (LayerGroup(),),
         cached_blocks: Container[int] = frozenset(),
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: must be at least 1")
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
         self.allocator = allocator
         self.block_size = block_size
-        self.sliding_window = sliding_window
+        self.groups = tuple(groups)
+        self.drops_blocks = any(group.kind != FULL for group in groups)
         # Blocks registered in the prefix cache. They become cached, not free, when their last table is freed. Before
         # one is written again, which happens only after a crop, `append` removes it from the prefix cache.
         self.cached_blocks = cached_blocks
         self._tables: dict[SeqId, _Table] = {}
         self.num_copies = 0  # copy-on-writes so far
-        # How often a table has changed otherwise than by new blocks at its end and blocks that left the window.
+        # How often a table has changed otherwise than by new blocks at its end and blocks that were dropped.
         self.rewrites = 0
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -87,46 +106,46 @@ class BlockManager:
     def num_tokens(self, seq_id: SeqId) -> int:
         return self._tables[seq_id].num_tokens
 
-    def block_table(self, seq_id: SeqId) -> array[int]:
+    def block_table(self, seq_id: SeqId, group: int = 0) -> array[int]:
         """The live table of block ids, read-only for callers: an `array('i')`, which can be copied as raw memory."""
+        return self._tables[seq_id].blocks[group]
+
+    def block_tables(self, seq_id: SeqId) -> list[array[int]]:
+        """Those of all groups."""
         return self._tables[seq_id].blocks
 
-    def slots(self, seq_id: SeqId, start: int, stop: int) -> list[int]:
+    def slots(self, seq_id: SeqId, start: int, stop: int, group: int = 0) -> list[int]:
         """Slots (`block_id * block_size + offset`) of token positions `start` to `stop - 1`."""
-        blocks, size = self._tables[seq_id].blocks, self.block_size
+        blocks, size = self._tables[seq_id].blocks[group], self.block_size
         return [blocks[pos // size] * size + pos % size for pos in range(start, stop)]
 
     def num_blocks_of(self, seq_ids: Iterable[SeqId]) -> int:
         """Number of distinct blocks that these sequences hold."""
-        held: set[int] = set()
-        for seq_id in seq_ids:
-            held.update(self._tables[seq_id].blocks)
-        held.discard(NULL_BLOCK)
-        return len(held)
+        return len({block_id for seq_id in seq_ids for block_id in self._tables[seq_id].held()})
 
     @property
     def num_logical_blocks(self) -> int:
         """Blocks that the sequences would hold without sharing (the denominator of the paper's Figure 15)."""
-        return sum(len(table.blocks) - table.num_dropped for table in list(self._tables.values()))
+        return sum(sum(1 for _ in table.held()) for table in list(self._tables.values()))
 
     @property
     def num_shared_blocks(self) -> int:
         """Blocks held by more than one table."""
-        allocator = self.allocator
-        held = {b for table in list(self._tables.values()) for b in table.blocks if b != NULL_BLOCK}
-        return sum(allocator.ref_count(b) > 1 for b in held)
+        held = {block_id for table in list(self._tables.values()) for block_id in table.held()}
+        return sum(self.allocator.ref_count(block_id) > 1 for block_id in held)
 
     @property
     def num_filled_slots(self) -> int:
         """Slots that hold a token's K/V; shared blocks are counted once."""
         filled: dict[int, int] = {}
+        size = self.block_size
         for table in list(self._tables.values()):
-            size = self.block_size
-            last = len(table.blocks) - 1
-            for index, block_id in enumerate(table.blocks):
-                if block_id != NULL_BLOCK:
-                    count = size if index < last else table.num_tokens - last * size
-                    filled[block_id] = max(filled.get(block_id, 0), count)
+            for blocks in table.blocks:
+                last = len(blocks) - 1
+                for index, block_id in enumerate(blocks):
+                    if block_id != NULL_BLOCK:
+                        count = size if index < last else table.num_tokens - last * size
+                        filled[block_id] = max(filled.get(block_id, 0), count)
         return sum(filled.values())
 
     def num_blocks_to_append_all(self, appends: Iterable[tuple[SeqId, int]]) -> int:
@@ -134,49 +153,59 @@ class BlockManager:
 
         Of the sequences that share a partly filled block, all but the last to append copy it; the last one keeps it.
         """
-        needed, size, ref_counts = 0, self.block_size, self.allocator.ref_counts
+        num_new, size, ref_counts = 0, self.block_size, self.allocator.ref_counts
         sharers: dict[int, int] = {}
         for seq_id, num_tokens in appends:
             table = self._tables.get(seq_id)
             if table is None:
-                needed += -(-num_tokens // size)
+                num_new += -(-num_tokens // size)
                 continue
-            needed += -(-(table.num_tokens + num_tokens) // size) - len(table.blocks)
-            if num_tokens > 0 and table.num_tokens % size:
-                last = table.blocks[-1]
-                sharers[last] = sharers.get(last, 0) + 1
-        return needed + sum(min(count, ref_counts[block_id] - 1) for block_id, count in sharers.items())
+            num_new += -(-(table.num_tokens + num_tokens) // size) - -(-table.num_tokens // size)
+            if num_tokens > 0 and table.num_tokens % size and not table.room:
+                for blocks in table.blocks:
+                    sharers[blocks[-1]] = sharers.get(blocks[-1], 0) + 1
+        copied = sum(min(count, ref_counts[block_id] - 1) for block_id, count in sharers.items())
+        return num_new * len(self.groups) + copied
 
     # -- the verbs ----------------------------------------------------------------------------------------------
 
     def append(self, seq_id: SeqId, num_tokens: int) -> list[BlockCopy]:
         """Make room for `num_tokens` more tokens at the end of `seq_id` (a new id starts an empty sequence).
 
-        Returns the copy-on-writes that the device must perform before it writes the new slots: one if the partly
-        filled last block is shared, else none. Other tables still hold the source block, so no copy overwrites it
-        before they are freed. Raises OutOfBlocks, and then changes nothing.
+        Returns the copy-on-writes that the device must perform before it writes the new slots: one for each group whose
+        partly filled last block is shared. Other tables still hold the source blocks, so no copy overwrites them before
+        they are freed. Raises OutOfBlocks, and then changes nothing.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative")
         allocator, size = self.allocator, self.block_size
-        table = self._tables.get(seq_id) or _Table()
-        blocks, length = table.blocks, table.num_tokens + num_tokens
-        last = blocks[-1] if num_tokens and table.num_tokens % size else NULL_BLOCK  # about to be written
-        is_shared = last != NULL_BLOCK and allocator.ref_counts[last] > 1
-        num_new = -(-length // size) - len(blocks)
-        if (num_new or is_shared) and num_new + is_shared > allocator.num_available:
-            raise OutOfBlocks(num_new + is_shared, allocator.num_available)
+        table = self._tables.get(seq_id) or _Table(len(self.groups))
+        length = table.num_tokens + num_tokens
+        num_new = -(-length // size) - -(-table.num_tokens // size)
+        # Tables whose last blocks will be written, and may be in other tables or registered.
+        written = table.blocks if num_tokens and table.num_tokens % size and not table.room else ()
+        shared = [blocks for blocks in written if allocator.ref_counts[blocks[-1]] > 1]
+        if num_new or shared:
+            needed = num_new * len(self.groups) + len(shared)
+            if needed > allocator.num_available:
+                raise OutOfBlocks(needed, allocator.num_available)
         copies: list[BlockCopy] = []
-        if is_shared:
-            blocks[-1] = allocator.allocate()
-            allocator.free(last)
-            copies.append(BlockCopy(last, blocks[-1]))
-            self.num_copies += 1
+        for blocks in written:
+            last = blocks[-1]
+            if allocator.ref_counts[last] > 1:
+                blocks[-1] = allocator.allocate()
+                allocator.free(last)
+                copies.append(BlockCopy(last, blocks[-1]))
+            elif last in self.cached_blocks:
+                allocator.forget(last)
+        if shared:
+            self.num_copies += len(shared)
             self.rewrites += 1
-        elif last in self.cached_blocks:
-            allocator.forget(last)
-        for _ in range(num_new):
-            blocks.append(allocator.allocate())
+        for blocks in table.blocks if num_new else ():
+            for _ in range(num_new):
+                blocks.append(allocator.allocate())
+        if num_tokens:
+            table.room = -length % size
         table.num_tokens = length
         self._tables[seq_id] = table
         return copies
@@ -184,65 +213,69 @@ class BlockManager:
     def append_all(self, appends: Sequence[tuple[SeqId, int]]) -> list[BlockCopy]:
         """`append` for several sequences, whose blocks must be available (see `num_blocks_to_append_all`)."""
         copies: list[BlockCopy] = []
-        tables, size = self._tables, self.block_size
-        ref_counts, cached_blocks = self.allocator.ref_counts, self.cached_blocks
+        tables = self._tables
         for seq_id, num_tokens in appends:
-            if num_tokens == 1 and (table := tables.get(seq_id)) is not None and table.num_tokens % size:
-                last = table.blocks[-1]
-                if ref_counts[last] == 1 and last not in cached_blocks:  # most appends: a slot in a block of its own
-                    table.num_tokens += 1
-                    continue
-            copies += self.append(seq_id, num_tokens)
+            if num_tokens == 1 and (table := tables.get(seq_id)) is not None and table.room:
+                table.room -= 1  # most appends: slots in blocks of its own
+                table.num_tokens += 1
+            else:
+                copies += self.append(seq_id, num_tokens)
         return copies
 
-    def drop_outside_window(self, seq_id: SeqId) -> int:
+    def drop_unseen(self, seq_id: SeqId) -> int:
         """Free the blocks that no token from `num_tokens` on can attend to; returns how many.
 
         Call it after the step that computed the last appended tokens, because those tokens still attend to the blocks.
         """
-        if self.sliding_window is None:
-            return 0
         table = self._tables[seq_id]
-        first = min(self._first_visible(table.num_tokens), len(table.blocks))
-        for index in range(table.num_dropped, first):
-            self._free_block(table.blocks[index])
-            table.blocks[index] = NULL_BLOCK
-        dropped = max(first - table.num_dropped, 0)
-        table.num_dropped = max(first, table.num_dropped)
-        return dropped
-
-    def _first_visible(self, num_tokens: int) -> int:
-        """Index of the first block with a position that the token at position `num_tokens` attends to."""
-        if self.sliding_window is None:
+        if table.num_tokens < table.drops_at:
             return 0
-        return max(num_tokens - self.sliding_window + 1, 0) // self.block_size
+        dropped = 0
+        for number, group in enumerate(self.groups):
+            blocks, start = table.blocks[number], table.num_dropped[number]
+            first = min(group.kind.first_visible(table.num_tokens) // self.block_size, len(blocks))
+            for index in range(start, first):
+                block_id, blocks[index] = blocks[index], NULL_BLOCK
+                table.num_dropped[number] = index + 1
+                self._free_block(block_id)
+                dropped += 1
+        ends = zip(self.groups, table.num_dropped)
+        table.drops_at = min(group.kind.unseen_from((first + 1) * self.block_size) for group, first in ends)
+        return dropped
 
     def fork(self, parent_id: SeqId, child_id: SeqId) -> None:
         """Start `child_id` with all of the parent's tokens, sharing every block. Allocates nothing."""
         if child_id in self._tables:
             raise ValueError(f"sequence {child_id!r} exists already")
         parent = self._tables[parent_id]
-        child = _Table()
-        child.blocks = parent.blocks[:]
-        child.num_tokens, child.num_dropped = parent.num_tokens, parent.num_dropped
+        child = parent.copy()
+        parent.room = 0
         share = self.allocator.share
-        for block_id in child.blocks[child.num_dropped :]:
+        for block_id in child.held():
             share(block_id)
         self._tables[child_id] = child
 
-    def adopt(self, seq_id: SeqId, block_ids: Iterable[int]) -> None:
-        """Start `seq_id` with full blocks that are already written (a prefix-cache hit), sharing them."""
+    def adopt(self, seq_id: SeqId, tables: Sequence[Sequence[int]]) -> None:
+        """Start `seq_id` with full blocks that are already written (a prefix-cache hit), sharing them.
+
+        tables: one for each group, all of the same length, with leading NULL_BLOCKs for blocks that no later token
+        attends to.
+        """
         if seq_id in self._tables:
             raise ValueError(f"sequence {seq_id!r} exists already")
-        table = _Table()
-        table.blocks.extend(block_ids)
-        if len(set(table.blocks)) < len(table.blocks):
-            raise ValueError(f"block_ids={list(table.blocks)}: a block appears twice")
-        if unwritten := [block_id for block_id in table.blocks if not self.allocator.is_held(block_id)]:
+        table = _Table(0)
+        table.blocks = [array("i", blocks) for blocks in tables]
+        table.num_dropped = [blocks.count(NULL_BLOCK) for blocks in table.blocks]
+        held = list(table.held())
+        if len(tables) != len(self.groups) or len(set(map(len, tables))) > 1 or NULL_BLOCK in held:
+            raise ValueError(f"tables={[list(blocks) for blocks in tables]}: not the beginning of {len(self.groups)}")
+        if len(set(held)) < len(held):
+            raise ValueError(f"block_ids={held}: a block appears twice")
+        if unwritten := [block_id for block_id in held if not self.allocator.is_held(block_id)]:
             raise ValueError(f"block {unwritten[0]} is free: it has no content to adopt")
-        for block_id in table.blocks:
+        for block_id in held:
             self.allocator.share(block_id)
-        table.num_tokens = len(table.blocks) * self.block_size
+        table.num_tokens = len(tables[0]) * self.block_size
         self._tables[seq_id] = table
 
     def crop(self, seq_id: SeqId, num_tokens: int) -> None:
@@ -250,20 +283,23 @@ class BlockManager:
         table = self._tables[seq_id]
         if not 0 <= num_tokens <= table.num_tokens:
             raise ValueError(f"num_tokens={num_tokens}: sequence {seq_id!r} has {table.num_tokens}")
-        if num_tokens < table.num_tokens and self._first_visible(num_tokens) < table.num_dropped:
-            raise ValueError(f"num_tokens={num_tokens}: its blocks left the sliding window of {self.sliding_window}")
+        for group, dropped in zip(self.groups, table.num_dropped):
+            if num_tokens < table.num_tokens and group.kind.first_visible(num_tokens) // self.block_size < dropped:
+                raise ValueError(f"num_tokens={num_tokens}: its blocks left the sliding window of {group.kind.window}")
         self.rewrites += 1
+        table.num_tokens, table.room = num_tokens, 0
         keep = -(-num_tokens // self.block_size)
-        while len(table.blocks) > keep:
-            self._free_block(table.blocks.pop())
-        table.num_tokens = num_tokens
+        for blocks in table.blocks:
+            while len(blocks) > keep:
+                self._free_block(blocks.pop())
 
     def free(self, seq_id: SeqId) -> None:
         """Remove the sequence. Blocks are freed in reverse order, so that the end of a prefix is evicted first."""
         table = self._tables.pop(seq_id)
         self.rewrites += 1
-        for block_id in reversed(table.blocks[table.num_dropped :]):
-            self._free_block(block_id)
+        for blocks, dropped in zip(table.blocks, table.num_dropped):
+            for block_id in reversed(blocks[dropped:]):
+                self._free_block(block_id)
 
     def move_to(self, other: BlockManager, seq_ids: Sequence[SeqId]) -> list[BlockCopy]:
         """Move these tables to the manager of another memory: swap out, or swap in (SOSP'23 section 4.5).
@@ -271,32 +307,30 @@ class BlockManager:
         Returns the copies from this manager's blocks to the other's. A block that several of the sequences share is
         copied once and stays shared. Raises OutOfBlocks if the other manager has too few blocks; then nothing moves.
         """
-        if other.block_size != self.block_size:
-            raise ValueError(f"block_size {self.block_size} and {other.block_size} differ")
+        if other.block_size != self.block_size or other.groups != self.groups:
+            raise ValueError(f"the managers differ: block_size {self.block_size} and {other.block_size}, or groups")
         if taken := [seq_id for seq_id in seq_ids if seq_id in other._tables]:
             raise ValueError(f"sequence {taken[0]!r} exists already")
         needed = self.num_blocks_of(seq_ids)
         if needed > other.allocator.num_available:
             raise OutOfBlocks(needed, other.allocator.num_available)
-        moved: dict[int, int] = {}
+        moved: dict[int, int] = {NULL_BLOCK: NULL_BLOCK}
         for seq_id in seq_ids:
-            table = self._tables[seq_id]
-            twin = _Table()
-            twin.num_tokens, twin.num_dropped = table.num_tokens, table.num_dropped
-            twin.blocks = table.blocks[: table.num_dropped]
-            for block_id in table.blocks[table.num_dropped :]:
-                if block_id in moved:
-                    other.allocator.share(moved[block_id])
-                else:
-                    moved[block_id] = other.allocator.allocate()
-                twin.blocks.append(moved[block_id])
-            other._tables[seq_id] = twin
+            twin = other._tables[seq_id] = self._tables[seq_id].copy()
+            for blocks in twin.blocks:
+                for index, block_id in enumerate(blocks):
+                    if block_id not in moved:
+                        moved[block_id] = other.allocator.allocate()
+                    elif block_id != NULL_BLOCK:
+                        other.allocator.share(moved[block_id])
+                    blocks[index] = moved[block_id]
         for seq_id in seq_ids:
             self.free(seq_id)
+        del moved[NULL_BLOCK]
         return [BlockCopy(src, dst) for src, dst in moved.items()]
 
     def rename(self, old_id: SeqId, new_id: SeqId) -> None:
-        """Give the table of `old_id` to the unused id `new_id`; no block moves."""
+        """Give the tables of `old_id` to the unused id `new_id`; no block moves."""
         if new_id in self._tables:
             raise ValueError(f"sequence {new_id!r} exists already")
         self._tables[new_id] = self._tables.pop(old_id)
@@ -311,13 +345,19 @@ class BlockManager:
         """Raises AssertionError if an invariant of the class, or of its allocator, does not hold."""
         self.allocator.check_integrity()
         counts: dict[int, int] = {}
+        size = self.block_size
         for seq_id, table in self._tables.items():
-            size = self.block_size
-            assert len(table.blocks) == -(-table.num_tokens // size), f"table of {seq_id!r} has the wrong length"
-            held = table.blocks[table.num_dropped :]
-            assert all(b == NULL_BLOCK for b in table.blocks[: table.num_dropped])
-            assert NULL_BLOCK not in held, f"table of {seq_id!r} has a hole"
-            assert len(set(held)) == len(held), f"a block is twice in the table of {seq_id!r}"
+            assert len(table.blocks) == len(self.groups)
+            for blocks, dropped in zip(table.blocks, table.num_dropped):
+                assert len(blocks) == -(-table.num_tokens // size), f"table of {seq_id!r} has the wrong length"
+                assert all(b == NULL_BLOCK for b in blocks[:dropped])
+                assert NULL_BLOCK not in blocks[dropped:], f"table of {seq_id!r} has a hole"
+                if table.room:
+                    assert table.room == -table.num_tokens % size, f"the room of {seq_id!r} is wrong"
+                    assert self.allocator.ref_count(blocks[-1]) == 1, f"the last block of {seq_id!r} is shared"
+                    assert blocks[-1] not in self.cached_blocks, f"the last block of {seq_id!r} is registered"
+            held = list(table.held())
+            assert len(set(held)) == len(held), f"a block is twice in the tables of {seq_id!r}"
             for block_id in held:
                 counts[block_id] = counts.get(block_id, 0) + 1
         for block_id in range(self.allocator.num_blocks):

@@ -8,11 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import to_device
 
 
 class CacheRows:
@@ -23,11 +26,8 @@ class CacheRows:
     """
 
     def __init__(self, memory: PagedMemory) -> None:
-        if len(memory.groups) != 1:
-            raise ValueError("a PagedKVCache keeps all layers in one group of blocks")
         self.memory = memory
-        self.manager = memory.groups[0].manager
-        self.pool = memory.groups[0].pool
+        self.manager = memory.manager
         self.ids = itertools.count()
         self.seq_ids: list[int] = []
         self.padding: list[int] = []
@@ -40,7 +40,16 @@ class CacheRows:
     @property
     def shared_parts(self) -> tuple[object, ...]:
         """What the rows of several caches over one memory have in common."""
-        return self.memory, self.manager, self.pool, self.ids
+        return self.memory, self.manager, self.ids
+
+    def has(self, index: int) -> bool:
+        """Whether layer `index` has stored K/V."""
+        return index in self.memory.pool
+
+    @property
+    def num_layers(self) -> int:
+        """One more than the highest index of a layer that has stored K/V."""
+        return max(self.memory.pool.layers, default=-1) + 1
 
     def refuse_any(self, remedy: str) -> None:
         """Raises ValueError if there are rows, or if they are lent."""
@@ -74,7 +83,7 @@ class CacheRows:
 
     def fork(self, row: int) -> None:
         """A new last row that shares all blocks of `row`."""
-        self._check(row)
+        self.check(row)
         child = next(self.ids)
         self.memory.fork(self.seq_ids[row], child)
         self.seq_ids.append(child)
@@ -87,12 +96,8 @@ class CacheRows:
         self.memory.append([(row, num_tokens) for row in self.seq_ids])
         self.length += num_tokens
 
-    def free(self, row: int) -> None:
-        self._check(row)
-        self.memory.free(self.seq_ids.pop(row))
-        self.padding.pop(row)
-
-    def _check(self, row: int) -> None:
+    def check(self, row: int) -> None:
+        """Raises IndexError if there is no such row."""
         if not 0 <= row < len(self.seq_ids):
             raise IndexError(f"row {row}: the cache has {len(self.seq_ids)} rows")
 
@@ -136,30 +141,31 @@ class CacheRows:
                 self.append(stop - self.length)
             except OutOfBlocks as error:
                 raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
-        kv = self.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
-        mapping = self._slots(start, stop).flatten().to(key.device, non_blocking=True)
+        kv = self.memory.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
+        mapping = to_device(self._slots(index, start, stop).ravel(), key.device)
         flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
         flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
         ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, in_bounds=True)
         return stop
 
-    def _slots(self, start: int, stop: int) -> torch.Tensor:
-        """Slots of positions `start` to `stop - 1` of every row, int64 [num_rows, stop - start]; -1 at padding."""
-        slots = torch.full((len(self.seq_ids), stop - start), -1, dtype=torch.int64)
+    def _slots(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Slots of positions `start` to `stop - 1` of every row in layer `index`, int64 [num_rows, stop - start]; -1 at
+        padding, and where a window has dropped the block."""
+        group = self.memory.group_index(index)
+        slots = np.full((len(self.seq_ids), stop - start), -1, dtype=np.int64)
         for i, (row, padding) in enumerate(zip(self.seq_ids, self.padding)):
             first = min(max(start, padding), stop)
-            slots[i, first - start :] = torch.tensor(self.manager.slots(row, first - padding, stop - padding))
-        return slots
+            slots[i, first - start :] = self.manager.slots(row, first - padding, stop - padding, group)
+        return slots.clip(min=-1)
 
     def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer `index` at positions `start` to `stop - 1`, gathered; padding reads as zeros.
 
         Shape [batch, num_kv_heads, stop - start, head_dim], and v_head_dim for V.
         """
-        kv = self.pool[index]
-        size = self.memory.block_size
+        kv, size = self.memory.pool[index], self.memory.block_size
         if any(self.padding):
-            slots = self._slots(start, stop).to(kv.key.device, non_blocking=True)
+            slots = to_device(self._slots(index, start, stop), kv.key.device)
             hole = (slots < 0)[..., None, None]
             slots = slots.clamp(min=0)
             dense_key, dense_value = (
@@ -168,8 +174,9 @@ class CacheRows:
             )
             return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
         first, last = start // size, -(-stop // size)
-        table = torch.tensor([list(self.manager.block_table(row)[first:last]) for row in self.seq_ids])
-        table = table.to(kv.key.device, non_blocking=True).flatten().long()
+        group = self.memory.group_index(index)
+        tables = [self.manager.block_table(row, group)[first:last] for row in self.seq_ids]
+        table = to_device(np.array(tables, dtype=np.int64).ravel().clip(min=0), kv.key.device)
         span = slice(start - first * size, stop - first * size)
         dense_key, dense_value = (
             tensor.index_select(0, table)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class PagedKVCache(Cache):
         # Without a config, layers are added as `update` names them.
         self._grows = not layers
         super().__init__(layers=layers)
+        self._fresh = [_state_of(layer) for layer in self._state_layers()]
 
     def _own_layer(self, index: int, layer: Any) -> Any:
         # Exactly these two hold K/V and nothing else.
@@ -80,7 +82,7 @@ class PagedKVCache(Cache):
         """Take ownership of sequences that `memory` holds already, whose K/V is complete in every layer."""
         self._rows.take(seq_ids, padding)
         if self._grows:
-            self._add_layers(max(self._rows.pool.layers, default=-1) + 1)
+            self._add_layers(self._rows.num_layers)
         self._set_lengths(self._rows.length)
 
     def lend_rows(self) -> tuple[list[int], list[int]]:
@@ -104,7 +106,7 @@ class PagedKVCache(Cache):
     def is_even(self) -> bool:
         """Whether every layer has K/V for the same tokens. False after a forward that has failed on its way."""
         lengths = {
-            layer.length for layer in self.layers if isinstance(layer, PagedLayer) and layer.index in self._rows.pool
+            layer.length for layer in self.layers if isinstance(layer, PagedLayer) and self._rows.has(layer.index)
         }
         return lengths <= {self._rows.length}
 
@@ -120,7 +122,7 @@ class PagedKVCache(Cache):
         for layer in self.layers:
             # A layer to which no sequence has written (cross-attention without images) is empty here too.
             if isinstance(layer, PagedLayer):
-                layer.length = length if layer.index in self._rows.pool else 0
+                layer.length = length if self._rows.has(layer.index) else 0
 
     def release_row(self) -> None:
         """End the view of `view_row`; the blocks stay with their owner."""
@@ -134,8 +136,10 @@ class PagedKVCache(Cache):
 
     def fork(self, row: int) -> int:
         """A new last row that shares all blocks of `row`; returns its index. Copies no K/V (copy-on-write later)."""
-        self._rows.fork(row)
-        self._select_states([*range(len(self._rows) - 1), row])
+        self._rows.check(row)
+        with self._all_or_nothing():
+            self._select_states([*range(len(self._rows)), row])
+            self._rows.fork(row)
         return len(self._rows) - 1
 
     def append(self, num_tokens: int) -> None:
@@ -147,22 +151,42 @@ class PagedKVCache(Cache):
 
     def free(self, row: int) -> None:
         """Remove a row; the rows after it move up by one. Blocks that no other row shares are freed."""
-        self._rows.free(row)
-        self._select_states([r for r in range(len(self._rows) + 1) if r != row])
-        if not self._rows:
-            self._forget()
+        self._rows.check(row)
+        self.select_rows([r for r in range(len(self._rows)) if r != row])
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Row i becomes a fork of the former row `rows[i]`; rows that are not in `rows` are freed."""
-        self._rows.select(rows)
+        for row in rows:
+            self._rows.check(row)
+        if not rows:
+            self.reset()
+            return
+        with self._all_or_nothing():
+            self._select_states(rows)
+            self._rows.select(rows)
 
     def _select_states(self, rows: Sequence[int]) -> None:
-        """Apply the selection to the per-row states that layers keep outside blocks."""
-        index = None
-        for layer in self._state_layers():
-            if index is None:
-                index = torch.tensor(rows)
-            layer.reorder_cache(index)
+        """Apply the selection to the per-row states that layers keep outside blocks. Needs the former rows."""
+        if layers := self._state_layers():
+            index = torch.tensor(rows, dtype=torch.int64, device="cpu")
+            for layer in layers:
+                layer.reorder_cache(index)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """If the block fails, the states of all layers are as before. It writes into no tensor, and changes the block
+        tables last, which does not fail."""
+        kept = [_state_of(layer) for layer in self._state_layers()]
+        try:
+            yield
+        except BaseException:
+            self._restore(kept)
+            raise
+
+    def _restore(self, states: Sequence[dict[str, Any]]) -> None:
+        for layer, state in zip(self._state_layers(), states):
+            vars(layer).clear()
+            vars(layer).update(state)
 
     def _state_layers(self) -> list[Any]:
         """Layers that hold a state outside blocks."""
@@ -202,20 +226,19 @@ class PagedKVCache(Cache):
         rows = beam_idx.tolist()
         if self._rows and rows != list(range(len(self._rows))):
             self.select_rows(rows)
-        for layer in self._state_layers():
-            layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = [r for r in range(len(self._rows)) for _ in range(repeats)]
-        if rows:
-            self.select_rows(rows)
-            self._select_states(rows)
+        """Each row becomes `repeats` rows beside each other."""
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats}: at least 1 is needed; use reset() to remove all rows")
+        if self._rows:
+            self.select_rows([r for r in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, numbers of rows or bool [num_rows]."""
         if self._rows:
-            rows = torch.arange(len(self._rows))[indices.cpu()].tolist()
-            self.select_rows(rows)
-            self._select_states(rows)
+            rows = torch.arange(len(self._rows), dtype=torch.int64, device="cpu")
+            self.select_rows(rows[indices.cpu()].tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` tokens from the end of every row (a positive value is the length to keep)."""
@@ -224,19 +247,23 @@ class PagedKVCache(Cache):
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         if keep < 0:
             raise ValueError(f"cannot crop {-tokens_to_remove} tokens from a cache of length {length}")
-        for layer in self.layers:  # first: a recurrent layer that does not record its past raises
-            if type(layer) is not PagedLayer:
+        with self._all_or_nothing():
+            for layer in self._state_layers():  # a recurrent layer that does not record its past raises
                 layer.crop(keep - length)
-        self._rows.crop(keep)
+            self._rows.crop(keep)
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.length = min(layer.length, keep)
 
     def reset(self) -> None:
-        """Remove every row and free its blocks; the pool keeps its memory."""
+        """Remove every row and free its blocks; the pool keeps its memory. The next rows may be any number."""
+        layers = self._state_layers()
+        recording = [layer for layer in layers if getattr(layer, "record_past", False)]
+        # transformers' layers would keep tensors of the former number of rows.
+        self._restore([_copied(state) for state in self._fresh])
+        for layer in recording:
+            layer.activate_past_recording()
         self._rows.clear()
-        for layer in self._state_layers():
-            layer.reset()
         self._forget()
 
     def _forget(self) -> None:
@@ -257,14 +284,26 @@ class PagedKVCache(Cache):
 
     def sizes_of(self, layer_idx: int) -> tuple[int, int, int] | None:
         """(num_kv_heads, head_dim, v_head_dim) of the layer's K/V; None if the layer has stored nothing."""
-        if layer_idx not in self._rows.pool:
+        if not self._rows.has(layer_idx):
             return None
-        key, value = self._rows.pool[layer_idx]
+        key, value = self._rows.memory.pool[layer_idx]
         return key.shape[2], key.shape[3], value.shape[3]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of this class or of its memory does not hold."""
         self._rows.check_integrity()
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer, with its tensors themselves and copies of its lists."""
+    state: dict[str, Any] = _copied(vars(layer))
+    return state
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return {key: _copied(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _layers_of(config: Any) -> list[Any]:

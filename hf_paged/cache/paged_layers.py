@@ -57,8 +57,10 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        start = self._first_visible()
+        start, is_first = self._first_visible(), self.length == 0
         self.length = self._rows.write(self.index, self.length, key_states, value_states)
+        if is_first and not any(self._rows.padding):  # a window may have dropped blocks of a long prompt
+            return key_states.contiguous(), value_states.contiguous()
         return self._rows.dense(self.index, start, self.length)
 
     def _first_visible(self) -> int:
@@ -111,8 +113,9 @@ class PagedStateLayer(PagedLayer):
         return paged
 
     def _placeholder(self) -> torch.Tensor:
-        device = self._rows.pool[self.index].key.device if self.length else None
-        return torch.empty(len(self._rows), 0, 0, 0, device=device)
+        key = self._rows.memory.pool[self.index].key if self.length else None
+        dtype, device = (torch.float32, "cpu") if key is None else (key.dtype, key.device)
+        return torch.empty(len(self._rows), 0, 0, 0, dtype=dtype, device=device)
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -156,10 +159,6 @@ class PagedStateLayer(PagedLayer):
     def crop(self, tokens_to_remove: int) -> None:
         with self._kv_apart():
             self._rest().crop(tokens_to_remove)
-
-    def reset(self) -> None:
-        with self._kv_apart():
-            self._rest().reset()
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from array import array
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
+from hf_paged.cache.layers import FULL
 
 
 class _Pin(NamedTuple):
@@ -24,17 +25,33 @@ def root_digest(model_id: str, adapter: str | None = None, salt: str | None = No
     return hashlib.sha256(repr((model_id, adapter, salt)).encode()).digest()
 
 
+class CachedPrefix(NamedTuple):
+    """The blocks of a cached prefix: for each group of layers a table of `num_blocks` entries, in which NULL_BLOCK
+    stands for blocks that no later token attends to. num_idle: blocks that no table holds now."""
+
+    num_blocks: int
+    tables: list[list[int]]
+    num_idle: int
+
+    @property
+    def num_held(self) -> int:
+        return sum(self.num_blocks - table.count(NULL_BLOCK) for table in self.tables)
+
+
 class PrefixCache:
     """Full, computed blocks by the sha256 chain over (digest of the previous block, token ids of the block).
 
-    Invariant: digests and blocks map one to one, and every block that the allocator keeps as *cached* has a digest.
-    BlockManager never writes a registered block. The allocator evicts the least recently used block that no table holds
-    when it needs one. A pinned prefix has a block table of its own, so that its blocks are never evicted.
+    A block holds the tokens for one group of layers, so each group has blocks of its own under one digest. A prefix is
+    found if the groups have what a next token attends to: of layers that keep all tokens the whole chain, of layers
+    with a window the blocks of the last window.
+
+    Invariant: (group, digest) and blocks map one to one, and every block that the allocator keeps as *cached* has a
+    digest. BlockManager never writes a registered block. The allocator evicts the least recently used block that no
+    table holds when it needs one; the other groups' blocks that become useless with it are free then. A pinned prefix
+    has a block table of its own, so that its blocks are never evicted.
     """
 
     def __init__(self, manager: BlockManager) -> None:
-        if manager.sliding_window is not None:
-            raise ValueError("a manager with a sliding window drops the blocks of a prefix: nothing can be reused")
         if manager.allocator.on_evict is not None:
             raise ValueError("the allocator reports evictions to another prefix cache already")
         self.block_size = manager.block_size
@@ -44,8 +61,10 @@ class PrefixCache:
         # Those evicted since a reader emptied the list; None: no reader asks for them.
         self.evicted: list[int] | None = None
         self._manager = manager
-        self._digests: dict[int, bytes] = {}  # by block_id
-        self._blocks: dict[bytes, int] = {}  # by digest
+        self._kinds = [group.kind for group in manager.groups]
+        self._windowed = [number for number, kind in enumerate(self._kinds) if kind != FULL]
+        self._digests: dict[int, tuple[int, bytes]] = {}  # group and digest by block_id
+        self._blocks: list[dict[bytes, int]] = [{} for _ in self._kinds]  # of each group, by digest
         manager.cached_blocks = self._digests
         manager.allocator.on_evict = self._forget
 
@@ -64,39 +83,60 @@ class PrefixCache:
             parent = hashlib.sha256(parent + tokens.tobytes()).digest()
             digests.append(parent)
 
-    def match(self, token_ids: Sequence[int], root: bytes, digests: list[bytes] | None = None) -> list[int]:
-        """Blocks of the longest cached prefix that leaves at least one of `token_ids` to compute.
+    def match(
+        self, token_ids: Sequence[int], root: bytes, digests: list[bytes] | None = None, limit: int | None = None
+    ) -> CachedPrefix:
+        """The longest cached prefix, of at most `limit` tokens, that leaves at least one of `token_ids` to compute.
 
-        Only `digests` is changed; pass the result to `BlockManager.adopt` to share the blocks.
+        Only `digests` is changed; pass the tables to `BlockManager.adopt` to share the blocks.
         """
         digests = [] if digests is None else digests
-        limit = max(len(token_ids) - 1, 0) // self.block_size
-        self.extend_digests(digests, token_ids, root, limit)
-        return self._chain(digests[:limit])
+        most = max(len(token_ids) - 1, 0) // self.block_size
+        self.extend_digests(digests, token_ids, root, most)
+        return self._chain(digests[: most if limit is None else min(most, limit // self.block_size)])
 
-    def _chain(self, digests: Sequence[bytes]) -> list[int]:
-        block_ids: list[int] = []
-        for digest in digests:
-            block_id = self._blocks.get(digest)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
+    def _chain(self, digests: Sequence[bytes]) -> CachedPrefix:
+        """The longest cached prefix of this chain."""
+        count = len(digests)
+        for kind, blocks in zip(self._kinds, self._blocks):
+            if kind == FULL:
+                count = next((index for index in range(count) if digests[index] not in blocks), count)
+        while (missing := self._missing(digests, count)) is not None:
+            count = missing
+        tables = [
+            [NULL_BLOCK] * (first := self._first(number, count)) + [blocks[each] for each in digests[first:count]]
+            for number, blocks in enumerate(self._blocks)
+        ]
+        allocator = self._manager.allocator
+        num_idle = sum(allocator.is_cached(block_id) for table in tables for block_id in table)
+        return CachedPrefix(count, tables, num_idle)
+
+    def _missing(self, digests: Sequence[bytes], count: int) -> int | None:
+        """The last of the first `count` blocks that a window after them needs and that is not cached."""
+        for number in self._windowed:
+            blocks = self._blocks[number]
+            for index in range(count - 1, self._first(number, count) - 1, -1):
+                if digests[index] not in blocks:
+                    return index
+        return None
+
+    def _first(self, number: int, count: int) -> int:
+        """Of the first `count` blocks of a group, the first one that a later token attends to."""
+        return min(self._kinds[number].first_visible(count * self.block_size) // self.block_size, count)
 
     def count(self, query_tokens: int, hit_tokens: int) -> None:
         """Update the hit rate: a request looked up `query_tokens` tokens and `hit_tokens` of them were cached."""
         self.query_tokens += query_tokens
         self.hit_tokens += hit_tokens
 
-    def register(self, block_id: int, digest: bytes) -> bool:
-        """Register `block_id`, which is full and computed. False if another block has the same digest already."""
-        known = self._digests.get(block_id)
-        assert known is None or known == digest, f"block {block_id} was written after it had been registered"
-        if digest in self._blocks:
-            return self._blocks[digest] == block_id
-        self._blocks[digest] = block_id
-        self._digests[block_id] = digest
-        return True
+    def register(self, tables: Sequence[Sequence[int]], index: int, digest: bytes) -> None:
+        """Register the blocks at `index` of a sequence's tables, which are full and computed. A group in which another
+        block has the digest already keeps that one."""
+        for number, (table, blocks) in enumerate(zip(tables, self._blocks)):
+            block_id = table[index]
+            if block_id != NULL_BLOCK and blocks.setdefault(digest, block_id) == block_id:
+                known = self._digests.setdefault(block_id, (number, digest))
+                assert known == (number, digest), f"block {block_id} was written after it had been registered"
 
     def pin(self, token_ids: Sequence[int], root: bytes) -> int:
         """Keep the cached blocks of this prefix until `unpin`; returns the number of tokens kept (0: none cached).
@@ -107,12 +147,12 @@ class PrefixCache:
         self.extend_digests(digests, token_ids, root, len(token_ids) // self.block_size)
         if not digests:
             return 0
-        block_ids, pin_id = self._chain(digests), _Pin(digests[-1])
+        prefix, pin_id = self._chain(digests), _Pin(digests[-1])
         if pin_id in self._manager:
             self._manager.free(pin_id)
-        if block_ids:
-            self._manager.adopt(pin_id, block_ids)
-        return len(block_ids) * self.block_size
+        if prefix.num_blocks:
+            self._manager.adopt(pin_id, prefix.tables)
+        return prefix.num_blocks * self.block_size
 
     def unpin(self, token_ids: Sequence[int], root: bytes) -> bool:
         """Unpin a prefix, so that its blocks may be evicted again. False if it was not pinned."""
@@ -137,19 +177,39 @@ class PrefixCache:
             if allocator.is_cached(block_id):
                 allocator.drop_cached(block_id)
         self._digests.clear()
-        self._blocks.clear()
+        for blocks in self._blocks:
+            blocks.clear()
 
     def _forget(self, block_id: int) -> None:
-        del self._blocks[self._digests.pop(block_id)]
+        """The content of a block is about to be overwritten."""
+        number, digest = self._remove(block_id)
+        # Without a block of a layer that keeps all tokens, no prefix that contains it is found; without one of a
+        # window, none that ends soon after it.
+        for other, kind in enumerate(self._kinds):
+            twin = self._blocks[other].get(digest)
+            is_useless = self._kinds[number] in (FULL, kind)
+            if twin is not None and is_useless and self._manager.allocator.is_cached(twin):
+                self._remove(twin)
+                self._manager.allocator.drop_cached(twin)
+
+    def _remove(self, block_id: int) -> tuple[int, bytes]:
+        number, digest = self._digests.pop(block_id)
+        del self._blocks[number][digest]
         self.num_evictions += 1
         if self.evicted is not None:
             self.evicted.append(block_id)
+        return number, digest
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the invariant of the class does not hold."""
         allocator = self._manager.allocator
-        assert self._blocks == {digest: block_id for block_id, digest in self._digests.items()}
-        assert len(self._blocks) == len(self._digests), "two blocks have one digest"
+        entries = {
+            block_id: (number, digest)
+            for number, blocks in enumerate(self._blocks)
+            for digest, block_id in blocks.items()
+        }
+        assert entries == self._digests, "blocks and digests do not map one to one"
+        assert sum(map(len, self._blocks)) == len(self._digests), "two blocks have one digest"
         for block_id in range(allocator.num_blocks):
             known = block_id in self._digests
             assert known or not allocator.is_cached(block_id), f"block {block_id} is cached without a digest"

@@ -31,8 +31,8 @@ def paper(
     figures: Annotated[
         str,
         typer.Option(
-            help="comma-separated: 2, 12 to 19, 18b, azure, chunks, turns, priorities, tiles, adapters, assumptions, "
-            "speed, fit (cost model against the engine), real (runs of the engine)"
+            help="comma-separated: 1, 2, 11 to 17, 18a, 18b, 19, azure, chunks, turns, priorities, tiles, adapters, "
+            "assumptions, speed, fit (cost model against the engine), real (runs of the engine)"
         ),
     ] = "all",
     quick: Annotated[
@@ -48,7 +48,8 @@ def paper(
 ) -> Job:
     """Reproduce the evaluation of the PagedAttention paper: the baselines and ours on a simulated clock.
 
-    A call that was interrupted continues where it was.
+    Needs a clone of the repository: a wheel has no benchmarks. A call that was interrupted continues where
+    it was.
     """
     return lambda: _paper(figures, quick, out, page, plots=plots, fresh=fresh, workers=workers)
 

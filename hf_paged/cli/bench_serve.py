@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,8 +87,12 @@ def _serve(given: dict[str, Any]) -> int:
     from hf_paged.load import client, report
 
     objectives = objectives_of(given["goodput"] or [])
-    requests = planned(given)
-    endpoint = _endpoint(given)
+    endpoint, longest = _endpoint(given)
+    drawn = planned(given)
+    requests = [clamped(request, longest) for request in drawn]
+    shorter = sum(request is not former for request, former in zip(requests, drawn))
+    if shorter:
+        print(f"{shorter} of {len(requests)} requests were longer than the {longest} tokens of {endpoint.model}: cut")
     for request in requests[: given["warmups"]]:
         # Not the request itself: its prompt would then be in the server's prefix cache.
         warm = client.run(endpoint, [client.Planned(0.0, _reversed(request.prompt), request.output_length)])
@@ -114,12 +119,28 @@ def _serve(given: dict[str, Any]) -> int:
     return EXIT_ERRORS if summary.errors else 0
 
 
+def clamped(request: Any, longest: int | None) -> Any:
+    """The request, or one that fits in `longest` tokens: its answer gets at most half of them, its prompt the rest. (A
+    word of a text counts as a token.)"""
+    is_text = isinstance(request.prompt, str)
+    prompt = request.prompt.split() if is_text else request.prompt
+    if longest is None or len(prompt) + request.output_length <= longest:
+        return request
+    output_length = min(request.output_length, max(longest // 2, longest - len(prompt)))
+    kept = prompt[: longest - output_length]
+    leaves_after = request.leaves_after and min(request.leaves_after, output_length)
+    return replace(
+        request, prompt=" ".join(kept) if is_text else kept, output_length=output_length, leaves_after=leaves_after
+    )
+
+
 def _reversed(prompt: str | list[int]) -> str | list[int]:
     """A prompt with the same tokens, or words, in another order."""
     return " ".join(reversed(prompt.split())) if isinstance(prompt, str) else prompt[::-1]
 
 
-def _endpoint(given: dict[str, Any]) -> Any:
+def _endpoint(given: dict[str, Any]) -> tuple[Any, int | None]:
+    """The endpoint, and the tokens that a request may have there (None: unknown)."""
     from hf_paged.load.client import Endpoint, served_model
 
     try:
@@ -130,14 +151,9 @@ def _endpoint(given: dict[str, Any]) -> Any:
         raise UsageError(f"--extra-body {given['extra_body']}: a JSON object is needed, such as '{{\"top_k\": 5}}'")
     options = {"temperature": given["temperature"], **({"ignore_eos": True} if given["ignore_eos"] else {})}
     url = given["base_url"].rstrip("/").removesuffix("/v1")
-    return Endpoint(
-        url,
-        given["model"] or served_model(url, given["api_key"]),
-        given["endpoint"].value,
-        given["api_key"],
-        {**options, **extra},
-        given["timeout"],
-    )
+    name, longest = served_model(url, given["model"], given["api_key"])
+    key, timeout = given["api_key"], given["timeout"]
+    return Endpoint(url, name, given["endpoint"].value, key, {**options, **extra}, timeout), longest
 
 
 def planned(given: dict[str, Any]) -> list[Any]:

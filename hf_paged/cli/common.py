@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_paged.model.loading import check_ranks, pretrained
+
 EXIT_REFUSED = 1
 
 Job = Callable[[], int]
@@ -58,8 +60,19 @@ def find_checkpoint(name: str) -> None:
         raise UsageError(f"there is no folder {name}; give the folder of a checkpoint, or its name on the hub")
 
 
-def check_tensor_parallel(num_ranks: int, device: str | None) -> None:
-    """Raises UsageError if this machine cannot start so many ranks."""
+Revision = Annotated[str | None, typer.Option(help="branch, tag or commit of a checkpoint on the hub")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run the Python code that the checkpoint brings")
+]
+
+
+def source_of(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """Arguments of from_pretrained, without those that have their defaults."""
+    return without_none(revision=revision, trust_remote_code=trust_remote_code or None)
+
+
+def check_tensor_parallel(num_ranks: int, device: str | None, checkpoint: str, source: dict[str, Any]) -> None:
+    """Raises UsageError or ValueError if this machine, or this model, cannot have so many ranks."""
     import torch
 
     if num_ranks == 1:
@@ -69,6 +82,9 @@ def check_tensor_parallel(num_ranks: int, device: str | None) -> None:
         raise UsageError(f"{flag} with --device {device}: each rank takes a GPU of its own, or the CPU; drop --device")
     if torch.cuda.is_available() and torch.cuda.device_count() < num_ranks:
         raise UsageError(f"{flag}: there are {torch.cuda.device_count()} GPUs; use as many ranks, or fewer")
+    from transformers import AutoConfig
+
+    check_ranks(pretrained(AutoConfig, checkpoint, "configuration", **source), num_ranks)
 
 
 def without_none(**options: Any) -> dict[str, Any]:

@@ -48,6 +48,16 @@ def render(figures: dict[str, Any]) -> str:
         "pool": f"{_bytes(figures['kv_bytes_reserved'])} reserved: it starts with 16 blocks, grows by half, and is "
         "kept for the next call",
     }
+    if (plain := figures.get("plain")) is not None:
+        equal, texts = plain["equal"], plain["texts"]
+        verdict = "equal, token for token" if equal == texts else f"DIFFERENT in {texts - equal} of {texts} texts"
+        speed = plain["seconds"] / figures["seconds"] if figures["seconds"] else 0.0
+        rows = {
+            "compared": f"{verdict}: paged generate and plain generate",
+            "time": f"paged {figures['seconds']:.2f} s, plain {plain['seconds']:.2f} s ({speed:.1f} x)",
+            "memory": f"paged {_bytes(used)} of K/V at the peak, plain {_bytes(contiguous)} in padded tensors",
+            **rows,
+        }
     return "\n".join(["-" * 40, *(f"{name:<11} {text}" for name, text in rows.items())])
 
 

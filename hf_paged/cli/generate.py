@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,11 +24,14 @@ from hf_paged.cli.common import (
     DType,
     DTypeOption,
     Job,
+    Revision,
+    TrustRemoteCode,
     UsageError,
     check_tensor_parallel,
     find_checkpoint,
     option,
     show,
+    source_of,
     without_none,
 )
 from hf_paged.cli.figures import figures_of, render
@@ -36,6 +39,7 @@ from hf_paged.cli.ranks import TensorParallel, is_rank, on_ranks, read_input, sh
 from hf_paged.model.loading import load_model, pretrained
 
 DEFAULT_NEW_TOKENS = 128
+EXIT_DIFFERENT = 1
 
 
 def _count(text: str, *, minimum: int = 0) -> Any:
@@ -63,6 +67,8 @@ def generate(
     ] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
     tensor_parallel_size: TensorParallel = 1,
     max_new_tokens: Annotated[
         int | None, _count(f"maximum number of tokens to generate (default: {DEFAULT_NEW_TOKENS})", minimum=1)
@@ -88,6 +94,9 @@ def generate(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="prompts generated together", min=1)] = 32,
     stream: Annotated[bool, typer.Option("--stream", help="print each text as it is generated, one by one")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="run plain generate too; the exit status is 1 if a text differs")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per prompt, then the figures")] = False,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="print figures of speed and memory")] = True,
 ) -> Job:
@@ -98,6 +107,8 @@ def generate(
     """
     given = {name: context.params[name] for name in _GENERATION_OPTIONS if context.params[name] not in (None, [], ())}
 
+    source = source_of(revision, trust_remote_code)
+
     def work() -> int:
         call = _Call(
             prompts=_read_prompts(list(prompts or ()), file),
@@ -106,13 +117,14 @@ def generate(
             batch_size=1 if stream else batch_size,
             stream=stream,
             as_json=as_json,
+            compare=compare,
         )
-        loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size)
+        loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size, source)
         return _run(call, loaded, shared_seed() if seed is None and is_rank() else seed, stats)
 
     def job() -> int:
         find_checkpoint(checkpoint)
-        check_tensor_parallel(tensor_parallel_size, device)
+        check_tensor_parallel(tensor_parallel_size, device, checkpoint, source)
         return on_ranks(tensor_parallel_size, work, needs_input=_reads_input(prompts, file))
 
     return job
@@ -147,6 +159,7 @@ class _Call:
     batch_size: int
     stream: bool
     as_json: bool
+    compare: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +180,7 @@ class _Answer:
     text: str
     num_tokens: int
     finish_reason: str
+    tokens: tuple[int, ...]
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------
@@ -219,27 +233,37 @@ def _check_options(call: _Call, defaults: Any) -> None:
             raise UsageError(f"--stream shows one text a prompt while it grows, {option} has several; drop one of them")
     if call.stream and call.as_json:
         raise UsageError("--stream and --json contradict each other; drop one of them")
+    if call.stream and call.compare:
+        raise UsageError("--stream and --compare contradict each other; drop one of them")
 
 
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
-def _load(call: _Call, checkpoint: str, dtype: DType, device: str | None, chat: bool | None, num_ranks: int) -> _Loaded:
+def _load(
+    call: _Call,
+    checkpoint: str,
+    dtype: DType,
+    device: str | None,
+    chat: bool | None,
+    num_ranks: int,
+    source: dict[str, Any],
+) -> _Loaded:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     # Load the small files first, so that most mistakes are reported before the weights are read.
-    pretrained(AutoConfig, checkpoint, "configuration")
+    pretrained(AutoConfig, checkpoint, "configuration", **source)
     defaults = GenerationConfig()
     with contextlib.suppress(OSError):
         # A checkpoint without this file has no defaults of its own.
-        defaults = GenerationConfig.from_pretrained(checkpoint)
+        defaults = GenerationConfig.from_pretrained(checkpoint, **source)
     _check_options(call, defaults)
-    tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer")
+    tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **source)
     chat = bool(tokenizer.chat_template) if chat is None else chat
     if chat and not tokenizer.chat_template:
         raise UsageError(f"--chat: the tokenizer of {checkpoint} has no chat template; drop --chat")
     show("loading the model ...")
-    model = load_model(checkpoint, dtype.value, device, num_ranks=num_ranks)
+    model = load_model(checkpoint, dtype.value, device, num_ranks=num_ranks, source=source)
     _refuse_unsupported(model)
     ids = [_encode(tokenizer, prompt, chat=chat) for prompt in call.prompts]
     options = _with_length(model, ids, call.options)
@@ -272,7 +296,7 @@ def _with_length(model: Any, ids: list[list[int]], options: dict[str, Any]) -> d
     from hf_paged.generation.validation import check_prompts, position_limit
 
     for number, prompt in enumerate(ids, 1):
-        check_prompts(model, torch.tensor([prompt], dtype=torch.long), f"prompt {number}")
+        check_prompts(model, torch.tensor([prompt], dtype=torch.int64, device="cpu"), f"prompt {number}")
     limit, longest = position_limit(model), max(map(len, ids))
     given = options.get("max_new_tokens")
     if given is not None:
@@ -297,42 +321,78 @@ def _run(call: _Call, loaded: _Loaded, seed: int | None, stats: bool) -> int:
 
     if seed is not None:
         torch.manual_seed(seed)
-    generated, seconds = 0, 0.0
+    generated, seconds, plain = 0, 0.0, _Plain()
+    if call.compare:
+        for paged in (True, False):  # what a first call alone does is not compared
+            _generate_batch(replace(call, stream=False), loaded, loaded.ids[:1], paged=paged, few=True)
+        seed = torch.initial_seed() if seed is None else seed
     with hf_paged.record_calls() as records:
         for start in range(0, len(loaded.ids), call.batch_size):
             batch = loaded.ids[start : start + call.batch_size]
             if call.stream:
                 _print_header(call, start)
+            if call.compare and seed is not None:
+                torch.manual_seed(seed + start)
             began = time.perf_counter()
             answers = _generate_batch(call, loaded, batch)
             seconds += time.perf_counter() - began
+            if call.compare and seed is not None:
+                torch.manual_seed(seed + start)
+                began = time.perf_counter()
+                own = _generate_batch(call, loaded, batch, paged=False)
+                plain.add(answers, own, time.perf_counter() - began)
             generated += sum(answer.num_tokens for row in answers for answer in row)
             for index, row in enumerate(answers, start):
                 if not call.stream:
                     _print_answers(call, index, row)
     if stats:
         figures = figures_of(records, generated, sum(map(len, loaded.ids)), seconds)
+        if call.compare:
+            figures["plain"] = {"seconds": round(plain.seconds, 4), "equal": plain.equal, "texts": plain.texts}
         print(json.dumps({"stats": figures}) if call.as_json else render(figures))
-    return 0
+    return 0 if plain.equal == plain.texts else EXIT_DIFFERENT
 
 
-def _generate_batch(call: _Call, loaded: _Loaded, batch: list[list[int]]) -> list[list[_Answer]]:
-    """For each prompt of a batch of token ids, its `num_return_sequences` answers."""
+@dataclass(slots=True)
+class _Plain:
+    """What plain `generate` made of the same prompts. equal: texts, of all `texts`, whose tokens are the same."""
+
+    seconds: float = 0.0
+    equal: int = 0
+    texts: int = 0
+
+    def add(self, paged: list[list[_Answer]], own: list[list[_Answer]], seconds: float) -> None:
+        pairs = [(a, b) for rows in zip(paged, own) for a, b in zip(*rows)]
+        self.seconds += seconds
+        self.texts += len(pairs)
+        self.equal += sum(a.tokens == b.tokens for a, b in pairs)
+
+
+def _generate_batch(
+    call: _Call, loaded: _Loaded, batch: list[list[int]], *, paged: bool = True, few: bool = False
+) -> list[list[_Answer]]:
+    """For each prompt of a batch of token ids, its `num_return_sequences` answers. paged: not by plain `generate`.
+    few: two tokens."""
     import torch
     from transformers import TextStreamer
 
     model, tokenizer = loaded.model, loaded.tokenizer
     width = max(map(len, batch))
-    rows = torch.tensor([[loaded.pad_token_id] * (width - len(ids)) + ids for ids in batch], device=model.device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=model.device)
-    kwargs: dict[str, Any] = {**loaded.options, "pad_token_id": loaded.pad_token_id, "cache_config": call.cache_config}
+    integers: Any = {"dtype": torch.int64, "device": model.device}
+    rows = torch.tensor([[loaded.pad_token_id] * (width - len(ids)) + ids for ids in batch], **integers)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], **integers)
+    kwargs: dict[str, Any] = {**loaded.options, "pad_token_id": loaded.pad_token_id}
+    if paged:
+        kwargs.update(cache_implementation="paged", cache_config=call.cache_config)
+    if few:
+        kwargs.update(max_new_tokens=2, min_new_tokens=None)
     if "stop_strings" in kwargs:
         kwargs["tokenizer"] = tokenizer
     if call.stream:
         kwargs["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
         with _progress(model, enabled=not call.stream):
-            output = model.generate(rows, attention_mask=mask, cache_implementation="paged", **kwargs)
+            output = model.generate(rows, attention_mask=mask, **kwargs)
     except hf_paged.OutOfBlocks as error:
         raise UsageError(
             f"--num-blocks {call.cache_config.num_blocks} is too few for {len(batch)} prompts at once ({error.needed} "
@@ -358,7 +418,7 @@ def _answer(loaded: _Loaded, tokens: list[int]) -> _Answer:
     text = loaded.tokenizer.decode(tokens[:length], skip_special_tokens=True)
     if reason == "length" and any(text.endswith(stop) for stop in loaded.options.get("stop_strings", ())):
         reason = "stop"
-    return _Answer(text, length, reason)
+    return _Answer(text, length, reason, tuple(tokens[:length]))
 
 
 # -- output --------------------------------------------------------------------------------------------------------

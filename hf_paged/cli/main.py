@@ -26,7 +26,6 @@ _TyperError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assig
 app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)

@@ -1,32 +1,50 @@
-"""Commands on several ranks: torch's elastic launcher starts the same command line once for each rank."""
+"""Commands on several ranks: the same command line runs once more for each rank, in a process of its own.
+
+The ranks find each other through a file without a name, which no one else can open, and talk over the loopback. They
+end with the process that has started them, however that ends.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
+import subprocess
 import sys
-import tempfile
+import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Annotated
 
 import typer
 
 from hf_paged.cli.common import UsageError
+from hf_paged.errors import RankError
 
 TensorParallel = Annotated[
     int, typer.Option(help="ranks that share the model, one process and one GPU (or part of the CPU) each", min=1)
 ]
 
-_RUN, _INPUT = "TORCHELASTIC_RUN_ID", "HF_PAGED_STANDARD_INPUT"
-_EXIT_USAGE = 2
+_RUN, _STORE, _INPUT = "HF_PAGED_RUN", "HF_PAGED_STORE", "HF_PAGED_STANDARD_INPUT"
+_RUN_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
+_JOIN_LIMIT = timedelta(hours=2)  # between ranks that load a checkpoint; afterwards the engine notices sooner
+_END_SECONDS = 30.0  # from the end of one rank until others that still run are killed
+_FAILURE_SECONDS = 5.0  # the same if it has failed: the first rank tells its clients
+_PR_SET_PDEATHSIG = 1
 
 
 def is_rank() -> bool:
     """Whether a launcher has started this process as one of several ranks."""
-    return _RUN in os.environ
+    return _run_id() is not None
+
+
+def _run_id() -> str | None:
+    return os.environ.get(_RUN, os.environ.get(_RUN_OF_TORCHRUN))
 
 
 def is_first_rank() -> bool:
@@ -36,7 +54,7 @@ def is_first_rank() -> bool:
 
 def shared_seed() -> int:
     """A number that differs from run to run and is the same on all ranks of one."""
-    return zlib.crc32(os.environ[_RUN].encode())
+    return zlib.crc32((_run_id() or "").encode())
 
 
 def read_input() -> str:
@@ -44,63 +62,133 @@ def read_input() -> str:
     path = os.environ.get(_INPUT)
     if path is None:
         return sys.stdin.read()
-    with open(path, encoding="utf-8") as file:
+    with open(_path(path), encoding="utf-8") as file:
         return file.read()
 
 
 def on_ranks(size: int, work: Callable[[], int], *, last_seconds: int = 30, needs_input: bool = False) -> int:
     """Run `work` here if size is 1. Otherwise start this command line `size` times and run `work` in each process.
 
-    Returns the exit status. last_seconds: from a signal until ranks that still run are killed. needs_input: whether
-    the ranks read standard input.
+    Returns the exit status, which is that of the first rank that fails. last_seconds: from a signal until ranks that
+    still run are killed. needs_input: whether the ranks read standard input.
     """
     if size == 1:
         return work()
     if is_rank():
         return _work_as_rank(size, work)
-    with _input_for_all() if needs_input else nullcontext():
-        return _launch(size, last_seconds)
+    text = sys.stdin.read().encode() if needs_input else b""
+    with _file("input", text) as given, _file("store") as store, _watched_signals() as watch:
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            shared = _environment(size, store, given)
+            for rank in range(size):
+                ranks.append(_start(rank, shared, (store, given)))
+            return _supervise(ranks, watch, last_seconds)
+        finally:
+            for each in ranks:
+                each.kill()  # nothing, if it has ended
+                each.wait()
 
 
-def _launch(size: int, last_seconds: int) -> int:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(last_seconds))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "hf_paged.cli", *sys.argv[1:])
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode != _EXIT_USAGE:  # which has been explained
-            print(f"hf-paged: error: rank {rank} has ended with status {failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as error:
-        return 0 if error.sigval is signal.SIGTERM else 128 + error.sigval
-    return 0
+# -- the process that starts the ranks ---------------------------------------------------------------------------------
 
 
 @contextmanager
-def _input_for_all() -> Iterator[None]:
-    """Each rank reads standard input from a file of its own."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-        file.write(sys.stdin.read())
-        file.flush()
-        os.environ[_INPUT] = file.name
-        try:
-            yield
-        finally:
-            del os.environ[_INPUT]
+def _file(name: str, content: bytes = b"") -> Iterator[int]:
+    """A file in memory that has no path, so that only processes with this descriptor can open it, and none is left."""
+    descriptor = os.memfd_create(f"hf-paged-{name}")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _path(descriptor: int | str) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+@contextmanager
+def _watched_signals() -> Iterator[int]:
+    """A descriptor from which the numbers of the signals that arrive are read, one byte each."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+    before = [signal.signal(each, lambda *_: None) for each in kinds]
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for each, handler in zip(kinds, before):
+            signal.signal(each, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def _environment(size: int, store: int, given: int) -> dict[str, str]:
+    """Of all ranks. They run on this machine, so that nothing has to reach them from another one."""
+    asked: dict[str, object] = {"OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // size)}
+    asked |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    own: dict[str, object] = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, _STORE: store, _INPUT: given}
+    own[_RUN] = f"{os.getpid()}-{uuid.uuid4().hex}"
+    return {name: str(value) for name, value in {**asked, **os.environ, **own}.items()}
+
+
+def _start(rank: int, environment: dict[str, str], files: Sequence[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hf_paged.cli", *sys.argv[1:]],
+        stdin=subprocess.DEVNULL,
+        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        pass_fds=files,
+        start_new_session=True,  # Ctrl-C reaches this process, which tells the first rank, once
+    )
+
+
+def _supervise(ranks: Sequence[subprocess.Popen[bytes]], watch: int, last_seconds: float) -> int:
+    """Pass signals on to the first rank, until all have ended. Returns the exit status."""
+    failure: tuple[int, int] | None = None  # a rank and its status
+    limits: list[float] = []  # when those that still run are killed: at the first of them
+    while True:
+        signals = [number for number in _read(watch) if number != signal.SIGCHLD]  # before looking who has ended
+        running = [rank for rank, each in enumerate(ranks) if each.poll() is None]
+        ended = {rank: each.returncode for rank, each in enumerate(ranks) if rank not in running}
+        failure = failure or _worst(ended)
+        if not running:
+            break
+        for number in signals:
+            ranks[0].send_signal(number)
+            limits.append(time.monotonic() + last_seconds)
+        if ended:
+            seconds = _END_SECONDS if failure is None else _FAILURE_SECONDS if 0 in running else 0.0
+            limits.append(time.monotonic() + seconds)
+        left = min(limits) - time.monotonic() if limits else None
+        if left is not None and left <= 0:
+            failure = failure or (running[0], -signal.SIGKILL)
+            for rank in running:
+                ranks[rank].kill()
+        select.select([watch], [], [], None if left is None else max(0.1, left))
+    if failure is None:
+        return 0
+    rank, status = failure
+    if status not in (_EXIT_USAGE, _EXIT_INTERRUPTED):  # which have been explained
+        print(f"hf-paged: error: rank {rank} has ended with status {status}", file=sys.stderr)
+    return status if status > 0 else 128 - status
+
+
+def _worst(ended: dict[int, int]) -> tuple[int, int] | None:
+    """Of ranks that have ended at the same time, the one that a signal has ended, else the first one."""
+    return min(((rank, status) for rank, status in ended.items() if status), key=lambda each: each[1] > 0, default=None)
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 512)
+    except BlockingIOError:
+        return b""
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
 
 
 def _work_as_rank(size: int, work: Callable[[], int]) -> int:
@@ -108,6 +196,9 @@ def _work_as_rank(size: int, work: Callable[[], int]) -> int:
 
     if (started := int(os.environ["WORLD_SIZE"])) != size:
         raise UsageError(f"--tensor-parallel-size {size}, but {started} ranks have been started; give them the same")
+    if _STORE in os.environ:
+        _end_with_parent(int(os.environ[_RUN].partition("-")[0]))
+        _join(int(os.environ["RANK"]), size)
     if is_first_rank():
         status = work()
     else:
@@ -117,7 +208,41 @@ def _work_as_rank(size: int, work: Callable[[], int]) -> int:
         try:
             status = work()
         except (UsageError, ValueError):  # the first rank explains it
-            return _EXIT_USAGE
+            status = _EXIT_USAGE
+        except RankError:  # which has been logged
+            status = 1
+    if status:  # another rank may have failed: nothing is to wait for it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     if distributed.is_initialized():
         distributed.destroy_process_group()
     return status
+
+
+def _end_with_parent(parent: int) -> None:
+    """The kernel kills this process when the one that has started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def _join(rank: int, size: int) -> None:
+    """Make the process group that transformers would make, with the file in place of a server that listens."""
+    import torch
+    from torch import distributed
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    backend, own = "gloo", None
+    if device is not None:
+        torch.accelerator.set_device_index(rank)
+        backend = distributed.get_default_backend_for_device(device.type)
+        own = torch.device(device.type, rank) if backend == "nccl" else None
+    distributed.init_process_group(
+        backend,
+        store=distributed.FileStore(_path(os.environ[_STORE]), size),
+        rank=rank,
+        world_size=size,
+        timeout=_JOIN_LIMIT,
+        device_id=own,
+    )

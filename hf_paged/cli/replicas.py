@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import secrets
 import signal
 import threading
+import time
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_paged.cli.common import UsageError, without_none
+from hf_paged.cli.common import UsageError, source_of, without_none
 
 log = logging.getLogger("hf_paged.serving")
 
 _APP = "hf-paged"
 _OBJECT_STORE_BYTES = 128 * 2**20  # requests and answers are small
 _ADDRESS = "RAY_ADDRESS"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SHUTDOWN_SECONDS = 2.0  # until processes of a cluster that ends are killed
+_LOOK_SECONDS = 5.0  # between two looks at the application
 
 
 def check_replicas(given: dict[str, Any]) -> None:
     """Raises UsageError for options that do not go together."""
     if given["replicas"] is None:
-        for name, flag in (("max_replicas", "--max-replicas"), ("routing", "--routing")):
-            if given[name] not in (None, "prefix"):
-                raise UsageError(f"{flag} {given[name]} is for replicas; add --replicas")
+        for name, default in (("max_replicas", None), ("routing", "prefix"), ("route_prefix", "/")):
+            if given[name] != default:
+                raise UsageError(f"--{name.replace('_', '-')} {given[name]} is for replicas; add --replicas")
         return
     flag = f"--replicas {given['replicas']}"
     if find_spec("ray") is None:
@@ -70,14 +77,15 @@ def engine_switches(given: dict[str, Any]) -> dict[str, bool]:
 
 def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
     """Serve until a signal. Returns the exit status."""
+    is_local = _ADDRESS not in os.environ
+    if is_local:
+        _prepare_environment()
     import ray
     import torch
-    from ray import serve
 
-    from hf_paged.serving.ray import AppArgs, build_app
+    from hf_paged.serving.ray import AppArgs
 
     device = given["device"]
-    num_gpus = int(torch.cuda.is_available() if device is None else device == "cuda")
     cache, scheduler = engine_options(given)
     args = AppArgs(
         checkpoint=given["checkpoint"],
@@ -86,50 +94,170 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
         routing=given["routing"].value,
         dtype=given["dtype"].value,
         device=device,
-        gpus=num_gpus,
+        gpus=int(torch.cuda.is_available() if device is None else device == "cuda"),
         adapters={name: str(Path(folder).resolve()) for name, folder in adapters.items()},
         settings=asdict(settings),
         cache=cache,
         scheduler=scheduler,
         switches=engine_switches(given),
+        source=source_of(given["revision"], given["trust_remote_code"]),
         drain_seconds=given["drain_seconds"],
     )
-    host, port = given["host"], _free_port(given["host"], given["port"])
-    if _ADDRESS in os.environ:
+    prefix = _checked_prefix(given["route_prefix"])
+    try:
+        _connect(args, is_local=is_local, is_verbose=given["log_level"].value == "debug")
+        _on_signals(_interrupt)  # Ray has set handlers of its own
+        host, port = _start_serve(given["host"], given["port"])
+        return _run_app(args, prefix, host, port, is_local=is_local)
+    finally:
+        _on_signals(signal.SIG_IGN)
+        if is_local:  # signals that would end them are blocked in Ray's processes
+            kill = threading.Timer(_SHUTDOWN_SECONDS, _kill_children)
+            kill.daemon = True
+            kill.start()
+        ray.shutdown()
+
+
+def _prepare_environment() -> None:
+    """For a cluster of this command's own, before Ray is imported: its processes inherit it."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # its processes listen on all interfaces
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")  # one that hangs hears of no other end
+    os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "hf_paged.serving.proxy:middlewares")
+
+
+def _checked_prefix(prefix: str) -> str:
+    if not re.fullmatch(r"/|(/[\w.-]+)+", prefix):
+        raise UsageError(f"--route-prefix {prefix}: write / or a path such as /name")
+    return prefix
+
+
+def _connect(args: Any, *, is_local: bool, is_verbose: bool) -> None:
+    """To the cluster that the environment names, or to one that is started here and ends with this process."""
+    import ray
+
+    if not is_local:
         ray.init(log_to_driver=False)
-    else:
-        most = args.max_replicas or args.replicas
+        return
+    most = args.max_replicas or args.replicas
+    # A signal to the whole process group is for this process, which needs the others to drain.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
         ray.init(
+            address="local",  # whatever else runs on this machine
             num_cpus=max(os.cpu_count() or 1, most),  # a share each, whatever the machine has
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
-            log_to_driver=given["log_level"].value == "debug",
+            log_to_driver=is_verbose,
         )
-    stop, has_begun = threading.Event(), False
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _start_serve(host: str, port: int) -> tuple[str, int]:
+    """Where Ray's proxies listen. Raises UsageError if they run and listen elsewhere, OSError if they cannot listen."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        serve.start(http_options={"host": host, "port": _free_port(host, port)})
+        client = _get_global_client()
+    assert client is not None
+    runs = client.http_config
+    if (host, port or runs.port) != (runs.host, runs.port):
+        raise UsageError(
+            f"--host {host} --port {port}: Ray Serve runs on this cluster already and listens on {runs.host}:"
+            f"{runs.port}, for all its applications; give --host {runs.host} --port {runs.port}"
+        )
+    return str(runs.host), int(runs.port)
+
+
+def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) -> int:
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    from hf_paged.serving.ray import build_app
+
+    name = f"{_APP}-{secrets.token_hex(4)}"  # of its own: an application of the same name would be replaced
+    stop, hurry = threading.Event(), threading.Event()
+    app, has_begun = build_app(args), False
     try:
-        _on_signals(_interrupt)  # Ray has set handlers of its own
-        serve.start(http_options={"host": host, "port": port})
-        app = build_app(args)
         has_begun = True
-        serve.run(app, name=_APP, route_prefix="/")
-        _on_signals(lambda *_: stop.set())
-        log.info("running on http://%s:%d (Ctrl-C ends it), %d replicas", host, port, args.replicas)
-        stop.wait()
+        try:
+            handle = serve.run(app, name=name, route_prefix=prefix)
+        except RayServeException as error:
+            if "is being used by application" not in str(error):
+                raise
+            raise UsageError(f"--route-prefix {prefix}: {error} Choose another one, or end that application") from None
+        _on_signals(lambda *_: hurry.set() if stop.is_set() else stop.set())
+        path = "" if prefix == "/" else prefix
+        for url in _urls(host, port):
+            log.info("running on %s%s (Ctrl-C ends it), %d replicas, as %s", url, path, args.replicas, name)
+        while not stop.wait(_LOOK_SECONDS):
+            if name not in serve.status().applications:
+                log.error("the application %s has been deleted by another program", name)
+                has_begun = False
+                return 1
         log.info("draining")
+        _drain(handle, args.drain_seconds, hurry)
+        return 0
     finally:
         _on_signals(signal.SIG_IGN)
+        if has_begun and not is_local:  # a cluster of its own ends as a whole
+            try:
+                serve.delete(name)
+            except Exception:  # what ended the server is raised
+                log.exception("the application %s could not be deleted", name)
+
+
+def _drain(handle: Any, seconds: float, hurry: threading.Event) -> None:
+    """Until the requests in flight have ended, the time is over, or a second signal has come."""
+    from ray.exceptions import RayError
+
+    done = handle.drain.remote(seconds)
+    end = time.monotonic() + seconds + _LOOK_SECONDS
+    while not hurry.is_set() and time.monotonic() < end:
         try:
-            if has_begun:  # else an application of that name is another program's
-                serve.delete(_APP)
-        except Exception:  # what ended the server is raised
-            log.exception("the application could not be deleted")
-        finally:
-            ray.shutdown()
-    return 0
+            if left := done.result(timeout_s=0.2):
+                log.warning("%d requests have not ended in time", left)
+            return
+        except TimeoutError:
+            pass
+        except RayError as error:  # the ingress has ended
+            log.warning("the ingress cannot drain: %s", str(error).splitlines()[0])
+            return
+
+
+def _urls(host: str, port: int) -> list[str]:
+    """Where the proxies answer: each is on the machine of a node of the cluster."""
+    import ray
+    from ray import serve
+
+    from hf_paged.serving.settings import is_loopback
+
+    proxies = serve.status().proxies
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    if is_loopback(host):
+        here = ray.get_runtime_context().get_node_id()
+        own = f"http://{_bracketed(host)}:{port}"
+        return [own if node == here else f"{own} of the machine {nodes.get(node, node)}" for node in proxies]
+    return [f"http://{_bracketed(nodes.get(node, host))}:{port}" for node in proxies]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _kill_children() -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
 
 
 def _on_signals(handler: Any) -> None:
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in _SIGNALS:
         signal.signal(each, handler)
 
 

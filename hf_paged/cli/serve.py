@@ -19,11 +19,14 @@ from hf_paged.cli.common import (
     DType,
     DTypeOption,
     Job,
+    Revision,
+    TrustRemoteCode,
     UsageError,
     check_tensor_parallel,
     find_checkpoint,
     option,
     show,
+    source_of,
 )
 from hf_paged.cli.ranks import TensorParallel, is_first_rank, on_ranks
 from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
@@ -74,12 +77,15 @@ def serve(
     ] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
     tensor_parallel_size: TensorParallel = 1,
     replicas: Annotated[int | None, option("engines on Ray Serve, with requests shared out among them", min=1)] = None,
     max_replicas: Annotated[int | None, option("replicas that autoscaling may start (default: none)", min=1)] = None,
     routing: Annotated[
         Routing, option("with --replicas: where the prompt's beginning is cached, to the idlest, or in turn")
     ] = Routing.prefix,
+    route_prefix: Annotated[str, option("with --replicas: path before the routes, one for each application")] = "/",
     max_model_len: Annotated[int | None, option("tokens of prompt and answer together", min=2)] = None,
     max_num_seqs: Annotated[int | None, option("sequences in a step", min=1)] = None,
     max_num_batched_tokens: Annotated[int | None, option("tokens in a step", min=1)] = None,
@@ -145,7 +151,8 @@ def _serve(given: dict[str, Any]) -> int:
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; in a checkout: pip install -e '.[serve]'")
     find_checkpoint(given["checkpoint"])
-    check_tensor_parallel(given["tensor_parallel_size"], given["device"])
+    source = source_of(given["revision"], given["trust_remote_code"])
+    check_tensor_parallel(given["tensor_parallel_size"], given["device"], given["checkpoint"], source)
     check_replicas(given)
     from hf_paged.serving.settings import check_exposure
 
@@ -194,6 +201,7 @@ def _settings(given: dict[str, Any]) -> Any:
         response_template=_response_template(given["response_template"]),
         admin_key=given["admin_key"],
         priorities=given["scheduling_policy"] is Policy.priority,
+        hosts=None if given["allow_no_key"] else (given["host"].lower(),),
         limits=Limits(
             logprobs=given["max_logprobs"],
             in_flight=given["max_in_flight"],
@@ -257,6 +265,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
         num_ranks=given["tensor_parallel_size"],
         adapters=adapters,
         switches=engine_switches(given),
+        source=source_of(given["revision"], given["trust_remote_code"]),
     )
     show("")
     print(f"hf-paged: {engine!r}", file=sys.stderr)

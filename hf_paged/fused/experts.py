@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection, gated
 from hf_paged.kernels.rows import ACTIVATIONS, DTYPES, are_alike, are_close
+from hf_paged.model.parameters import readable
 
 _INTERFACE = "transformers.integrations.moe"  # the module of the interface
 _IMPLEMENTATIONS = {
@@ -72,7 +73,7 @@ def known_experts(module: Any, rows: torch.Tensor) -> KnownExperts | None:
 
 
 def _are_operands(rows: Any, index: Any, weights: Any) -> bool:
-    if not all(isinstance(x, torch.Tensor) and x.dim() == 2 for x in (rows, index, weights)):
+    if not all(type(x) is torch.Tensor and x.dim() == 2 for x in (rows, index, weights)):
         return False
     return bool(
         rows.dtype in DTYPES
@@ -97,10 +98,8 @@ def projections_of(module: Any, rows: torch.Tensor) -> tuple[Projection, Project
     """The products up and down; None if the parameters are no plain ones of the rows' dtype and sizes."""
     found = []
     for name in ("gate_up_proj", "down_proj"):
-        tensors = [module._parameters.get(name)]
-        if module.has_bias:
-            tensors.append(module._parameters.get(f"{name}_bias"))
-        if not all(_is_plain(tensor, rows) for tensor in tensors):
+        tensors = readable(module, name, *([f"{name}_bias"] if module.has_bias else []))
+        if tensors is None or not all(_are_of(tensor, rows) for tensor in tensors):
             return None
         found.append(Projection(tensors[0], tensors[1] if module.has_bias else None, module.is_transposed))
     up, down = found
@@ -110,9 +109,9 @@ def projections_of(module: Any, rows: torch.Tensor) -> tuple[Projection, Project
     return (up, down) if all(p.bias is None or p.bias.shape == (sizes[3], p.outputs) for p in found) else None
 
 
-def _is_plain(tensor: Any, rows: torch.Tensor) -> bool:
-    plain = type(tensor) is nn.Parameter and type(tensor.data) is torch.Tensor and tensor.dim() in (2, 3)
-    return plain and tensor.dtype == rows.dtype and tensor.device == rows.device and tensor.is_contiguous()
+def _are_of(tensor: Any, rows: torch.Tensor) -> bool:
+    fits = tensor is not None and tensor.dim() in (2, 3) and tensor.dtype == rows.dtype
+    return bool(fits and tensor.device == rows.device and tensor.is_contiguous())
 
 
 def is_of_interface(module: nn.Module) -> bool:
@@ -128,7 +127,10 @@ _MAGNITUDES = (0.1, 6.0, 1e3)  # of gates and ups: few values reach a limit
 def _gate_of(module: Any, rows: torch.Tensor) -> tuple[GateKind, tuple[str, str]] | None:
     """How the module's method gates, and its attributes that are alpha and the limit; "" if there are none."""
     generator = torch.Generator().manual_seed(0)
-    both = [(torch.randn(32, 64, generator=generator) * size).to(rows.device) for size in _MAGNITUDES]
+    both = [
+        (torch.randn(32, 64, generator=generator, dtype=torch.float32, device="cpu") * size).to(rows.device)
+        for size in _MAGNITUDES
+    ]
     expected = [module._apply_gate(x) for x in both]
     numbers = [name for name, value in vars(module).items() if isinstance(value, float)]
     plain = itertools.product(ACTIVATIONS, [""], ["", *numbers])

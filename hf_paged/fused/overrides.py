@@ -59,5 +59,5 @@ def _try_on_few_tokens(model: Any, overrides: list[Override]) -> None:
     memory = PagedMemory(TRIAL_TOKENS, 1)
     memory.append([(0, TRIAL_TOKENS)])
     metadata, positions = memory.step_metadata([0], [TRIAL_TOKENS], torch.device("cpu"))
-    ids = torch.zeros(TRIAL_TOKENS, dtype=torch.int64)
-    PackedModel(model, memory, overrides).forward(ids, positions, metadata, torch.tensor([TRIAL_TOKENS - 1]))
+    ids = torch.zeros(TRIAL_TOKENS, dtype=torch.int64, device="cpu")
+    PackedModel(model, memory, overrides).forward(ids, positions, metadata, ids[:1] + TRIAL_TOKENS - 1)

@@ -10,13 +10,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.prefill import compute_prompts, is_one_step
 from hf_paged.generation.shared_prompts import Prompt, share_prompts
-from hf_paged.kernels.metadata import DecodeStep
+from hf_paged.kernels.metadata import DecodeStep, to_device
 from hf_paged.model.packed import PackedModel
 
 
@@ -90,7 +91,7 @@ class PackedDecoder:
         self._chunk = prefill_chunk_size
         self._check_pool = check_pool  # raises ValueError if prompts of these lengths do not fit
         self._on_step = on_step
-        known = [seq_id for seq_id in self.memory.managers[0].seq_ids if isinstance(seq_id, int)]
+        known = [seq_id for seq_id in self.memory.manager.seq_ids if isinstance(seq_id, int)]
         self._first_id = max(known, default=-1) + 1  # of the sequences that are made here
         self._ids = itertools.count(self._first_id)
         self._lent: list[int] = []
@@ -167,17 +168,18 @@ class PackedDecoder:
         if self._lent:
             self._free_others()
         self._report()
-        return logits if index == [*range(len(logits))] else logits[torch.tensor(index, device=logits.device)]
+        if index == [*range(len(logits))]:
+            return logits
+        return logits[to_device(np.array(index, dtype=np.int64), logits.device)]
 
     def _content(self, seq_id: int) -> bytes:
         """Equal for sequences with the same tokens in the same blocks."""
-        manager = self.memory.managers[0]
+        manager = self.memory.manager
         return manager.num_tokens(seq_id).to_bytes(8, "little") + manager.block_table(seq_id).tobytes()
 
     def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts as this memory can share them. Raises ValueError if it is too small for them."""
-        has_windows = any(manager.sliding_window is not None for manager in self.memory.managers)
-        if has_windows and not is_one_step(prompts, self._chunk):
+        if self.memory.manager.drops_blocks and not is_one_step(prompts, self._chunk):
             # Blocks that left a window after an earlier step are neither shared nor needed together.
             return [Prompt(prompt.tokens) for prompt in prompts]
         if self._check_pool is not None:
@@ -215,7 +217,7 @@ class PackedDecoder:
         if len(active) == len(self.rows):
             logits = self._packed.forward(tokens, positions, metadata)
         else:
-            index = torch.tensor(active, device=device)
+            index = to_device(np.array(active, dtype=np.int64), device)
             some = self._packed.forward(tokens[index], positions, metadata)
             logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
         self.memory.step_done(seq_ids)
@@ -251,7 +253,7 @@ class PackedDecoder:
 
     def _free_others(self) -> None:
         """Free the lent rows that forks of equal ones have replaced, and what an error has left unfinished."""
-        manager = self.memory.managers[0]
+        manager = self.memory.manager
         made = [i for i in manager.seq_ids if isinstance(i, int) and i >= self._first_id]
         for seq_id in {*self._lent, *made}.difference(self.rows):
             if seq_id in manager:
@@ -259,7 +261,7 @@ class PackedDecoder:
 
     def free(self) -> None:
         """Free every block, also those of prompts whose computation has failed."""
-        for seq_id in self.memory.managers[0].seq_ids:
+        for seq_id in self.memory.manager.seq_ids:
             self.memory.free(seq_id)
         self.rows = []
 

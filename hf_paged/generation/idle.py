@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
+from hf_paged.cache.layers import Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
+from hf_paged.model.state import state_of
 
 Kind = tuple[Any, ...]  # what the model's K/V is made of
-Windows = tuple[tuple[frozenset[int] | None, int | None], ...]  # layers and sliding window of each group
-MemoryKey = tuple[Kind, CacheConfig, Windows]
-"""Kind, config, windows: memories of one key may serve one another's calls."""
+MemoryKey = tuple[Kind, CacheConfig, Layout]
+"""Kind, config, layout: memories of one key may serve one another's calls."""
 
 MAX_POOLS = 4
 MAX_BYTES = 1 << 30
@@ -27,7 +28,7 @@ likely of the same kind."""
 def kind_of(model: Any) -> Kind:
     device = device_of(model)
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return model.dtype, device, autocast
+    return model.dtype, device, autocast, state_of(model).weights.structure
 
 
 class IdlePools:
@@ -50,11 +51,11 @@ class IdlePools:
         with self._lock:
             memory = self._pools.pop(key, None)
             for other in [other for other in self._pools if other[0] != key[0]]:
-                del self._pools[other]  # made for the model's former dtype or device
+                del self._pools[other]  # made for the model's former dtype, device or layers
         if memory is not None:
             return memory
-        _, config, windows = key
-        return PagedMemory(config.block_size, windows=windows, growable=True)
+        _, config, layout = key
+        return PagedMemory(config.block_size, layout=layout, growable=True)
 
     def num_bytes(self, key: MemoryKey) -> dict[torch.device, int]:
         """Size on each device of the idle pool of that key, which `take` would return; empty if there is none."""

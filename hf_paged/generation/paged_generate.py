@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.cache.layers import WHOLE, Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
-from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, window_groups
-from hf_paged.generation.idle import IdlePools, MemoryKey, Windows, kind_of
+from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for
+from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.routes import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.sampling.processors import is_known
@@ -37,6 +38,7 @@ from hf_paged.generation.validation import (
 )
 from hf_paged.integration import hook
 from hf_paged.model.cross_attention import cache_of_call, paged_part
+from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
@@ -91,7 +93,7 @@ class _Decoding:
             self.decoder.free()
         if self.cache is not None:
             self.cache.reset()
-        if any(len(manager) for manager in self.memory.managers):
+        if len(self.memory.manager):
             return  # an error struck inside a block manager: this memory is not reused
         _idle_pools(model).give_back(self.key, self.memory)
 
@@ -273,14 +275,14 @@ def _keeps_cache(config: Any) -> bool:
 def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
-    windows = ((None, None),) if keeps_cache else window_groups(call.report, config.max_length)
-    memory, key = _take_memory(call, cache_config, windows)
+    layout = WHOLE if keeps_cache else layout_for(call.report, cache_config.block_size, config.max_length)
+    memory, key = _take_memory(call, cache_config, layout)
     decoder = PackedDecoder(
-        PackedModel(model, memory, overrides_for_calls(model)),
+        PackedModel(model, memory, overrides_for_calls(model), foreign_code(model).refuse),
         expand=max(config.num_beams, config.num_return_sequences),
         keep_finished=keeps_cache,
         prefill_chunk_size=config.prefill_chunk_size,
-        check_pool=lambda lengths: check_pool(lengths, cache_config, memory.max_blocks),
+        check_pool=lambda lengths: _check_prompts(lengths, cache_config, memory),
         on_step=call.record.observe if is_recording() else None,
     )
     return _Decoding(memory, key, keeps_cache, decoder=decoder)
@@ -292,7 +294,7 @@ def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> No
     length = cache.get_seq_length()
     num_new = new_columns(cache, config, model_kwargs.get("attention_mask"), call.prompt_length)
     decoder = PackedDecoder(
-        PackedModel(call.model, cache.memory, overrides_for_calls(call.model)),
+        PackedModel(call.model, cache.memory, overrides_for_calls(call.model), foreign_code(call.model).refuse),
         expand=max(config.num_beams, config.num_return_sequences),
         keep_finished=True,
         prefill_chunk_size=config.prefill_chunk_size,
@@ -307,36 +309,41 @@ def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> No
 def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_size: int) -> _Decoding:
     model = call.model
     num_rows = batch_size * max(config.num_beams, config.num_return_sequences)
-    memory, key = _take_memory(call, cache_config, ((None, None),), [call.prompt_length] * num_rows)
+    memory, key = _take_memory(call, cache_config, WHOLE)
+    _check_prompts([call.prompt_length] * num_rows, cache_config, memory)
     cache = PagedKVCache(model.config, memory=memory)
     if config.is_assistant:
         cache.activate_past_recording()
     return _Decoding(memory, key, _keeps_cache(config), cache=cache)
 
 
-def _take_memory(
-    call: _Call, cache_config: CacheConfig, windows: Windows, prompt_lengths: Sequence[int] = ()
-) -> tuple[PagedMemory, MemoryKey]:
-    """An idle or new pool for the call, limited as the config says. Raises ValueError if the prompts do not fit."""
+def _take_memory(call: _Call, cache_config: CacheConfig, layout: Layout) -> tuple[PagedMemory, MemoryKey]:
+    """An idle or new pool for the call, limited as the config says."""
     pools = _idle_pools(call.model)
-    key = (kind_of(call.model), cache_config, windows)
-    max_blocks = _max_blocks(call.model, call.report, cache_config, pools.num_bytes(key))
-    check_pool(prompt_lengths, cache_config, max_blocks)
+    key = (kind_of(call.model), cache_config, layout)
+    max_blocks = _max_blocks(call.model, call.report, cache_config, layout, pools.num_bytes(key))
     memory = pools.take(key)
     memory.max_blocks = max_blocks
     return memory, key
 
 
-def _max_blocks(model: Any, report: SupportReport, cache_config: CacheConfig, idle: DeviceBytes) -> int | None:
-    """Blocks of a group that a call may use; None: as many as its tokens need. idle: bytes of the pool that it will
-    reuse."""
+def _check_prompts(lengths: Sequence[int], cache_config: CacheConfig, memory: PagedMemory) -> None:
+    """Raises ValueError if prompts of these lengths in tokens do not fit, computed at once."""
+    limit = None if memory.max_blocks is None else memory.max_blocks // len(memory.groups)
+    check_pool(lengths, cache_config, limit)
+
+
+def _max_blocks(
+    model: Any, report: SupportReport, cache_config: CacheConfig, layout: Layout, idle: DeviceBytes
+) -> int | None:
+    """Blocks that a call may use; None: as many as its tokens need. idle: bytes of the pool that it will reuse."""
     if cache_config.memory is None and cache_config.memory_fraction is None:
-        return cache_config.num_blocks
-    _, _, autocast = kind_of(model)
+        return None if cache_config.num_blocks is None else cache_config.num_blocks * len(layout.groups)
+    autocast = kind_of(model)[2]
     itemsize = (autocast or model.dtype).itemsize
+    sizes = layout.block_sizes or tuple(report.kv_values_by_device.items())
     bytes_per_value = itemsize * cache_config.block_size
-    sizes = {device: count * bytes_per_value for device, count in report.kv_values_by_device.items()}
-    return blocks_in_memory(cache_config, sizes, idle=idle)
+    return blocks_in_memory(cache_config, {device: n * bytes_per_value for device, n in sizes}, idle=idle)
 
 
 def _packed(model: Any) -> tuple[PackedDecoder, PagedKVCache | None] | None:

@@ -182,7 +182,7 @@ class Preparer:
     def _prepare(
         self, prompt: list[int], generation_config: Any, logits_processor: Any, stopping_criteria: Any, tokenizer: Any
     ) -> PreparedRequest:
-        input_ids = torch.tensor([prompt], device=device_of(self._model))
+        input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
         recorder = _ArgumentRecorder(self._model)
         generate = hook.original("generate") if hook.is_installed() else GenerationMixin.generate
         try:

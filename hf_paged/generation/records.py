@@ -50,7 +50,7 @@ class CallRecord:
             self.kv_bytes_filled = stats.bytes_filled
 
     def finish(self, memory: PagedMemory, num_rows: int, length: int) -> None:
-        per_token = sum(group.pool.bytes_per_block for group in memory.groups) // memory.block_size
+        per_token = memory.pool.bytes_per_block // memory.block_size
         self.kv_bytes_contiguous = num_rows * length * per_token
 
 

@@ -6,6 +6,8 @@ requests. Changes nothing.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from numbers import Integral, Real
@@ -15,8 +17,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.generation.options import check_options
 from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check
@@ -246,6 +250,31 @@ def check_engine(model: Any, *, tokenizer: Any, **switches: Any) -> None:
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
+_MEDIA = ("image", "video", "audio", "speech")
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_media(forward: Callable[..., Any]) -> bool:
+    """Whether a model's forward takes images or sound beside token ids."""
+    starts = ("pixel_values", "input_features", "input_values", *_MEDIA)
+    return any(name.startswith(starts) for name in inspect.signature(forward).parameters)
+
+
+def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
+    """Raises ValueError for a prompt with tokens whose embeddings an image, a video or a sound would replace."""
+    if not _takes_media(type(model).forward):
+        return
+    for kind in _MEDIA:
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            token = getattr(model.config, name, None)
+            if is_integer(token) and token in ids:
+                raise ValueError(
+                    f"the prompt has {ids.count(token)} placeholders of the {kind} token {token} ({name}), but a "
+                    f"request brings no {kind}: inputs= is not supported yet; use the processor and "
+                    "model.generate(**processor(...), cache_implementation='paged')"
+                )
+
+
 MAX_LOGPROBS = 1024
 """More of the most likely tokens than any caller reads."""
 
@@ -275,9 +304,6 @@ def _is_finite_number(value: Any) -> bool:
     return is_number and (isinstance(value, Integral) or isfinite(value))
 
 
-_NOT_IN_ENGINE = ("output_attentions", "output_hidden_states", "output_logits", "assistant_early_exit", "token_healing")
-
-
 def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, options: Any) -> None:
     """Check a request's config as far as that is cheap, and whether it fits its `RequestOptions`. `config` is a
     GenerationConfig or None; what it does not set comes from the model's. Raises ValueError.
@@ -285,10 +311,7 @@ def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tok
     defaults = model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
     refuse_no_cache(getattr(config, "use_cache", None))
-    for name in _NOT_IN_ENGINE:
-        if given.get(name):
-            hint = " (a request's output has log-probabilities)" if name == "output_logits" else ""
-            raise ValueError(f"{name}={shown(given[name])}: the engine does not do this{hint}; use generate")
+    check_options(config, defaults)
     check_counts(given)
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
@@ -344,34 +367,25 @@ def check_length(model: Any, prompt_length: int, max_length: int, native_length:
         )
 
 
-def check_fits(prompt_length: int, max_length: int, num_beams: int, managers: Sequence[BlockManager]) -> None:
+def check_fits(prompt_length: int, max_length: int, num_beams: int, manager: BlockManager) -> None:
     """Raises ValueError if the request, grown to `max_length`, needs more blocks than an empty pool has.
 
     The least that can be needed is counted: samples may agree to the end, beams share all blocks but their last ones,
-    blocks outside a sliding window are free again, and K/V of the last token is never stored.
+    blocks that no token attends to any more are free again, and K/V of the last token is never stored.
     """
     stored = max(prompt_length, max_length - 1)
     beams = num_beams if max_length - prompt_length > 1 else 1
-    for manager in managers:
-        size, total = manager.block_size, manager.allocator.num_blocks
-        needed = _blocks_at_the_peak(stored, manager) + beams - 1
-        if needed <= total:
-            continue
-        of_prompt = _blocks_at_the_peak(prompt_length, manager)
-        remedy = "shorten the prompt"
-        if of_prompt <= total and manager.sliding_window is None:
-            remedy = f"lower max_new_tokens to {max(1, (total - beams + 1) * size - prompt_length + 1)} or less"
-        several = f" with {beams} beams" if beams > 1 else ""
-        raise ValueError(
-            f"a prompt of {prompt_length} tokens and {max_length - prompt_length} new ones{several} need {needed} "
-            f"blocks of {size}, but the cache has {total}; {remedy}, or give the cache more memory"
-        )
-
-
-def _blocks_at_the_peak(num_tokens: int, manager: BlockManager) -> int:
-    """The maximum number of blocks that a sequence holds at one time while it grows token by token."""
-    size, window = manager.block_size, manager.sliding_window
-    if window is None or num_tokens <= window:
-        return -(-num_tokens // size)
-    lengths = range(max(window, num_tokens - size + 1), num_tokens + 1)
-    return max(-(-window // size), *(-(-length // size) - (length - window) // size for length in lengths))
+    size, total, groups = manager.block_size, manager.allocator.num_blocks, manager.groups
+    for_beams = (beams - 1) * len(groups)
+    needed = peak_blocks(groups, stored, size) + for_beams
+    if needed <= total:
+        return
+    remedy = "shorten the prompt"
+    if peak_blocks(groups, prompt_length, size) <= total:
+        longest = longest_length(groups, total - for_beams, size, stored)
+        remedy = f"lower max_new_tokens to {max(1, longest - prompt_length + 1)} or less"
+    several = f" with {beams} beams" if beams > 1 else ""
+    raise ValueError(
+        f"a prompt of {prompt_length} tokens and {max_length - prompt_length} new ones{several} need {needed} "
+        f"blocks of {size}, but the cache has {total}; {remedy}, or give the cache more memory"
+    )

@@ -88,6 +88,12 @@ def remember_own(config: Any) -> None:
     _own[id(config)] = (weakref.ref(config), getattr(config, IMPLEMENTATION))
 
 
+def own_implementation(config: Any) -> str:
+    """The implementation that a config names for plain calls, also while NAME replaces it."""
+    name = getattr(config, IMPLEMENTATION, None)
+    return _own_implementation(config) if name == NAME else name or "eager"
+
+
 def in_packed_step() -> bool:
     """True inside a packed forward of this thread."""
     return packed_cache.get() is not None
@@ -154,7 +160,7 @@ def _shape_of(value: Any) -> Any:
 
 def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
     """Whether a token may attend to a later one."""
-    points = torch.arange(4, device=device)
+    points = torch.arange(4, dtype=torch.int64, device=device)
     try:
         seen = mask_function(0, 0, points[:, None], points[None, :])
     except IndexError:  # it looks positions up in a tensor as long as the batch's rows
@@ -170,7 +176,7 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
     if local_size is not None:
         size = int(local_size)
         edges = sorted({max(k * size + d, 0) for k in range(4) for d in (-1, 0, 1)})
-        points = torch.tensor(edges, device=device)
+        points = torch.tensor(edges, dtype=torch.int64, device=device)
         query, key = points[:, None], points[None, :]
         try:
             actual = mask_function(0, 0, query, key)

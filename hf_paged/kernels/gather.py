@@ -363,7 +363,7 @@ def _prepare_gather(
         target = buffer[:needed].view(-1, heads, dim)
         return slots.flatten(), target, target.unflatten(0, slots.shape).transpose(1, 2)
     # Gather each head's keys contiguously: many queries read them, and products are faster on contiguous rows.
-    index = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
+    index = slots[:, None] * heads + torch.arange(heads, dtype=torch.int64, device=slots.device)[:, None]
     target = buffer[:needed].view(-1, dim)
     return index.flatten(), target, target.unflatten(0, index.shape)
 

@@ -254,7 +254,7 @@ class DecodeArrays:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._keys: list[Any] = []
-        self._rewrites: list[int] = []
+        self._rewrites = -1
         self._last: StepArrays | None = None
 
     def step(
@@ -262,22 +262,22 @@ class DecodeArrays:
         keys: list[Any],
         positions: list[int],
         block_tables: Sequence[Callable[[Any], Sequence[int]]],
-        rewrites: list[int],
-        grows_only: list[bool],
+        rewrites: int,
+        windows: list[int | None],
     ) -> StepArrays:
         """The step of the tokens at these positions, one for each sequence.
 
-        keys: the sequences. block_tables: for each layer group a function from a key to the block ids. rewrites: for
-        each layer group a number that changes if any table has changed otherwise than at its ends. grows_only: for
-        each layer group, whether tables change only by new blocks as long as that number is the same.
+        keys: the sequences. block_tables: for each layer group a function from a key to the block ids. rewrites: a
+        number that changes if any table has changed otherwise than by new blocks at its end and by blocks that left
+        the window. windows: of each layer group, None for all tokens.
         """
         last, now = self._last, np.array(positions, dtype=np.int64)
         is_same = last is not None and keys == self._keys and rewrites == self._rewrites
         if last is not None and is_same and bool((now == last.positions + 1).all()):
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
             tables = [
-                self._grown(table, keys, rows, now, blocks) if grows else table_matrix(list(map(blocks, keys)))
-                for table, blocks, grows in zip(last.block_tables, block_tables, grows_only, strict=True)
+                self._grown(table, keys, rows, now, blocks, window)
+                for table, blocks, window in zip(last.block_tables, block_tables, windows, strict=True)
             ]
             step = self._next(last, tables, is_longer=bool(rows))
         else:
@@ -293,13 +293,19 @@ class DecodeArrays:
         rows: list[int],
         positions: np.ndarray,
         blocks: Callable[[Any], Sequence[int]],
+        window: int | None,
     ) -> np.ndarray:
-        """The table with the new blocks of these rows."""
+        """The table with the new blocks of these rows, and without those that left the window before this step."""
+        size = self._block_size
         if rows:
-            columns = positions[rows] // self._block_size
+            columns = positions[rows] // size
             if (width := int(columns.max()) + 1) > table.shape[1]:
                 table = np.pad(table, ((0, 0), (0, width - table.shape[1])))
             table[rows, columns] = [blocks(keys[row])[-1] for row in rows]
+        if window is not None:
+            unseen = positions - (window - 1)  # positions before it are outside
+            gone = np.flatnonzero((unseen > 0) & (unseen % size == 0))
+            table[gone, unseen[gone] // size - 1] = -1
         return table
 
     def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:

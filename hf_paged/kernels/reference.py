@@ -65,8 +65,8 @@ def paged_attention(
         if query_len == 0:
             continue
         q = query[rows].to(compute_dtype)  # [query_len, num_heads, head_dim]
-        k_pos = torch.arange(seq_len, device=query.device)
-        q_pos = torch.arange(seq_len - query_len, seq_len, device=query.device)
+        k_pos = torch.arange(seq_len, dtype=torch.int64, device=query.device)
+        q_pos = torch.arange(seq_len - query_len, seq_len, dtype=torch.int64, device=query.device)
         visible = k_pos[None, :] <= q_pos[:, None]  # [query_len, seq_len]
         if sliding_window is not None:
             visible &= k_pos[None, :] > q_pos[:, None] - sliding_window

@@ -101,7 +101,7 @@ def cos_and_sin(angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind) -> torch.Tensor:
     """heads [num_tokens, heads, dims]; cos, sin [num_tokens, n] -> the heads, of which n or 2n elements are rotated."""
     turned = cos.shape[1] * (2 if kind.doubles else 1)
-    dims = torch.arange(turned, device=heads.device)
+    dims = torch.arange(turned, dtype=torch.int64, device=heads.device)
     if kind.is_interleaved:
         other, is_first, pair = dims ^ 1, dims % 2 == 0, dims // 2
     else:

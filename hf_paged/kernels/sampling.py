@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged.kernels import ops
+from hf_paged.kernels import buffers, ops
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.native import ops as native_ops
 
@@ -42,7 +42,7 @@ def row_max(scores: torch.Tensor, *, run: int = 128) -> tuple[torch.Tensor, torc
         return scores.max(dim=-1)
     runs = scores.view(len(scores), -1, run)
     best = runs.amax(dim=-1).max(dim=-1)[1]
-    values, index = runs[torch.arange(len(scores)), best].max(dim=-1)
+    values, index = runs[torch.arange(len(scores), dtype=torch.int64, device="cpu"), best].max(dim=-1)
     return values, best * run + index
 
 
@@ -59,7 +59,7 @@ class ToHost:
             return
         rows = _in_one(tokens, *values)  # transfer
         if rows.is_cuda:
-            host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+            host = buffers.empty(rows.shape, rows.dtype, pinned=True)
             self._rows = tuple(host.copy_(rows, non_blocking=True))
             self._arrived = torch.cuda.current_stream(rows.device).record_event()
         else:
@@ -212,13 +212,38 @@ def keep_largest(scores: torch.Tensor, counts: Sequence[int], fill: float) -> to
     if is_native and not native_ops.keep_largest(scores, counts):  # no row has NaN
         return scores
     largest = torch.topk(scores, max(counts))[0]
-    least = largest.gather(1, torch.tensor(counts, device=scores.device)[:, None] - 1)
+    least = largest.gather(1, to_device(np.array(counts, dtype=np.int64)[:, None] - 1, scores.device))
     return scores.masked_fill_(scores < least, fill)
 
 
-def keep_nucleus(scores: torch.Tensor, counts: Sequence[int], top_p: float) -> torch.Tensor:
+def by_row(values: Sequence[float], device: torch.device) -> float | torch.Tensor:
+    """The number that all rows have, or fp32 [num_rows, 1] on the device."""
+    if values.count(values[0]) == len(values):
+        return values[0]
+    return to_device(np.array(values, dtype=np.float32)[:, None], device)
+
+
+def divide_(x: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
+    """x fp32, divided in place with the bits that torch gives for a divisor that is a number: CUDA multiplies by its
+    reciprocal."""
+    if x.is_cuda and isinstance(divisor, torch.Tensor):
+        return x.mul_(divisor.reciprocal())
+    return x.div_(divisor)
+
+
+def keep_top_p(scores: torch.Tensor, top_p: Sequence[float], count: int, fill: float) -> torch.Tensor:
+    """scores fp32 [num_rows, vocab], changed in place -> those that transformers' top-p warper with top_p[i] and
+    min_tokens_to_keep=count removes from row i are `fill`."""
+    ascending, tokens = torch.sort(scores, descending=False)
+    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= by_row([1 - each for each in top_p], scores.device)
+    removed[:, -count:] = False
+    return scores.masked_fill_(removed.scatter(1, tokens, removed), fill)
+
+
+def keep_nucleus(scores: torch.Tensor, counts: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
     """scores fp32 [num_rows, vocab], changed in place -> what transformers' warpers keep, the others -inf: top-k with
-    counts[i] for row i, then top-p. The same scores bit for bit where torch.sort is stable, as it is on GPUs.
+    counts[i] for row i, then top-p with top_p[i]. The same scores bit for bit where torch.sort is stable, as it is
+    on GPUs.
 
     No row is sorted: after top-k, all but the last scores of a sorted row are -inf, then come those equal to the least
     one that is kept, and the few larger ones. Their sums are left to torch, so that they are rounded alike.
@@ -229,10 +254,10 @@ def keep_nucleus(scores: torch.Tensor, counts: Sequence[int], top_p: float) -> t
     larger, tied = values > least, scores == least
     num_larger = larger.sum(dim=1, keepdim=True)
     first_tied = vocab - num_larger - tied.sum(dim=1, keepdim=True)  # place in the sorted row
-    places = torch.arange(vocab, device=scores.device)
+    places = torch.arange(vocab, dtype=torch.int64, device=scores.device)
     ascending = torch.where(places >= first_tied, least, -torch.inf)
     ascending[:, -width:] = torch.where(larger.flip(1), values.flip(1), ascending[:, -width:])
-    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= by_row([1 - each for each in top_p], scores.device)
     removed[:, -1] = False
     removed &= ~values[:, :1].isnan()  # of a row with NaN, no sum is less than anything
     ranks = (first_tied + tied.cumsum(dim=1) - 1).clamp_(0, vocab - 1)

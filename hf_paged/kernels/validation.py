@@ -297,4 +297,4 @@ def _check_pairs(pairs: np.ndarray, num_sources: int, num_targets: int, *, in_pl
 def layout_of(tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that `ops.paged_attention` checks about these tensors and options, and that a prepared call depends on,
     except for addresses: query, key_cache, value_cache, key, value; scale, sliding_window, chunk_size, softcap."""
-    return options, *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    return options, *[(type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]

@@ -77,16 +77,21 @@ class Endpoint:
         return {"model": self.model, **prompt, **options, **self.extra}
 
 
-def served_model(base_url: str, api_key: str | None = None) -> str:
-    """The first model of /v1/models. Raises ValueError if there is none."""
+def served_model(base_url: str, name: str | None, api_key: str | None = None) -> tuple[str, int | None]:
+    """This model, or the first of /v1/models, and its `max_model_len` if the server tells it. Raises ValueError if no
+    name is given and there is none."""
     headers = Endpoint(base_url, "", api_key=api_key).headers
     try:
         answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
         answer.raise_for_status()
-        name: str = answer.json()["data"][0]["id"]
+        cards = answer.json()["data"]
+        card = next((card for card in cards if card["id"] == name), cards[0] if name is None else {})
+        longest = card.get("max_model_len")
+        return name or str(card["id"]), longest if isinstance(longest, int) else None
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        if name is not None:
+            return name, None
         raise ValueError(f"{base_url}/v1/models names no model ({error}); give it with --model") from error
-    return name
 
 
 def run(endpoint: Endpoint, requests: Sequence[Planned], on_end: Callable[[Outcome], None] | None = None) -> Run:

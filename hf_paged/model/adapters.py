@@ -6,7 +6,7 @@ Knows only PEFT's layers. PEFT is optional and is not imported while a model has
 from __future__ import annotations
 
 import itertools
-import pickle
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,6 +22,10 @@ _CALL_KINDS = ("POLY", "XLORA")  # their PEFT models take additional arguments i
 
 _Names = dict[torch.nn.Module, tuple[str, ...]]
 _Result = TypeVar("_Result")
+
+
+class AdapterGone(RuntimeError):
+    """An adapter that a request uses has been deleted or replaced."""
 
 
 class AdapterChoice:
@@ -79,7 +83,7 @@ class Adapters:
     def run(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
         """Return the result of `compute` with the choice activated; the model is restored even after an error.
 
-        Raises RuntimeError if an adapter of the choice has been deleted, or if merged adapters cannot be switched off.
+        Raises AdapterGone if one of the choice has been deleted, RuntimeError if merged ones cannot be switched off.
         """
         with self._lock:
             self._look()
@@ -100,7 +104,7 @@ class Adapters:
         if choice.description is None:
             numbers = {layer: number for number, layer in enumerate(self._layers)}
             names = [(numbers[layer], own) for layer, own in choice.names.items()]
-            choice.description = pickle.dumps((choice.key, len(numbers), names))
+            choice.description = json.dumps((choice.key, len(numbers), names)).encode()
         return choice.description
 
     def described(self, description: bytes) -> AdapterChoice:
@@ -112,9 +116,9 @@ class Adapters:
             self._look()
             choice = self._described.get(description)
             if choice is None:
-                key, count, numbered = pickle.loads(description)
+                key, count, numbered = json.loads(description)
                 layers = list(self._layers)
-                names = {layers[number]: own for number, own in numbered} if count == len(layers) else {}
+                names = {layers[number]: tuple(own) for number, own in numbered} if count == len(layers) else {}
                 lost = [name for own in names.values() for name in own if name not in self._configs]
                 if count != len(layers) or lost:
                     raise RuntimeError(
@@ -144,7 +148,7 @@ class Adapters:
     def _switches_to(self, choice: AdapterChoice) -> Overrides:
         lost = [name for name, config in choice.configs.items() if self._configs.get(name) is not config]
         if lost:
-            raise RuntimeError(f"{_list(lost)} was deleted or replaced after this request had been added")
+            raise AdapterGone(f"{_list(lost)} was deleted or replaced after this request had been added")
         if choice.names == self._active():
             return Overrides()
         if merged := self._merged():

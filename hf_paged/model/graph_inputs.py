@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.cache.layers import FULL
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels.metadata import MIN_SHARED_KEYS, SHORT_QUERY, AttentionMetadata, StepArrays, step_arrays
 
@@ -46,7 +47,7 @@ def decode_shape(count: int, max_seqs: int, *, shares: bool = False) -> Shape:
 
 def can_share(memory: PagedMemory, max_seqs: int, max_len: int) -> bool:
     """Whether a decode step can have a common prefix that is read once."""
-    is_whole = any(manager.sliding_window is None for manager in memory.managers)
+    is_whole = any(group.kind == FULL for group in memory.groups)
     return max_seqs > 1 and max_len > MIN_SHARED_KEYS and is_whole
 
 

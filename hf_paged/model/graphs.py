@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_paged.cache.layers import FULL
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.devices import device_of
@@ -71,7 +72,7 @@ class CudaGraphs:
         """Before torch 2.13 the random numbers of the device stay in capture mode after a capture that CUDA has
         aborted, and the next draw raises. A capture that succeeds ends that mode."""
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
-            torch.empty(1, device=self._device).zero_()
+            torch.empty(1, dtype=torch.float32, device=self._device).zero_()
 
     def _end_broken_capture(self) -> None:
         """After CUDA itself has aborted a capture, end it for torch's allocator too."""
@@ -162,15 +163,16 @@ class GraphedSteps:
     """Steps of one packed model, at most `max_seqs` sequences of at most `max_len` tokens (rounded up) in each: decode
     steps, and steps with prompts of at most `mixed_tokens` tokens in all (see `graph_inputs.StepCosts`).
 
-    required: raise UnsupportedModelError for a decode step that cannot be a graph. Otherwise such a step is declined,
-    with one warning for each reason. replays: number of steps that graphs have computed.
+    The caller looks at the weights before each step. required: raise UnsupportedModelError for a decode step that
+    cannot be a graph. Otherwise such a step is declined, with one warning for each reason. replays: number of steps
+    that graphs have computed.
     """
 
     def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
         self._packed = packed
         self._max_seqs = max_seqs
         self._max_len = max_len
-        self._required = required
+        self.required = required
         self.mixed_tokens = min(mixed_tokens(packed.model), max_seqs * max_len)
         self._can_share = can_share(packed.memory, max_seqs, max_len)
         self._captured: dict[object, _Captured] = {}  # by variant
@@ -227,7 +229,7 @@ class GraphedSteps:
             self._decline(f"there are graphs for {MAX_VARIANTS} sets of adapters already")
             return None
         captured = captured or self._take()
-        if captured.watch.changed():
+        if captured.watch.changed(looks=False):
             captured = self._new()
         self._captured[variant] = captured
         obstacle = captured.watch.obstacle or _obstacle_of_modes(self._packed.model.device.type)
@@ -334,7 +336,7 @@ class GraphedSteps:
         return False
 
     def _decline(self, reason: str) -> None:
-        if self._required:
+        if self.required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
         self._warn(f"decode steps run without CUDA graphs: {reason}")
 
@@ -372,8 +374,10 @@ def graphed_steps(model: PackedModel | RowModel, max_seqs: int, cuda_graphs: boo
         return None
     assert isinstance(model, PackedModel)
     max_len = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    capacity = model.memory.groups[0].pool.num_blocks * model.memory.block_size
-    if max_len is None or any(manager.sliding_window is None for manager in model.memory.managers):
+    memory = model.memory
+    num_full = sum(group.kind == FULL for group in memory.groups)
+    capacity = memory.pool.num_blocks // max(num_full, 1) * memory.block_size
+    if max_len is None or num_full:
         max_len = min(max_len or capacity, capacity)  # full-attention layers keep all tokens
     steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs))
     if cuda_graphs:

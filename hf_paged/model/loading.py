@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -24,11 +25,13 @@ def load_model(
     *,
     random_weights: bool = False,
     num_ranks: int = 1,
+    source: Mapping[str, Any] | None = None,
 ) -> Any:
     """The model in eval mode. Raises ValueError if it cannot be loaded, or the device cannot be used.
 
     dtype: of the weights ("auto": as they are stored). device: None = a GPU if there is one. num_ranks: of the
-    processes that call this together, each of which gets its part of the weights.
+    processes that call this together, each of which gets its part of the weights. source: `revision` and
+    `trust_remote_code` of from_pretrained.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -36,24 +39,42 @@ def load_model(
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = pretrained(AutoConfig, checkpoint, "configuration")
+    source = dict(source or {})
+    config = pretrained(AutoConfig, checkpoint, "configuration", **source)
     loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if num_ranks > 1:
-        return _load_part(loader, checkpoint, config, dtype, num_ranks)
+        check_ranks(config, num_ranks)
+        return _load_part(loader, checkpoint, config, dtype, num_ranks, source)
     target = _device(device)
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        model = loader.from_config(config, dtype=chosen)
+        trusts = source.get("trust_remote_code", False)
+        model = loader.from_config(config, dtype=chosen, trust_remote_code=trusts)
     else:
-        model = pretrained(loader, checkpoint, "model", config=config, dtype=dtype)
+        model = pretrained(loader, checkpoint, "model", config=config, dtype=dtype, **source)
     return model.to(target).eval()
 
 
-def _load_part(loader: Any, checkpoint: str, config: Any, dtype: str, num_ranks: int) -> Any:
+def check_ranks(config: Any, num_ranks: int) -> None:
+    """Raises ValueError if the heads of the model cannot be shared out evenly to so many ranks."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if not heads or (heads % num_ranks == 0 and kv_heads % num_ranks == 0):
+        return
+    possible = [str(n) for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
+    counted = f"{heads} heads" if heads == kv_heads else f"{heads} heads with {kv_heads} K/V heads"
+    use = " or ".join([", ".join(possible[:-1]), possible[-1]] if len(possible) > 1 else possible)
+    raise ValueError(f"--tensor-parallel-size {num_ranks}: {counted} are not divisible by {num_ranks}; use {use}")
+
+
+def _load_part(loader: Any, checkpoint: str, config: Any, dtype: str, num_ranks: int, source: Mapping[str, Any]) -> Any:
     from transformers.distributed import DistributedConfig
 
     spread = DistributedConfig(tp_size=num_ranks)
-    return pretrained(loader, checkpoint, "model", config=config, dtype=dtype, distributed_config=spread).eval()
+    return pretrained(
+        loader, checkpoint, "model", config=config, dtype=dtype, distributed_config=spread, **source
+    ).eval()
 
 
 def _device(name: str | None) -> Any:
@@ -63,7 +84,7 @@ def _device(name: str | None) -> Any:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the device {name} cannot be used here ({reason}); 'cpu' always can") from None

@@ -5,17 +5,20 @@ Knows models and metadata; never sequences, requests or sampling.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import (
     HANDLE,
     IMPLEMENTATION,
@@ -72,7 +75,7 @@ class PackedCache(Cache):
         self.handles: list[LayerHandle] = []  # of this step, in order of update
         self._groups: dict[int, int] = {}
         self._shared: dict[Any, torch.Tensor] = {}
-        self.positions = torch.zeros(0, dtype=torch.int64)
+        self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
         self.numbers_tokens = False  # whether a layer has derived positions from the length of the cache
 
     def begin_step(self, metadata: list[AttentionMetadata], positions: torch.Tensor) -> None:
@@ -95,7 +98,7 @@ class PackedCache(Cache):
         if layer_idx is None:
             return 0
         self.numbers_tokens = True
-        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
+        return self.positions - torch.arange(len(self.positions), dtype=torch.int64, device=self.positions.device)
 
     def once(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What several layers need alike: computed for the first that asks in a step."""
@@ -122,7 +125,7 @@ class PackedCache(Cache):
     def handle_for(self, layer_idx: int, device: torch.device) -> LayerHandle:
         """The handle of a layer whose K and V of this step are already in its blocks."""
         group_index = self.group_of(layer_idx)
-        pool, metadata = self.memory.groups[group_index].pool, self._metadata_for(group_index, device)
+        pool, metadata = self.memory.pool, self._metadata_for(group_index, device)
         handle = LayerHandle(layer_idx, pool, metadata, (None, None))
         self.handles.append(handle)
         return handle
@@ -136,7 +139,7 @@ class PackedCache(Cache):
         """
         group_index = self.group_of(layer_idx)
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        pool = self.memory.groups[group_index].pool
+        pool = self.memory.pool
         if torch.is_autocast_enabled(key.device.type):  # K and V may have different dtypes; attention expects one
             dtype = pool[layer_idx].key.dtype if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)
@@ -197,14 +200,32 @@ class PackedStep:
             override.undo(self)
 
 
-def uncompiled(model: Any) -> Callable[..., Any]:
-    """The model's forward without compilation, if `model.compile()` has compiled it.
+def own_forward(model: Any) -> Callable[..., Any] | None:
+    """What `torch.compile` has compiled to be the attribute `forward` of this model; None if it has not."""
+    return getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
 
-    Lengths differ from step to step, and each new length would compile the model again. Modules inside it that were
-    compiled separately stay compiled.
+
+def uncompiled(model: Any) -> Callable[..., Any]:
+    """The model's forward without compilation, if `model.compile()` or `model.forward = torch.compile(model.forward)`
+    has compiled it; the first call for a model logs that.
+
+    Lengths and the state of the cache differ from step to step, and each difference would compile the model again.
+    Modules inside it that were compiled separately stay compiled.
     """
-    call: Callable[..., Any] = model if model._compiled_call_impl is None else model._call_impl
-    return call
+    own = own_forward(model)
+    if own is None and model._compiled_call_impl is None:
+        return cast(Callable[..., Any], model)
+    if model not in _logged:
+        _logged.add(model)
+        log.warning("the compiled forward of %s runs uncompiled in paged steps", type(model).__name__)
+    if own is not None:
+        model = copy.copy(model)  # the modules and hooks are the same
+        vars(model)["forward"] = own
+    return cast(Callable[..., Any], model._call_impl)
+
+
+log = logging.getLogger("hf_paged")
+_logged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
@@ -218,19 +239,38 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     return inspect.signature(function).parameters
 
 
+def _nothing() -> None: ...
+
+
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in order during each forward.
+    `overrides` are applied in order during each forward. look: called before each forward, before anything is
+    overridden; it must include a look at the weights (None: only that, if there are overrides). is_fixed: a forward
+    raises LayersChanged if the model has other modules than at the last `follow_structure`; otherwise it follows them.
     """
 
-    def __init__(self, model: Any, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
+    def __init__(
+        self,
+        model: Any,
+        memory: PagedMemory,
+        overrides: Sequence[Override] = (),
+        look: Callable[[], object] | None = None,
+    ) -> None:
         self.model = model
         self._overrides = overrides
         self._weights = state_of(model).weights
+        self._look = look or (self._weights.look if overrides else _nothing)
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
+        self.is_fixed = False
+        self.follow_structure()
+
+    def follow_structure(self) -> None:
+        """Derive what depends on the modules of the model from those that it has now."""
+        model = self.model
+        self._structure = self._weights.structure
         self._configs = configs_of(model)
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
@@ -257,13 +297,17 @@ class PackedModel:
         kwargs: dict[str, Any] = {}
         if self._keeps_logits:
             # Pass indices even for all rows: given a number of last rows, a model may drop other rows early.
-            every = logits_indices is None
-            wanted = torch.arange(len(input_ids), device=input_ids.device) if every else logits_indices
+            wanted = logits_indices
+            if wanted is None:
+                wanted = torch.arange(len(input_ids), dtype=torch.int64, device=input_ids.device)
             # A spread model may have its last hidden states on any of its devices, and accelerate moves every tensor to
             # the first one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
-        if self._overrides:
-            self._weights.look()  # once per step, before anything is overridden
+        self._look()
+        if self._weights.structure != self._structure:
+            if self.is_fixed:
+                raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
+            self.follow_structure()
         step = PackedStep(self.cache, self._configs, self._overrides)
         try:
             step.enter()

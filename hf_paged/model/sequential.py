@@ -16,27 +16,30 @@ from transformers import GenerationConfig
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
-from hf_paged.model.packed import uncompiled
+from hf_paged.model.packed import own_forward, uncompiled
+from hf_paged.model.state import state_of
 from hf_paged.model.support import PROBE_ERRORS, first_line, logits_tolerance
 
 _ERRORS = (*PROBE_ERRORS, AssertionError)  # some models assert that a prompt is not split
 
 
 class RowModel:
-    """A model bound to a PagedMemory of one group. `forward` computes the next tokens of one sequence.
+    """A model bound to a PagedMemory. `forward` computes the next tokens of one sequence.
 
     Invariant: `_caches` has the states of every sequence with computed tokens, as of the last computed token. `fork`
     and `free` must be called together with those of the block tables.
 
-    `is_incremental`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
+    `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
     for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
-    Such a sequence must be computed as generate does: the whole prompt, then one token at a time.
+    `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
+    if results depend on the split, and the caller sets it while code of others in the model may depend on it.
     """
 
-    def __init__(self, model: Any, memory: PagedMemory) -> None:
+    def __init__(self, model: Any, memory: PagedMemory, tried: Any = None) -> None:
+        """tried: the model, or its `bare_copy`, for a trial on a few tokens."""
         self.model = model
         self.memory = memory
         self._blank = PagedKVCache(model.config, memory=memory)
@@ -46,16 +49,22 @@ class RowModel:
         windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._blank.layers)
         self._caches: dict[int, PagedKVCache] = {}
         self._parameters = inspect.signature(model.forward).parameters
-        self.is_incremental = not self._probe() or self._has_states or windows
+        self.depends_on_split = not self._probe(model if tried is None else tried) or self._has_states or windows
+        self.is_incremental = self.depends_on_split
+        self._weights = state_of(model).weights
+        self._weights.look()
+        self._structure = self._weights.structure
 
     @torch.no_grad()
-    def _probe(self) -> bool:
+    def _probe(self, model: Any) -> bool:
         """Whether a prompt in two pieces gives the same logits as in one.
 
         Raises UnsupportedModelError if even generate's own split does not give the logits of generate.
         """
-        ids = torch.arange(5, device=device_of(self.model))[None]
-        without_defaults = copy.copy(self.model)  # the modules are the same
+        ids = torch.arange(5, dtype=torch.int64, device=device_of(self.model))[None]
+        without_defaults = copy.copy(model)  # the modules are the same
+        if (own := own_forward(model)) is not None:
+            vars(without_defaults)["forward"] = own
         # The model's own options may end the call early, or need more than a model, as stop strings do.
         without_defaults.generation_config = GenerationConfig()
         plain = without_defaults.generate(
@@ -69,7 +78,7 @@ class RowModel:
         expected = torch.cat(plain.logits).float()
         tokens = plain.sequences[:, : ids.shape[1] + 2]
         try:
-            same = self._close(self._logits(tokens, (5, 1, 1)), expected)
+            same = self._close(self._logits(model, tokens, (5, 1, 1)), expected)
         except UnsupportedModelError:
             raise
         except _ERRORS as error:
@@ -77,11 +86,11 @@ class RowModel:
         if not same:
             raise self._unsupported("its logits are not those of generate")
         try:
-            return self._close(self._logits(tokens, (2, 3, 1, 1))[1:], expected)
+            return self._close(self._logits(model, tokens, (2, 3, 1, 1))[1:], expected)
         except _ERRORS:
             return False
 
-    def _logits(self, tokens: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
+    def _logits(self, model: Any, tokens: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
         """Logits fp32 [len(cuts), vocab] after each piece of tokens int64 [1, sum(cuts)].
 
         Another sequence is computed between the pieces, to detect models that keep a state in their modules.
@@ -89,8 +98,8 @@ class RowModel:
         cache, done, logits = PagedKVCache(self.model.config), 0, []
         other, others = PagedKVCache(self.model.config), tokens.flip(1)
         for count in cuts:
-            logits.append(self._call(cache, tokens[:, done : done + count], done)[-1].float())
-            self._call(other, others[:, done : done + count], done)
+            logits.append(self._call(model, cache, tokens[:, done : done + count], done)[-1].float())
+            self._call(model, other, others[:, done : done + count], done)
             done += count
             if cache.get_seq_length() != done:
                 raise self._unsupported(f"it keeps {cache.get_seq_length()} entries for {done} tokens")
@@ -107,6 +116,11 @@ class RowModel:
             "use model.generate(..., cache_implementation='paged')"
         )
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether tokens can be computed again: states outside blocks cannot be rolled back."""
+        return not self._has_states
+
     def fork(self, parent_id: int, child_id: int) -> None:
         """Copy the states of `parent_id` to `child_id`."""
         if self._has_states:
@@ -119,12 +133,18 @@ class RowModel:
         """Drop the states of all sequences."""
         self._caches.clear()
 
-    def forward(self, seq_id: int, input_ids: torch.Tensor, num_computed: int, *, keep: int = 1) -> torch.Tensor:
+    def forward(
+        self, seq_id: int, input_ids: torch.Tensor, num_computed: int, *, keep: int = 1, tried: Any = None
+    ) -> torch.Tensor:
         """input_ids int64 [num_new], after `num_computed` tokens in the cache -> logits [keep, vocab_size] after the
-        last `keep` of them.
+        last `keep` of them. tried: computes it in place of the model.
 
-        The tokens' slots must have been appended; their K/V is in the blocks afterwards.
+        The tokens' slots must have been appended; their K/V is in the blocks afterwards. Raises LayersChanged if the
+        model has other modules than when this object was made; the states of all sequences are then of no use.
         """
+        self._weights.look()
+        if self._weights.structure != self._structure:
+            raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
         cache = self._blank
         if self._has_states:
             if num_computed == 0:
@@ -132,21 +152,23 @@ class RowModel:
             cache = self._caches[seq_id]
         cache.view_row(seq_id, num_computed)
         try:
-            return self._call(cache, input_ids[None], num_computed, keep)
+            return self._call(self.model if tried is None else tried, cache, input_ids[None], num_computed, keep)
         finally:
             cache.release_row()
 
-    def _call(self, cache: PagedKVCache, input_ids: torch.Tensor, num_computed: int, keep: int = 1) -> torch.Tensor:
+    def _call(
+        self, model: Any, cache: PagedKVCache, input_ids: torch.Tensor, num_computed: int, keep: int = 1
+    ) -> torch.Tensor:
         kwargs: dict[str, Any] = {}
         if "logits_to_keep" in self._parameters:
             kwargs["logits_to_keep"] = keep
         # Pass positions as generate does: not every model derives them from its cache.
         end = num_computed + input_ids.shape[1]
-        positions = torch.arange(num_computed, end, device=input_ids.device)[None]
-        given = step_positions(self.model, input_ids, positions, is_first=num_computed == 0)
+        positions = torch.arange(num_computed, end, dtype=torch.int64, device=input_ids.device)[None]
+        given = step_positions(model, input_ids, positions, is_first=num_computed == 0)
         if given is not None:
             kwargs["position_ids"] = given
-        output = uncompiled(self.model)(
+        output = uncompiled(model)(
             input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True, **kwargs
         )
         logits: torch.Tensor = output.logits[0, -keep:]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,9 +18,11 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.model.devices import device_of, is_offloaded
+from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
-from hf_paged.model.packed import PackedModel
+from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.state import Slot, state_of, unwrapped
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -121,26 +123,60 @@ def _same(a: LayerSupport, b: LayerSupport) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
-_reports: Slot[tuple[object, SupportReport]] = Slot("support report", is_released=False)
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The reports of a model for one state of it, which is `stamp`.
+
+    bare: of the model without hooks and `forward`s of others. present: as it is.
+    """
+
+    stamp: tuple[object, ...]
+    bare: SupportReport
+    present: SupportReport
+
+
+_reports: Slot[Examined] = Slot("support report", is_released=False)
 
 
 def check(model: Any) -> SupportReport:
     """The report without what our kernels compute between attentions; see `hf_paged.check`."""
+    return examine(model).present
+
+
+def examine(model: Any) -> Examined:
+    """The reports of the model as it is now. Tries it on a few tokens, if it has changed; no code of others is tried.
+
+    Raises TypeError if it is no transformers model.
+    """
     from transformers import PreTrainedModel
 
     model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
         raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
-    weights = state_of(model).weights
-    weights.look()
-    where, attention = (model.device, is_offloaded(model)), model.config._attn_implementation_internal
-    stamp = (model.dtype, where, attention, drops_cache(model), weights.structure)
+    foreign = foreign_code(model)
+    reason = foreign.look()
+    where, attention = (model.device, is_offloaded(model)), [*map(own_implementation, configs_of(model))]
+    bare_stamp = (model.dtype, where, attention, drops_cache(model), state_of(model).weights.structure, foreign.around)
+    stamp = (*bare_stamp, reason)
     known = _reports.get(model)
-    if known is None or known[0] != stamp:
-        known = (stamp, _examine(model))
+    if known is None or known.stamp != stamp:
+        tried = model if foreign.inside is None else bare_copy(model)
+        bare = _examine(tried) if known is None or known.stamp[:-1] != bare_stamp else known.bare
+        known = Examined(stamp, bare, _with_foreign_code(model, tried, bare, reason))
         _reports.put(model, known)
-    return known[1]
+    return known
+
+
+def _with_foreign_code(model: Any, tried: Any, bare: SupportReport, reason: str | None) -> SupportReport:
+    """The report of the model as it is. tried, bare: the model without what others put into its modules, and its
+    report."""
+    if reason is None:
+        return bare
+    if bare.native:
+        return _examine_dense(tried, reason)
+    # What others put in may be what makes it run.
+    return bare if bare.supported or tried is model else _examine(model)
 
 
 def drops_cache(model: nn.Module) -> bool:
@@ -169,7 +205,9 @@ def _examine(model: Any) -> SupportReport:
     try:
         layers, counts_padding = _probe_packed(model)
     except UnsupportedModelError as error:
-        return _examine_dense(model, str(error))
+        report = _examine_dense(model, str(error))
+        # Why the model cannot run packed may be why it cannot run at all.
+        return report if report.supported else replace(report, reason=f"{report.reason}; packed: {error}")
     except PROBE_ERRORS as error:
         # A model that cannot run packed is not an error: the dense view may serve it.
         return _examine_dense(model, f"it does not run on a packed row ({first_line(error)})")
@@ -234,7 +272,7 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     except PROBE_ERRORS as error:
         reason = f"it does not run over a paged cache ({first_line(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
-    layers, pool = [], cache.memory.groups[0].pool
+    layers, pool = [], cache.memory.pool
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PagedLayer):
             reason = "K/V in blocks, gathered for the model's own attention"
@@ -287,7 +325,7 @@ _LENGTHS = (5, 3)
 def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
     """Model inputs of two left-padded rows, as generate would pass them: int64 [2, 5] each."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], device=device_of(model)) % vocab
+    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], dtype=torch.int64, device=device_of(model)) % vocab
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -305,7 +343,10 @@ def _without_drawing(model: Any) -> Any:
 
 @torch.no_grad()
 def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
-    """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward."""
+    """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward, and
+    with its own prefill and step."""
+    from transformers import DynamicCache
+
     memory = PagedMemory(2, growable=True)
     packed = PackedModel(model, memory)
     batch = _padded_batch(model)
@@ -320,14 +361,29 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
             logits = packed.forward(step, positions, metadata)
             for parts, part in zip(got, torch.split(logits, counts)):
                 parts.append(part)
+        _refuse_shared_layers(packed)
         refuse_own_inputs(model, batch)
+        steps = None if model.training else _two_steps(model, batch, DynamicCache(config=model.config))
         given = step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
         positions_given = {} if given is None else {"position_ids": given}
-        expected = model(**batch, **positions_given, use_cache=False, return_dict=True).logits
+        expected = uncompiled(model)(**batch, **positions_given, use_cache=False, return_dict=True).logits
     if not model.training:
         for parts, own, length in zip(got, expected, _LENGTHS):
-            _compare(torch.cat(parts), own[-length:], "packed", model.dtype)
+            _compare(model, torch.cat(parts), own[-length:], "packed")
+        # In a decode step a row of one sequence has one token, a packed row of two sequences has two.
+        ends = [parts[step][-1] for step in (0, 1) for parts in got]
+        _compare(model, torch.stack(ends), steps, "packed")
     return _native_layers(model, packed), packed.cache.numbers_tokens
+
+
+def _refuse_shared_layers(packed: PackedModel) -> None:
+    written = [handle.layer_idx for handle in packed.cache.handles]
+    for index in set(written):
+        if written.count(index) > 1:
+            raise UnsupportedModelError(
+                f"{written.count(index)} of its layers keep their K/V as layer {index}; give each attention a "
+                "layer_idx of its own"
+            )
 
 
 def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
@@ -381,7 +437,7 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
             "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
         )
     if not model.training:
-        _compare(actual, expected, "paged", model.dtype)
+        _compare(model, actual, expected, "paged")
 
 
 def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
@@ -397,7 +453,7 @@ def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch
             )
         else:
             inputs = {name: v if name == "attention_mask" else v[:, start:] for name, v in inputs.items()} | options
-        logits.append(model(**inputs, return_dict=True).logits[:, -1])
+        logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])
     return torch.cat(logits)
 
 
@@ -406,12 +462,28 @@ def logits_tolerance(dtype: torch.dtype) -> float:
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
-def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str, dtype: torch.dtype) -> None:
+def _is_quantised(model: nn.Module) -> bool:
+    """Whether weights are kept as integers or 8-bit floats, or by a class of a quantisation library."""
+    small = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+    weights = [*model.parameters(), *model.buffers()]
+    return hasattr(model, "hf_quantizer") or any(
+        type(weight) not in (torch.Tensor, nn.Parameter) or (weight.ndim == 2 and weight.dtype in small)
+        for weight in weights
+    )
+
+
+def _compare(model: Any, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     if actual.shape != expected.shape:
         raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
     error = (actual.float() - expected.float()).abs().max().item()
     scale = expected.float().abs().max().item()
-    if not error <= logits_tolerance(dtype) * max(scale, 1e-6):
+    if not error <= logits_tolerance(model.dtype) * max(scale, 1e-6):
+        if what == "packed" and _is_quantised(model):
+            raise UnsupportedModelError(
+                "its weights are quantised, and their products round differently with other tokens beside them "
+                f"({what} logits by {error:.2g}, largest logit {scale:.2g}): no fault, but packed rows could not "
+                "repeat its tokens"
+            )
         raise UnsupportedModelError(
             f"its {what} logits differ from its own by {error:.2g} (largest logit {scale:.2g}): "
             "something in its forward depends on the batch layout"

@@ -67,9 +67,8 @@ class WarmUp:
             with torch.inference_mode():
                 self._rehearse(step)
             yield
-        for group in self._packed.memory.groups:
-            if group.pool.num_blocks > 1:
-                group.pool.copy_blocks([(0, 1)])
+        if (pool := self._packed.memory.pool).num_blocks > 1:
+            pool.copy_blocks([(0, 1)])
         for _ in () if self._graphs is None else self._graphs.capture_all():
             yield
 

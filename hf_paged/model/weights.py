@@ -36,6 +36,7 @@ class Weights:
 
     - `structure`: a module or a `forward` was added, replaced or removed, or a module's class or
       the `forward` of a class replaced;
+    - `code`: as for `structure`, or a forward hook was added or removed;
     - `layout`: as for `structure`, or a tensor has another address;
     - `epoch`: as for `layout`, or a tensor was replaced or changed, so that the model may compute other values.
 
@@ -54,7 +55,7 @@ class Weights:
         self._sample: ContentSample | None = None
         self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
         self.all_moved = 0  # epoch in which all of them last changed
-        self.epoch = self.layout = self.structure = 0
+        self.epoch = self.layout = self.structure = self.code = 0
 
     def look(self, *, contents: bool = False) -> int:
         """Detect changes since the last look and return the epoch.
@@ -93,6 +94,11 @@ class Weights:
             if self._picture is not None:
                 ids = self._picture.ids
                 self._move(parameter for parameter in parameters if id(parameter) in ids)
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether all tensors were torch's own as of the last look, none of a class of other code."""
+        return self._picture is None or self._picture.is_plain
 
     def moved_at(self, tensor: torch.Tensor) -> int:
         """The epoch in which this tensor of the model last changed, as of the last look."""
@@ -133,6 +139,7 @@ class Weights:
         same_code = same_structure and new.has_hooks_of(old)
         if not same_code:
             self.epoch += 1
+            self.code += 1
         if not same_structure:
             self.structure += 1
         if not same_code or others or len(known) != len(new.tensors):
@@ -207,6 +214,7 @@ class _Picture:
                     found[id(inner)] = inner
                     queue.append(inner)
         self.ids = frozenset(found)
+        self.is_plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in found.values())
         self._wrappers, self._names = [outer for outer, _, _ in wrapped], [name for _, name, _ in wrapped]
         self._inner = [inner for _, _, inner in wrapped]
         self.tensors = [tensor for tensor in queue if not _inner_names(tensor)]

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hf_paged.generation.engine.outputs import RequestOutput
-from hf_paged.serving.choices import Choices, Delta, overdue
+from hf_paged.serving.choices import Choices, Delta
 from hf_paged.serving.clients import until_gone
 from hf_paged.serving.forms import Form, usage
 from hf_paged.serving.plan import Plan
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.worker import EngineStopped, Job
 
 _Result = TypeVar("_Result")

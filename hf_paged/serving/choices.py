@@ -13,9 +13,10 @@ from typing import Any
 from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput, TopLogprobs
 from hf_paged.generation.sampling.grammar import NOT_FOLLOWED
 from hf_paged.generation.sampling.request import NOTHING_LEFT
+from hf_paged.model.adapters import AdapterGone
 from hf_paged.serving.parsing import CallPart, Pieces
 from hf_paged.serving.plan import Plan
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.text import Detokenizer, StopSearch
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -165,11 +166,15 @@ class Choices:
         """What is new in the outputs, by the place of their prompt. Raises Problem for a request that failed."""
         deltas = []
         for place, output in outputs.items():
-            if output.error == NOTHING_LEFT:
+            if output.error is not None and output.error.endswith(NOTHING_LEFT):  # after the name of an exception
                 raise Problem(
                     400,
-                    f"{output.error}: allowed_token_ids, bad_words, logit_bias, min_tokens and the like exclude all",
+                    f"{NOTHING_LEFT}: allowed_token_ids, bad_words, logit_bias, min_tokens and the like exclude all",
                     code="no_token_left",
+                )
+            if isinstance(output.exception, AdapterGone):
+                raise Problem(
+                    404, f"the adapter was unloaded: {output.exception}", param="model", code="model_not_found"
                 )
             if output.error is not None and NOT_FOLLOWED in output.error:
                 raise Problem(400, output.error, code="invalid_grammar")
@@ -214,10 +219,6 @@ class Choices:
     @property
     def are_finished(self) -> bool:
         return all(choice.is_finished for choice in self._choices)
-
-
-def overdue() -> Problem:
-    return Problem(504, "the request has taken longer than the server allows", code="deadline")
 
 
 def _mean_logprob(output: CompletionOutput) -> float:

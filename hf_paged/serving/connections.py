@@ -1,6 +1,7 @@
 """The bounds of a connection: its number, the time until a request's head has arrived, the time without reading.
 
-uvicorn limits the time between two requests only, and closing a transport waits until the client has read everything.
+uvicorn limits the time between two requests only, closing a transport waits until the client has read everything, and
+uvicorn does not see that a client goes which has sent anything after its request.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hf_paged.serving.settings import Limits
 log = logging.getLogger("hf_paged.serving")
 
 _RESET = struct.pack("ii", 1, 0)  # linger for 0 seconds: what the kernel holds for the client is dropped too
+_MAX_AHEAD = 64 * 1024  # bytes of further requests that a client may send before it has its answer
 
 
 class BoundedProtocol(H11Protocol):
@@ -58,8 +60,18 @@ class BoundedProtocol(H11Protocol):
         super().handle_events()
         if not self.is_idle:
             self._cancel("_head_timer")
+            if self.flow.read_paused and not self.cycle.more_body:
+                self._read_ahead()
         elif self._head_timer is None and self.timeout_keep_alive_task is None:
             self._await_head()
+
+    def _read_ahead(self) -> None:
+        """Keep what follows a request until that has its answer, and read on: else the client's end would be unseen."""
+        if len(self.conn.trailing_data[0]) > _MAX_AHEAD:
+            log.info("the client at %s has sent more than %d bytes before its answer; cut off", self.client, _MAX_AHEAD)
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         self._idle_since = self.loop.time()

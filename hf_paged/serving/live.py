@@ -5,43 +5,73 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import deque
 from typing import Any
 
 import hf_paged
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView
 from hf_paged.serving.latencies import Latencies
+from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.served import ServedModel
+
+SPAN = 120.0
+"""Seconds of the curves."""
 
 
 class Live:
-    """What the live page shows of one server. Any thread may use it."""
+    """What the live page shows of one server. Any thread may use it.
 
-    def __init__(self, engine: Engine, served: ServedModel, latencies: Latencies) -> None:
+    `note` keeps the figures of the last two minutes, one row a second in which outputs arrive, for a page that is
+    opened later.
+    """
+
+    def __init__(self, engine: Engine, served: ServedModel, latencies: Latencies, metrics: Metrics) -> None:
         self._engine = engine
         self._served = served
         self._latencies = latencies
+        self._metrics = metrics
+        self._history: deque[tuple[Any, ...]] = deque(maxlen=int(SPAN))
         self._began = time.monotonic()
         self._run = secrets.token_hex(4)
         self._made: tuple[str, bytes] = ("", b"")
 
-    def body(self) -> tuple[str, bytes]:
-        """A tag, and JSON that is the same as long as the tag is. Does not wait for a step."""
+    def note(self) -> None:
+        """Called when outputs have arrived."""
+        now = round(time.monotonic() - self._began, 3)
+        if self._history and now - self._history[-1][0] < 1:
+            return
+        stats = self._engine.stats()
+        total = max(stats.num_blocks, 1)
+        shares = (stats.blocks_used, stats.blocks_shared, stats.blocks_used + stats.blocks_cached)
+        self._history.append((now, stats.generated_tokens, *(count / total for count in shares), *self._quantiles()))
+
+    def _quantiles(self) -> tuple[list[float] | None, list[float] | None]:
+        return self._latencies.first_token.quantiles(0.5, 0.95), self._latencies.between.quantiles(0.5, 0.95)
+
+    def body(self, *, with_history: bool = False) -> tuple[str, bytes]:
+        """A tag, and JSON that is the same as long as the tag is, but for the history. Does not wait for a step."""
         snapshot = self._engine.snapshot()
         # Latencies are read with every snapshot, so that they are recorded while a page looks.
-        tag = f'"{self._run}-{"none" if snapshot is None else snapshot.number}"'
-        latency = {
-            "first_token": self._latencies.first_token.quantiles(0.5, 0.95),
-            "between_tokens": self._latencies.between.quantiles(0.5, 0.95),
-        }
+        metrics = self._metrics
+        ended = {"finished": metrics.finished, "failed": metrics.failed, "refused": metrics.refused}
+        number = "none" if snapshot is None else snapshot.number
+        tag = f'"{self._run}-{number}-{metrics.finished}-{metrics.failed}-{metrics.refused}"'
+        first, between = self._quantiles()
+        latency = {"first_token": first, "between_tokens": between}
         made = self._made
-        if snapshot is None or made[0] != tag:
+        if snapshot is None or made[0] != tag or with_history:
             value = {
                 "server": self._server(),
                 "engine": None if snapshot is None else self._engine_json(snapshot),
                 "latency": latency,
+                "ended": ended,
             }
-            made = self._made = tag, json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+            if with_history:
+                value["history"] = [row for row in self._history if row[0] > time.monotonic() - self._began - SPAN]
+            made = tag, json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+            if not with_history:
+                self._made = made
         return made
 
     def _server(self) -> dict[str, Any]:
@@ -53,7 +83,7 @@ class Live:
             "architecture": type(served.model).__name__,
             "device": str(served.model.device),
             "dtype": str(served.model.dtype).removeprefix("torch."),
-            "has_chat_template": bool(served.settings.chat_template or served.tokenizer.chat_template),
+            "has_chat_template": bool(served.chat_template),
             "max_model_len": served.max_length,
             "prefix_caching": config.prefix_caching,
         }
@@ -62,7 +92,7 @@ class Live:
         return {
             "number": snapshot.number,
             "time": round(snapshot.time - self._began, 3),
-            "pools": [_pool(pool) for pool in snapshot.pools],
+            "pool": _pool(snapshot.pool),
             "requests": [_request(request) for request in snapshot.requests],
             "waiting": snapshot.num_waiting,
             "events": snapshot.events,
@@ -86,7 +116,7 @@ def _pool(pool: PoolView) -> dict[str, Any]:
         "touched": pool.num_touched,
         "block_size": pool.block_size,
         "bytes": pool.bytes_per_block,
-        "window": pool.sliding_window,
+        "windows": pool.windows,
         "cached": pool.cached,
         "pinned": pool.pinned,
         "host_blocks": pool.num_host_blocks,

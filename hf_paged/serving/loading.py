@@ -22,6 +22,7 @@ def load_engine(
     num_ranks: int = 1,
     adapters: Mapping[str, str] | None = None,
     switches: Mapping[str, bool] | None = None,
+    source: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Any]:
     """The engine and its tokenizer, for a process that does nothing else: what exists now is kept until its end.
 
@@ -30,8 +31,8 @@ def load_engine(
     """
     from transformers import AutoTokenizer
 
-    tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer")
-    model = load_model(checkpoint, dtype, device, num_ranks=num_ranks)
+    tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **(source or {}))
+    model = load_model(checkpoint, dtype, device, num_ranks=num_ranks, source=source)
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
     engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **(switches or {}))

@@ -36,6 +36,7 @@ class Metrics:
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Tokens that a request generated.", _TOKENS)
+        self.finished = self.failed = self.refused = 0  # requests that ended without and with an error; refused calls
         self._success = Counter(
             _PREFIX + "request_success", "Finished requests.", ["model_name", "finished_reason"], registry=self.registry
         )
@@ -53,6 +54,8 @@ class Metrics:
             self._between.observe(seconds / tokens)
 
     def observe_end(self, output: RequestOutput) -> None:
+        self.failed += output.error is not None
+        self.finished += output.error is None
         if output.metrics.queue_time is not None:
             self._queue.observe(output.metrics.queue_time)
         if output.metrics.latency is not None:
@@ -63,6 +66,7 @@ class Metrics:
             self._success.labels(self._name, _REASONS.get(each.finish_reason, each.finish_reason or "error")).inc()
 
     def count_answer(self, route: str, status: int) -> None:
+        self.refused += status >= 400
         self._http.labels(route, str(status)).inc()
 
     def text(self, stats: EngineStats) -> bytes:

@@ -1,4 +1,4 @@
-"""What stands between the socket and the routes: keys, request ids, and limits on bodies. Plain ASGI.
+"""What stands between the socket and the routes: hosts, keys, request ids, and limits on bodies. Plain ASGI.
 
 Starlette's own base class for middleware would hide from an answer that its client has gone.
 """
@@ -8,40 +8,46 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import re
 import uuid
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hf_paged.serving.json_bounds import check_containers
 from hf_paged.serving.page_files import PAGE_FILES
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.settings import Settings
 
 log = logging.getLogger("hf_paged.serving")
 
-_OPEN = ("/health", *PAGE_FILES)
+_SMALL = 2**16  # bytes of a body that is taken however many others there are
+_OPEN = ("/health", "/ready", *PAGE_FILES)
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class Gate:
-    """Checks the key, names the request, and hands on a body that has arrived whole and is not too large.
+    """Checks the host and the key, names the request, and hands on a body that has arrived whole and is not too large.
 
     on_answer: called with path and status when an answer begins. scope["state"] gets `request_id` (the client's
-    X-Request-Id, or a new one), `key_digest` (sha256 of the key; None without keys) and `is_admin` (the key is the
-    admin key, which is good for every route).
+    X-Request-Id, or a new one), `key_digest` (sha256 of the key; None without keys), `is_admin` (the key is the
+    admin key, which is good for every route) and `body_bytes` (the size of the body).
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings, on_answer: Callable[[str, int], None]) -> None:
         self._app = app
         self._digests = [_digest(key) for key in settings.api_keys]
         self._admin = None if settings.admin_key is None else _digest(settings.admin_key)
+        self._hosts = None if settings.api_keys else settings.hosts
         self._limits = settings.limits
         self._on_answer = on_answer
+        self._body_bytes = 0  # of all requests that have not been answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,20 +68,44 @@ class Gate:
             await send(message)
 
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        if scope["method"] == "HEAD":  # as GET; uvicorn leaves the body out
+            scope = {**scope, "method": "GET"}
+        state |= {"request_id": request_id, "body_bytes": 0}
         try:
-            state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
-            whole = await self._with_body(receive, headers)
-        except Problem as problem:
-            await send_problem(named_send, problem)
-            return
-        try:
+            try:
+                self._check_host(headers)
+                state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
+                whole = await self._with_body(receive, headers, state)
+            except Problem as problem:
+                await send_problem(named_send, problem)
+                return
             await self._app(scope, whole, named_send)
         except Exception:  # of a template, a tokenizer or a model: the server goes on
             log.exception("request=%s failed", request_id)
             if has_begun:
                 raise
             await send_problem(named_send, Problem(500, f"an internal error; the log has it under {request_id}"))
+        finally:
+            self._body_bytes -= state["body_bytes"]
+
+    def _check_host(self, headers: Headers) -> None:
+        """Raises Problem (403) without keys, for a name that is not ours: a page of that name, in a browser here, may
+        have had it point to this machine in order to read the answers."""
+        if self._hosts is None or "host" not in headers:  # browsers always send it
+            return
+        host = headers["host"]
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            if name == "localhost" or name.endswith(".localhost") or name in self._hosts:
+                return
+            ipaddress.ip_address(name)
+        except ValueError:
+            raise Problem(
+                403,
+                f"the header Host names {host[:100]!r}; use this server's address, or start it with that name as "
+                "--host, with --api-key or with --allow-no-key",
+                code="unknown_host",
+            ) from None
 
     def _checked_key(self, path: str, headers: Headers) -> tuple[bytes | None, bool]:
         """key_digest and is_admin. Raises Problem (401). Takes equally long for all wrong keys."""
@@ -94,24 +124,24 @@ class Gate:
             )
         return digest, is_admin
 
-    async def _with_body(self, receive: Receive, headers: Headers) -> Receive:
+    async def _with_body(self, receive: Receive, headers: Headers, state: dict[str, Any]) -> Receive:
         """Reads the body. Returns a `receive` that gives it at once, and then what the server has to say."""
-        limit, body = self._limits.body, bytearray()
-        too_large = Problem(413, f"the body is larger than the {limit} bytes that one request may have")
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length[:20]) > limit:
-            raise too_large
+        length, body = headers.get("content-length", ""), bytearray()
         if length in ("", "0") and "transfer-encoding" not in headers:
             return receive
+        if length.isdigit():
+            self._check_size(int(length[:20]))
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         break
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise too_large
+                    part = message.get("body", b"")
+                    body += part
+                    state["body_bytes"] += len(part)
+                    self._body_bytes += len(part)
+                    self._check_size(len(body))
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -119,11 +149,26 @@ class Gate:
         given: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         if message["type"] == "http.disconnect":
             given.append(message)
+        else:
+            check_containers(given[0]["body"], "the body")
 
         async def replay() -> Message:
             return given.pop(0) if given else await receive()
 
         return replay
+
+    def _check_size(self, length: int) -> None:
+        """Raises Problem (413, 429) for a body of so many bytes."""
+        limits = self._limits
+        if length > limits.body:
+            raise Problem(413, f"the body is larger than the {limits.body} bytes that one request may have")
+        if length > _SMALL and self._body_bytes > limits.bodies:
+            raise Problem(
+                429,
+                f"the requests that are being answered have bodies of {limits.bodies} bytes; send this one later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
 
 
 def _digest(key: str) -> bytes:
@@ -133,8 +178,9 @@ def _digest(key: str) -> bytes:
 async def send_problem(send: Send, problem: Problem) -> None:
     body = json.dumps(problem.body()).encode()
     fixed: dict[str, Any] = {"content-type": "application/json", "content-length": str(len(body)), **problem.headers}
-    if problem.status in (408, 413):
-        fixed["connection"] = "close"  # what is left of the body is not read
+    if problem.status == 408:
+        fixed["connection"] = "close"  # else uvicorn reads what is left of the body, and drops it: until it has sent
+        # all of it, many a client reads no answer, and closing the connection would reset it
     headers = [(name.encode(), str(value).encode()) for name, value in fixed.items()]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -12,12 +12,12 @@ from hf_paged.serving import replies
 from hf_paged.serving.settings import Settings
 
 _SCHEMAS = "#/components/schemas/"
-_OPEN = ("/health",)
+_OPEN = ("/health", "/ready")
 
 _ERRORS = {
     400: "The request cannot be served; the message says why.",
     401: "The server needs a key.",
-    403: "The route changes the server, and the key is not the admin key.",
+    403: "The route changes the server, and the key is not the admin key; or the header Host has an unknown name.",
     404: "The model or adapter is not served.",
     408: "The body has not arrived in time.",
     413: "The body is too large.",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import log2
 from typing import Any
 
 from transformers import GenerationConfig
@@ -21,10 +22,11 @@ from hf_paged.serving.constrained import calls_of, check_end, content_of, tools_
 from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.processors import OccurrencePenalty, StopText
-from hf_paged.serving.refusals import check_served
+from hf_paged.serving.refusals import check_served, note_unused
 from hf_paged.serving.schema import ChatRequest, CompletionRequest, Sampling
 from hf_paged.serving.served import ServedModel
 
+_MAX_EXPONENT = 126  # of 2, in fp32
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -136,11 +138,16 @@ def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) 
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if limit == 0:
         raise Problem(400, "max_tokens=0 generates nothing; raise it", param="max_tokens")
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        if "reasoning_effort" not in str(served.chat_template):
+            note_unused("reasoning_effort", "the chat template does not have it")
     text = served.render(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        kwargs=body.chat_template_kwargs,
+        kwargs=kwargs,
         tools=tools_of(body),
     )
     served.check_size(text)
@@ -233,6 +240,16 @@ def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None
             f"priority={body.priority}: this server runs requests in the order of their arrival; leave it out, or "
             "start the server with --scheduling-policy priority",
             param="priority",
+        )
+    given = body.structured_outputs
+    grammar = None if given is None else given.regex or given.grammar or given.json_
+    if isinstance(grammar, str) and len(grammar) > served.settings.limits.grammar:  # before anything reads it
+        raise Problem(
+            400,
+            f"structured_outputs: it has more than the {served.settings.limits.grammar} bytes that a request's grammar "
+            "may have",
+            param="structured_outputs",
+            code="invalid_grammar",
         )
     limits, width = served.settings.limits, max(body.n or 1, body.best_of or 1)
     limit = limits.sequences
@@ -334,6 +351,14 @@ class _Options:
         body = self._body
         if body.min_tokens > max_new_tokens:
             raise Problem(400, f"min_tokens={body.min_tokens} is more than max_tokens={max_new_tokens}")
+        penalty = body.length_penalty
+        if penalty is not None and abs(penalty) * log2(max_new_tokens) > _MAX_EXPONENT:
+            raise Problem(
+                400,
+                f"length_penalty={penalty}: this power of {max_new_tokens} tokens is beyond fp32; use one nearer to 0, "
+                "or lower max_tokens",
+                param="length_penalty",
+            )
         config: Any = GenerationConfig(**self._fixed, max_new_tokens=max_new_tokens)  # type: ignore[no-untyped-call]
         config.seed = body.seed
         return config

@@ -19,6 +19,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_MAX_TEXT = 2000
 
 
 class Problem(Exception):
@@ -38,14 +39,22 @@ class Problem(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _short(message)  # it may repeat what the client has sent
+        self.param = None if param is None else _short(param)
         self.code = code
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+def overdue() -> Problem:
+    return Problem(504, "the request has taken longer than the server allows", code="deadline")
 
 
 def not_served(message: str, param: str | None = None) -> Problem:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +26,12 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.serving.middleware import Gate, send_problem
-from hf_paged.serving.problems import not_served
-from hf_paged.serving.relay import Asked, Part, Relay, ReplicaLost
+from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.relay import SILENCE_SECONDS, Asked, Part, Relay, ReplicaLost
 from hf_paged.serving.routing import Policy, Router, make_router
 from hf_paged.serving.scaling import Pressure, wanted_replicas
 from hf_paged.serving.settings import Limits, Settings
@@ -37,8 +39,10 @@ from hf_paged.serving.settings import Limits, Settings
 log = logging.getLogger("hf_paged.serving")
 
 _STATS_SECONDS = 1.0  # between two reports of a replica
-_HEALTH_SECONDS = 5.0  # between two checks; a process that has ended is noticed at once
+_HEALTH_SECONDS = 5.0  # between two checks, of which three must fail; a process that has ended is noticed at once
 _LAST_SECONDS = 1.0  # from an engine's death to that of its process, in which clients are told
+
+_REQUEST_ID = b"x-request-id"
 
 # Of one replica, and a client cannot say which.
 _OF_ONE = ("/", "/live", "/metrics")
@@ -71,6 +75,7 @@ class AppArgs(BaseModel):
     cache: dict[str, Any] = Field(default_factory=dict)
     scheduler: dict[str, Any] = Field(default_factory=dict)
     switches: dict[Literal["fuse", "prepack"], bool] = Field(default_factory=dict)
+    source: dict[Literal["revision", "trust_remote_code"], str | bool] = Field(default_factory=dict)
     drain_seconds: float = Field(30.0, ge=0)
     wait_seconds: float = Field(120.0, gt=0)
 
@@ -88,8 +93,9 @@ class AppArgs(BaseModel):
         return self
 
     def make_settings(self) -> Settings:
-        given: dict[str, Any] = {"names": (self.checkpoint,), **self.settings}
-        lists = {name: tuple(given[name]) for name in ("names", "api_keys") if name in given}
+        key = os.environ.get("HF_PAGED_API_KEY")  # so that it need not stand in a configuration file
+        given: dict[str, Any] = {"names": (self.checkpoint,), "api_keys": (key,) if key else (), **self.settings}
+        lists = {name: tuple(given[name]) for name in ("names", "api_keys", "hosts") if given.get(name) is not None}
         return Settings(**{**given, **lists, "limits": Limits(**given.get("limits", {}))})
 
 
@@ -120,7 +126,7 @@ def build_app(args: AppArgs | dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=args.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=_HEALTH_SECONDS,
-        health_check_timeout_s=6 * _HEALTH_SECONDS,
+        health_check_timeout_s=2 * _HEALTH_SECONDS,
         request_router_config=RequestRouterConfig(
             request_router_class="hf_paged.serving.ray:ReplicaRouter",
             request_router_kwargs={"policy": args.routing, **args.routing_options},
@@ -181,6 +187,7 @@ def _load(args: AppArgs) -> Any:
         dtype=args.dtype,
         device=args.device,
         switches=args.switches,
+        source=args.source,
     )
     return Service(engine, tokenizer, args.make_settings())
 
@@ -188,6 +195,20 @@ def _load(args: AppArgs) -> Any:
 def _end_soon(error: BaseException) -> None:
     """End this process, so that no further request is sent to an engine that has died. Ray starts another one."""
     asyncio.get_running_loop().call_later(_LAST_SECONDS, os._exit, 1)
+
+
+_taken: dict[str, tuple[str, float]] = {}
+"""Requests of which nothing has been heard since they were given to a replica: its name, and when.
+
+The router writes it, in another thread of the process of the ingress, and the ingress removes it.
+"""
+
+
+def _check_taken(request_id: str) -> None:
+    """Raises ReplicaLost if a replica has had the request for too long without saying so."""
+    name, since = _taken.get(request_id, ("", math.inf))
+    if time.monotonic() - since > SILENCE_SECONDS:
+        raise ReplicaLost(f"the replica {name} has said nothing for {SILENCE_SECONDS:g} seconds", name)
 
 
 # -- the way of a request ----------------------------------------------------------------------------------------------
@@ -202,6 +223,15 @@ class Ingress:
         async def open_stream(asked: Asked) -> AsyncGenerator[Part, None]:
             response: Any = handle.remote(asked)
             try:
+                first = asyncio.ensure_future(anext(aiter(response), None))
+                try:
+                    while not (await asyncio.wait({first}, timeout=1.0))[0]:
+                        _check_taken(asked.request_id)
+                finally:
+                    first.cancel()
+                    _taken.pop(asked.request_id, None)
+                if (part := first.result()) is not None:
+                    yield part
                 async for part in response:
                     yield part
             except RayTaskError:
@@ -212,35 +242,74 @@ class Ingress:
                 with suppress(Exception):  # it may have ended, or never begun
                     response.cancel()
 
-        self._gate = Gate(_Shared(Relay(open_stream, wait_seconds=wait_seconds)), settings=settings, on_answer=_ignore)
+        relay = Relay(open_stream, wait_seconds=wait_seconds, request_seconds=settings.limits.request_seconds)
+        self._shared = _Shared(relay)
+        self._gate = Gate(self._shared, settings=settings, on_answer=_ignore)
 
     async def __call__(self, request: Request) -> Response:
         return _Through(self._gate)
 
+    async def drain(self, seconds: float) -> int:
+        """Take no further requests. Returns how many of the others are left when they have ended, or after a while."""
+        return await self._shared.drain(seconds)
+
 
 class _Through(Response):
-    """What Ray takes for an answer: an ASGI application that gets the request as it is."""
+    """What Ray takes for an answer: an ASGI application that gets the request as it is, without the prefix of its path.
+
+    Ray's proxy itself answers with the request's id, which it has given to a request without one.
+    """
 
     def __init__(self, app: Any) -> None:
         super().__init__()
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        has_id = any(name.lower() == _REQUEST_ID for name, _ in scope["headers"])
+
+        async def send_once(message: Message) -> None:
+            if has_id and message["type"] == "http.response.start":
+                headers = [each for each in message["headers"] if each[0].lower() != _REQUEST_ID]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        await self._app({**scope, "path": path, "root_path": ""}, receive, send_once)
 
 
 class _Shared:
-    """Refuses the routes that are about one engine."""
+    """Refuses the routes that are about one engine, and all work when the application is to end."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
+        self._in_flight = 0
+        self._is_draining = False
+        self._changed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in _OF_ONE:
-            text = f"{scope['path']} is about one engine, and there are several; see Ray's dashboard and metrics"
+        path = scope["path"]
+        if path in _OF_ONE:
+            text = f"{path} is about one engine, and there are several; see Ray's dashboard and metrics"
             await send_problem(send, not_served(text))
+        elif self._is_draining and path != "/health":
+            await send_problem(send, Problem(503, "the server is shutting down", code="draining"))
         else:
-            await self._app(scope, receive, send)
+            self._in_flight += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._in_flight -= 1
+                self._changed.set()
+
+    async def drain(self, seconds: float) -> int:
+        """See `Ingress.drain`."""
+        self._is_draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._in_flight:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self._in_flight
 
 
 def _ignore(path: str, status: int) -> None:
@@ -285,7 +354,7 @@ class ReplicaRouter(RequestRouter):
             return
         if future not in self._seen:
             self._seen.add(future)
-            future.add_done_callback(lambda done: self._assigned(done, name))
+            future.add_done_callback(lambda done: self._assigned(done, name, pending.args))
         self._chosen[future] = replica_id
         self._count(replica_id, 1)
 
@@ -293,7 +362,7 @@ class ReplicaRouter(RequestRouter):
         if (before := self._chosen.pop(future, None)) is not None:
             self._count(before, -1)
 
-    def _assigned(self, future: asyncio.Future[Any], name: str) -> None:
+    def _assigned(self, future: asyncio.Future[Any], name: str, args: Sequence[Any] = ()) -> None:
         """A request has got its replica, or has been given up."""
         self._put_back(future)
         self._seen.discard(future)
@@ -301,6 +370,8 @@ class ReplicaRouter(RequestRouter):
             replica_id = future.result().replica_id
             self._in_flight[name, replica_id] += 1
             self._count(replica_id, 1)
+            if args and isinstance(args[0], Asked):
+                _taken[args[0].request_id] = replica_id.unique_id, time.monotonic()
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         place = internal_request_id, replica_id

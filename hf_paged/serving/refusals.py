@@ -1,12 +1,20 @@
-"""Fields that this server knows and does not serve: each is refused with what to do instead, never ignored."""
+"""Fields that this server knows and does not serve.
+
+What would change an answer is refused with what to do instead. What cannot change its tokens is accepted, because
+clients send it by themselves, and logged once.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.schema import ChatRequest, CompletionRequest, Message, OtherPart
+
+log = logging.getLogger("hf_paged.serving")
 
 _FUNCTIONS = "use tools and tool_choice, which replace it"
 _TEXT_ONLY = "only text is served; leave this field out"
@@ -19,27 +27,26 @@ def _given(value: Any) -> bool:
 Refusals = dict[str, tuple[Callable[[Any], bool], str]]
 """Name of a field -> whether a value asks for something, and what to do instead."""
 
-COMMON: Refusals = {
-    "store": (_given, "nothing is stored; leave this field out"),
-    "service_tier": (lambda value: value not in (None, "auto", "default"), "there is one tier; leave this field out"),
-    "safety_identifier": (_given, "nothing is stored; `user` stands in the log, so use that"),
-    "prompt_cache_key": (_given, "common prefixes are found by content; use cache_salt to keep prefixes apart"),
+_PREFIXES = "prefixes are found by content and kept while memory lasts; cache_salt keeps them apart"
+_NEUTRAL = {
+    "store": "nothing is stored",
+    "metadata": "nothing is stored",
+    "service_tier": "there is one tier",
+    "safety_identifier": "nothing is stored; `user` stands in the log",
+    "prompt_cache_key": _PREFIXES,
+    "prompt_cache_retention": _PREFIXES,
+    "prompt_cache_options": _PREFIXES,
+    "verbosity": "ask for short answers in a message",
+    "prediction": "it would change the speed only",
+    "max_tool_calls": "this server runs no tools",
 }
 
 _CHAT: Refusals = {
-    **COMMON,
     "functions": (_given, _FUNCTIONS),
     "function_call": (lambda value: value not in (None, "none", "auto"), _FUNCTIONS),
-    "reasoning_effort": (
-        lambda value: value is not None,
-        "this is an option of the chat template here; use chat_template_kwargs",
-    ),
-    "verbosity": (lambda value: value not in (None, "medium"), "leave it out, and ask for short answers in a message"),
     "modalities": (lambda value: value not in (None, ["text"]), _TEXT_ONLY),
     "audio": (_given, _TEXT_ONLY),
-    "prediction": (_given, "predicted outputs are not served; leave this field out"),
     "web_search_options": (lambda value: value is not None, "this server fetches nothing; leave this field out"),
-    "metadata": (_given, "nothing is stored; leave this field out"),
 }
 
 _COMPLETION: Refusals = {
@@ -50,11 +57,19 @@ _MESSAGE = ("function_call", "refusal", "audio", "annotations")
 _ROLES = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
 
 
+@cache
+def note_unused(name: str, reason: str) -> None:
+    log.info("the field %r of a request has no effect: %s", name, reason)
+
+
 def refuse(body: Any, refusals: Refusals) -> None:
-    """Raises Problem (400) for the first of these fields with which the body asks for something."""
+    """Raises Problem (400) for the first of these fields with which the body asks for something. Notes neutral ones."""
     for name, (is_asked, remedy) in refusals.items():
         if is_asked(getattr(body, name)):
             raise not_served(f"{name}: {remedy}", param=name)
+    for name, reason in _NEUTRAL.items():
+        if _given(getattr(body, name, None)):
+            note_unused(name, reason)
 
 
 def check_served(body: ChatRequest | CompletionRequest) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hf_paged.serving.clients import unless_gone
 from hf_paged.serving.middleware import send_problem
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.prompt_chain import prompt_chain
 
 log = logging.getLogger("hf_paged.serving")
@@ -26,7 +26,14 @@ log = logging.getLogger("hf_paged.serving")
 MOST_ATTEMPTS = 3
 """Replicas that one request is sent to at most: it may be the request itself that ends them."""
 
+BEAT_SECONDS = 5.0
+"""A replica that has nothing to send says so after this time, with a part that has no messages."""
+
+SILENCE_SECONDS = 20.0
+"""A replica that says nothing for this time is lost: its process hangs."""
+
 _UNAVAILABLE = 503
+_LATE_SECONDS = 5.0  # after a request's end, until the relay says itself what the replica should have said
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Part:
     """Of an answer: the name of the replica, and messages of ASGI. The first part has no messages: it arrives when
-    the replica has the request."""
+    the replica has the request. So have those that say only that the replica is alive."""
 
     replica: str
     messages: tuple[Message, ...] = ()
@@ -61,30 +68,46 @@ Stream = AsyncGenerator[Part, None]
 
 
 class ReplicaLost(Exception):
-    """The replica that had a request has died, or there was none to take it."""
+    """The replica that had a request has died or hangs, or there was none to take it. replica: its name, if known."""
+
+    def __init__(self, message: str, replica: str | None = None) -> None:
+        super().__init__(message)
+        self.replica = replica
 
 
 class Relay:
     """An ASGI application that answers as a replica does.
 
     open_stream: asks a replica; raises ReplicaLost, also later. wait_seconds: until a replica has taken a request, for
-    example while the only one is started again; then the client gets status 503.
+    example while the only one is started again; then the client gets status 503. request_seconds: from a request's
+    arrival to its end, however many replicas have had it (None: no limit); then the client gets status 504.
     """
 
-    def __init__(self, open_stream: Callable[[Asked], Stream], *, wait_seconds: float) -> None:
+    def __init__(
+        self, open_stream: Callable[[Asked], Stream], *, wait_seconds: float, request_seconds: float | None = None
+    ) -> None:
         self._open_stream = open_stream
         self._wait_seconds = wait_seconds
+        self._seconds = None if request_seconds is None else request_seconds + _LATE_SECONDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = await _asked(scope, receive)
         answer = _Answer(send, is_numbered=asked.path == "/v1/responses")
         try:
-            await unless_gone(self._answer(asked, answer), receive)
+            await unless_gone(self._in_time(self._answer(asked, answer)), receive)
         except Problem as problem:
             if not answer.has_begun:
                 await send_problem(send, problem)
             elif not await answer.break_off(problem):
                 raise
+
+    async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
+        """Raises Problem (504) if it takes too long."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await work
+        except TimeoutError:
+            raise overdue() from None
 
     async def _answer(self, asked: Asked, answer: _Answer) -> None:
         """Raises Problem if the answer has not been sent whole."""
@@ -94,14 +117,14 @@ class Relay:
                 return
             except ReplicaLost as error:
                 log.warning(
-                    "request=%s path=%s attempt=%d begun=%s: %s",
+                    "request=%s path=%r attempt=%d begun=%s: %s",
                     *(asked.request_id, asked.path, attempt, answer.has_begun, error),
                 )
                 if answer.has_begun:
                     problem = Problem(503, f"the replica that answered has ended: {error}", code="replica_lost")
                     raise problem from error
-                if answer.replica is not None:
-                    asked = replace(asked, lost=(*asked.lost, answer.replica))
+                if (lost := answer.replica or error.replica) is not None:
+                    asked = replace(asked, lost=(*asked.lost, lost))
         text = f"{MOST_ATTEMPTS} replicas have ended with this request, before its answer began; send it again later"
         raise Problem(503, text, code="replica_lost", headers={"retry-after": "1"})
 
@@ -118,13 +141,22 @@ class Relay:
             if first is None:
                 raise ReplicaLost("the answer ended before it began")
             answer.replica = first.replica
-            async for part in stream:
+            while (part := await _heard(stream)) is not None:
                 for message in part.messages:
                     if message.get("status") == _UNAVAILABLE and not is_last:
                         raise ReplicaLost("it takes no requests")
                     await answer.send(message)
         if not answer.is_whole:
             raise ReplicaLost("the answer has no end")
+
+
+async def _heard(stream: Stream) -> Part | None:
+    """The next part, None at the end. Raises ReplicaLost if the replica says nothing for too long."""
+    try:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            return await anext(stream, None)
+    except TimeoutError:
+        raise ReplicaLost(f"it has said nothing for {SILENCE_SECONDS:g} seconds") from None
 
 
 class _Answer:

@@ -11,7 +11,7 @@ from hf_paged.serving.adapters import load_adapter
 from hf_paged.serving.app import create_app
 from hf_paged.serving.middleware import send_problem
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.relay import Asked, Part
+from hf_paged.serving.relay import BEAT_SECONDS, Asked, Part
 from hf_paged.serving.service import Service
 
 _MOST_MESSAGES = 16
@@ -68,9 +68,11 @@ class Replica:
         try:
             while not (work.done() and messages.empty()):
                 waiting = asyncio.ensure_future(messages.get())
-                await asyncio.wait({waiting, work}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({waiting, work}, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if not waiting.done():
                     waiting.cancel()
+                    if not done:
+                        yield Part(self._name)
                     continue
                 some = [waiting.result()]
                 while not messages.empty():

@@ -232,7 +232,7 @@ class ResponseUsage(Reply):
 
 
 class ResponseReasoningOptions(Reply):
-    effort: None
+    effort: str | None
     summary: None
 
 
@@ -333,13 +333,13 @@ class LiveServer(Reply):
 
 
 class LivePool(Reply):
-    """The blocks of the layers that share block tables: those with full attention, or with one window."""
+    """The blocks of the engine. windows: of each group of layers that shares block tables; null for all tokens."""
 
     blocks: int
     touched: int
     block_size: int
     bytes: int
-    window: int | None
+    windows: list[int | None]
     cached: list[int]
     pinned: list[int]
     host_blocks: int
@@ -373,7 +373,7 @@ class LiveEngine(Reply):
 
     number: int
     time: float
-    pools: list[LivePool]
+    pool: LivePool
     requests: list[LiveRequest]
     waiting: int
     events: list[tuple[int, int, str, str | None, list[int]]]
@@ -397,12 +397,24 @@ class LiveLatency(Reply):
     between_tokens: list[float] | None
 
 
+class LiveEnded(Reply):
+    """Requests that ended without and with an error; answers with a status of 400 or more."""
+
+    finished: int
+    failed: int
+    refused: int
+
+
 class LiveState(Reply):
-    """engine: null until the first step has ended."""
+    """engine: null until the first step has ended. history: of the last two minutes, without `if-none-match` only: rows
+    of time, generated tokens, shares of blocks in use, shared, and in use or cached, times to first token and between
+    tokens (median, 95th percentile)."""
 
     server: LiveServer
     engine: LiveEngine | None
     latency: LiveLatency
+    ended: LiveEnded
+    history: list[list[float | list[float] | None]] = []
 
 
 class Status(Reply):

@@ -43,7 +43,7 @@ class ResponseForm:
             "model": plan.model,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": body.temperature,
@@ -98,7 +98,8 @@ class ResponseForm:
         return response
 
     def failure(self, problem: Problem) -> _Event:
-        response = {**self._response("failed"), "error": {"code": "server_error", "message": problem.message}}
+        code = "server_error" if problem.status >= 500 else "invalid_prompt"
+        response = {**self._response("failed"), "error": {"code": code, "message": problem.message}}
         return self._event("response.failed", response=response)
 
     # -- items --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from hf_paged.serving.problems import Problem, not_served
-from hf_paged.serving.refusals import COMMON, Refusals, refuse
+from hf_paged.serving.refusals import Refusals, note_unused, refuse
 from hf_paged.serving.schema import (
     AtLeastOne,
     Body,
@@ -15,15 +15,27 @@ from hf_paged.serving.schema import (
     Count,
     FunctionDefinition,
     FunctionName,
+    Hint,
     Items,
     NamedSchema,
     Options,
     StructuredOutputs,
+    TemplateKwargs,
     Text,
-    Texts,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
+# More of an answer's items: of tools, which do not run here, or of reasoning, which is returned as text.
+_Includable = Literal[
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 Id = Annotated[str, Field(max_length=256)]
 
 
@@ -32,6 +44,7 @@ class TextContent(Body):
 
     type: Literal["input_text", "output_text"]
     text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -178,11 +191,19 @@ class SchemaFormat(NamedSchema):
 
 class TextOptions(Body):
     format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: str | None = None
+    verbosity: Hint | None = None
+
+
+class Reasoning(Body):
+    """summary: of the reasoning, which is returned whole."""
+
+    effort: Hint | None = None
+    summary: Hint | None = None
+    generate_summary: Hint | None = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(Options):
@@ -197,25 +218,19 @@ class ResponsesRequest(Options):
         Literal["none", "auto", "required"] | Annotated[ToolName | ToolNames, Field(discriminator="type")] | None
     ) = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[Items[str], Field(max_length=16)] | None = None
+    include: Annotated[Items[_Includable], Field(max_length=16)] | None = None
     top_logprobs: Count | None = None
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[Texts, Field(max_length=16)] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning: Reasoning | None = None
+    max_tool_calls: Count | None = None
     # Refused unless they ask for nothing.
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    store: bool | None = None
     background: bool | None = None
-    reasoning: dict[str, Any] | None = None
-    max_tool_calls: Count | None = None
-    truncation: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    truncation: Hint | None = None
 
     @model_validator(mode="after")
     def _scores_are_asked_for(self) -> ResponsesRequest:
@@ -226,19 +241,11 @@ class ResponsesRequest(Options):
 
 _STORED = "nothing is stored; send the whole conversation as input"
 _REFUSED: Refusals = {
-    **COMMON,
     "previous_response_id": (lambda value: value is not None, _STORED),
     "conversation": (lambda value: value is not None, _STORED),
     "prompt": (lambda value: value is not None, "no prompts are stored; send instructions and input"),
     "background": (lambda value: value is True, "answers are not kept; leave this field out, or use stream=true"),
-    "reasoning": (
-        lambda value: any(each is not None for each in (value or {}).values()),
-        "this is an option of the chat template here; use chat_template_kwargs",
-    ),
-    "include": (lambda value: any(each != _LOGPROBS for each in value or ()), f"only {_LOGPROBS!r} is served"),
-    "max_tool_calls": (lambda value: value is not None, "this server runs no tools; leave this field out"),
     "truncation": (lambda value: value not in (None, "disabled"), "shorten the input, or leave this field out"),
-    "prompt_cache_retention": (lambda value: value is not None, "prefixes are kept while memory lasts; leave it out"),
 }
 
 
@@ -248,6 +255,8 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     fields = {name: getattr(body, name) for name in Options.model_fields}
     options = body.text or TextOptions()
     scored = _LOGPROBS in (body.include or ())
+    for name in set(body.include or ()) - {_LOGPROBS}:
+        note_unused(f"include: {name}", "an answer has text and calls of functions only")
     try:
         return ChatRequest.model_validate(
             {
@@ -257,6 +266,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
                 "response_format": _format(options),
                 "structured_outputs": body.structured_outputs,
                 "verbosity": options.verbosity,
+                "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
                 "tools": _tools(body),
                 "tool_choice": _choice(body.tool_choice),
                 "parallel_tool_calls": body.parallel_tool_calls,

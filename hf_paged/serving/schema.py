@@ -12,8 +12,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from hf_paged.serving.json_bounds import check_depth
+
 _MAX_STRING = 4 * 2**20
 _MAX_KEYS = 200  # of an object with known keys; no request has as many
+_MAX_BIASES = 2**16
 _INT64 = 2**63
 
 _Value = TypeVar("_Value")
@@ -37,16 +40,30 @@ def _few(given: Any) -> Any:
 
 def _is_json(given: dict[str, Any]) -> dict[str, Any]:
     """The value. Raises ValueError for one that an answer cannot repeat: its strings are no Unicode, or it has NaN."""
+    check_depth(given)
     try:
         json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"a JSON object is needed: {error}") from error
     return given
 
 
+def _is_printable(given: str) -> str:
+    if not given.isprintable():  # a line end would begin a line of the log
+        raise ValueError(f"{given[:100]!r} has characters that cannot be printed")
+    return given
+
+
+def _is_shallow(given: Any) -> Any:
+    check_depth(given)
+    return given
+
+
 JSONSchema = Annotated[dict[str, Any], AfterValidator(_is_json)]
-Texts = Annotated[dict[str, str], BeforeValidator(_few)]
-"""Values that are texts, by name."""
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_is_shallow)]
+Hint = Annotated[str, Field(max_length=1024)]
+Texts = Annotated[dict[Hint, Text], BeforeValidator(_few)]
+"""Values that are texts, by name. With bounds, because pydantic lets strings that are no Unicode pass without."""
 
 
 class Body(BaseModel):
@@ -63,7 +80,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class TextFormat(Body):
@@ -76,7 +93,7 @@ class ObjectFormat(Body):
 
 class NamedSchema(Body):
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    description: str | None = None
+    description: Text | None = None
     schema_: JSONSchema | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -92,7 +109,7 @@ ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discr
 class StructuredOutputs(Body):
     """vLLM's constraints. Exactly one is given."""
 
-    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    json_: JSONSchema | Text | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Text | None = None
     grammar: Text | None = None
@@ -107,7 +124,7 @@ class StructuredOutputs(Body):
 
 
 class Options(Body):
-    """What all requests for text take."""
+    """What all requests for text take. The last ones change no token; see refusals.py."""
 
     model: str | None = None
     stream: bool | None = None
@@ -124,7 +141,14 @@ class Options(Body):
     ignore_eos: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
-    user: Annotated[str, Field(max_length=1024)] | None = None
+    user: Hint | None = None
+    store: bool | None = None
+    metadata: Annotated[Texts, Field(max_length=16)] | None = None
+    service_tier: Hint | None = None
+    safety_identifier: Hint | None = None
+    prompt_cache_key: Hint | None = None
+    prompt_cache_retention: Hint | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     @field_validator("temperature")
     @classmethod
@@ -163,6 +187,8 @@ class Sampling(Options):
     @classmethod
     def _first_wrong_bias(cls, given: Any) -> Any:
         """There may be a bias for each token of a vocabulary; pydantic would make an error of each wrong one."""
+        if isinstance(given, dict) and len(given) > _MAX_BIASES:
+            raise ValueError(f"{len(given)} biases; at most {_MAX_BIASES} are taken")
         for key, bias in given.items() if isinstance(given, dict) else ():
             if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
                 raise ValueError(f"the key {str(key)[:40]!r} is not a token id")
@@ -206,6 +232,8 @@ class CompletionRequest(Sampling):
 class TextPart(Body):
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class OtherPart(BaseModel):
@@ -290,7 +318,7 @@ class Templated(Body):
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     tools: Annotated[Items[Tool], Field(max_length=128)] | None = None
 
     @model_validator(mode="after")
@@ -316,17 +344,12 @@ class ChatRequest(Sampling, Templated):
     parallel_tool_calls: bool | None = None
     functions: Items[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    reasoning_effort: Hint | None = None
+    verbosity: Hint | None = None
     modalities: Items[str] | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
-    store: bool | None = None
-    metadata: Texts | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _chat_together(self) -> ChatRequest:
@@ -366,7 +389,7 @@ class DetokenizeRequest(Body):
 class LoadAdapterRequest(Body):
     """POST /v1/load_lora_adapter."""
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_name: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_printable)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 

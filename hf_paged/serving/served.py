@@ -8,18 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from hf_paged.generation.validation import position_limit
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.answer_format import AnswerFormat, template_of
+from hf_paged.serving.json_bounds import MAX_DEPTH, check_containers, check_depth
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import Message, Tool
 from hf_paged.serving.settings import Settings
 
 log = logging.getLogger("hf_paged.serving")
 
-_SHORTENING = 4  # characters that normalization may make one of
+_PIECE = 2**14  # characters
 
 # What only the operator may decide, and what would change the type of the result.
 _RESERVED = (
@@ -44,17 +43,16 @@ _RESERVED = (
 
 @dataclass(slots=True)
 class ServedModel:
-    """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer; most_characters: a text
-    of more than these, white space aside, has more tokens. None = no limit known. answers: of chats.
+    """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer (None: no limit known).
+    answers: of chats.
 
-    The tokenizer is used by one thread at a time where it encodes; decoding may run beside that.
+    A tokenizer in Python is used by one thread at a time where it encodes; decoding may run beside that.
     """
 
     model: Any
     tokenizer: Any
     settings: Settings
     max_length: int | None
-    most_characters: int | None
     vocab_size: int
     eos_token_ids: frozenset[int]
     created: int
@@ -81,7 +79,6 @@ class ServedModel:
             tokenizer,
             settings,
             max_length=asked or native,
-            most_characters=_most_characters(tokenizer, asked or native),
             vocab_size=model.get_input_embeddings().weight.shape[0],
             eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
             created=created,
@@ -91,6 +88,11 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.settings.names[0]
+
+    @property
+    def chat_template(self) -> Any:
+        """Jinja text, or several texts by name; None if there is none."""
+        return self.settings.chat_template or self.tokenizer.chat_template
 
     def adapter_of(self, name: str | None) -> tuple[str, str]:
         """(name to answer with, adapter) for the `model` field of a request. Raises Problem (404)."""
@@ -104,18 +106,22 @@ class ServedModel:
     # -- prompts ------------------------------------------------------------------------------------------------
 
     def check_size(self, text: str) -> None:
-        """Raises Problem (400) for a text that is too long in any case, without encoding it."""
-        most = self.most_characters
-        if most is None or len(text) <= most:
+        """Raises Problem (400) for a text that is much too long, without encoding all of it: the time for that may grow
+        faster than its length. A few more tokens come from the cuts between pieces."""
+        limit = self.max_length
+        if limit is None or len(text) <= max(4 * limit, _PIECE):
             return
-        count = sum(map(len, text.split()))
-        if count > most:
-            raise Problem(
-                400,
-                f"the prompt has {count} characters, more than the model's {self.max_length} tokens can be; shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self.encode(text[start : start + _PIECE], add_special_tokens=False))
+            if count > 2 * limit:
+                raise Problem(
+                    400,
+                    f"the prompt has {len(text)} characters, of which the first {start + _PIECE} alone are more than "
+                    f"the model's {limit} tokens; shorten it",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Raises Problem (400) for text that is no Unicode."""
@@ -149,12 +155,15 @@ class ServedModel:
                 raise Problem(
                     400, f"chat_template_kwargs: {name!r} is not for requests to decide", param="chat_template_kwargs"
                 )
-        if self.settings.chat_template is None and not self.tokenizer.chat_template:
+        if not self.chat_template:
             raise Problem(
                 400,
                 "this model's tokenizer has no chat template; use /v1/completions, or start the server with "
                 "--chat-template FILE",
             )
+        calls = (call for message in messages for call in message.tool_calls or ())
+        texts = (call.function.arguments.encode(errors="replace") for call in calls)
+        check_containers(b"\n".join(texts), "the arguments of the tool calls", "messages")
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -170,16 +179,6 @@ class ServedModel:
         except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             # The template is a program over what the client sent, and refuses in its own ways.
             raise Problem(400, f"the chat template refuses these messages: {error}", param="messages") from error
-
-
-def _most_characters(tokenizer: Any, max_length: int | None) -> int | None:
-    """None also for a tokenizer that has one token for any unknown word."""
-    vocab = tokenizer.get_vocab()
-    letters = bytes_to_unicode().values()  # type: ignore[no-untyped-call]
-    has_all = all(each in vocab for each in letters) or all(f"<0x{byte:02X}>" in vocab for byte in range(256))
-    if max_length is None or not has_all:
-        return None
-    return _SHORTENING * max_length * max(map(len, vocab))
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
@@ -206,10 +205,13 @@ def _as_dict(message: Message) -> dict[str, Any]:
 def _arguments(text: str) -> Any:
     try:
         arguments = json.loads(text or "{}")
+        check_depth(arguments)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise Problem(
-            400, f"messages: the arguments {text[:100]!r} of a tool call are not a JSON object", param="messages"
+            400,
+            f"messages: the arguments {text[:99]!r} of a tool call are no JSON object nested at most {MAX_DEPTH} deep",
+            param="messages",
         )
     return arguments

@@ -8,8 +8,11 @@ import errno
 import logging
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -18,13 +21,17 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.serving.app import create_app
 from hf_paged.serving.connections import BoundedProtocol
 from hf_paged.serving.service import Service
-from hf_paged.serving.settings import Settings
+from hf_paged.serving.settings import Limits, Settings
 
 log = logging.getLogger("hf_paged.serving")
 
 EXIT_ENGINE_DIED = 1
 _LAST_SECONDS = 5.0  # from the end of the requests to the end of their connections
 _OTHER_FILES = 256  # open files that are no connections
+_AT_ONCE = 8  # connections taken in one turn of the event loop: it can close others before the next ones
+_BACKLOG = 2048  # connections that wait in the kernel
+_LOG_SECONDS = 10.0
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server(uvicorn.Server):
@@ -35,10 +42,14 @@ class Server(uvicorn.Server):
         self._service = service
         self._drain_seconds = drain_seconds
         self._num_signals = 0
+        self._logs_again_at = 0.0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would raise the signal again when it has shut down, so that a clean end were no success."""
+        """uvicorn would raise the signal again when it has shut down, so that a clean end were no success.
+
+        Further signals are ignored from then on, so that the exit status stays what it is.
+        """
         loop, caught = asyncio.get_running_loop(), [signal.SIGTERM, signal.SIGINT]
         try:
             for each in caught:
@@ -48,15 +59,41 @@ class Server(uvicorn.Server):
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, caught)
             for each in caught:
                 loop.remove_signal_handler(each)
+                signal.signal(each, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)  # asyncio's `backlog` is also how many it takes at once
+        count = len(self._service.settings.api_keys)
         for each in self.servers:
             for one in each.sockets:
                 host, port = one.getsockname()[:2]
-                log.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
+                url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                log.info("running on %s (the live page; Ctrl-C ends the server)", url)
+                log.info("OpenAI's routes: %s/v1", url)
+        log.info("API key: %s", f"clients must send it ({count} known)" if count else "none is asked for")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would cancel what runs, with a traceback each
+            for each in list(self.server_state.connections):
+                each.transport.abort()
+            await self.lifespan.shutdown()
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A line now and then where asyncio would log each connection that it could not take, with a traceback."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_RESOURCES:
+            loop.default_exception_handler(context)
+        elif time.monotonic() >= self._logs_again_at:
+            self._logs_again_at = time.monotonic() + _LOG_SECONDS
+            log.error("connections cannot be taken now: %s", error)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Take no further requests and finish those that run, for a while. A second signal ends them, a third one ends
@@ -95,6 +132,7 @@ def make_server(
         h11_max_incomplete_event_size=64 * 1024,
         http=partial(BoundedProtocol, limits=limits),  # type: ignore[arg-type]  # which is called
         ws="none",
+        backlog=_AT_ONCE,
         server_header=False,
     )
     server = Server(config, service, drain_seconds=drain_seconds)
@@ -147,28 +185,42 @@ def run_server(
     drain_seconds: int = 30,
     log_level: str = "info",
 ) -> int:
-    """Serve until a signal, or until the engine's thread ends. Returns the exit status.
+    """Serve until a signal, or until the engine's thread ends. Returns the exit status. Signals are ignored then.
 
     sockets: of `listen`. adapters: name -> folder of those that the model has. drain_seconds: how long requests may
     take to finish after the first signal; then they end with an error.
     """
-    service = Service(engine, tokenizer, settings, adapters)
+    limits = _allowed(settings.limits)
+    service = Service(engine, tokenizer, replace(settings, limits=limits), adapters)
     host, port = sockets[0].getsockname()[:2]
     server = make_server(service, host=host, port=port, drain_seconds=drain_seconds, log_level=log_level)
-    _allow_files(settings.limits.connections + _OTHER_FILES)
     server.run(sockets=list(sockets))
     return EXIT_ENGINE_DIED if service.worker.error is not None or not server.started else 0
 
 
-def _allow_files(count: int) -> None:
-    """Each connection is an open file, and often no more than 1,024 are allowed at first."""
+def _allowed(limits: Limits) -> Limits:
+    """These limits, with as many connections as this process may have: each one is an open file.
+
+    Raises the soft limit, which is often no more than 1,024.
+    """
     try:
         import resource
     except ImportError:  # not on this system
-        return
+        return limits
+    infinity = resource.RLIM_INFINITY
+    wanted = limits.connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    most = wanted if hard == infinity else min(wanted, hard)
+    if soft != infinity and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < count:
-        log.warning("this process may have %d open files, fewer than %d: raise `ulimit -n`", most, count)
+    if most == wanted:
+        return limits
+    free = most - len(list(Path("/dev/fd").iterdir()))
+    connections = max(4, free - min(_OTHER_FILES, free // 2))
+    spare = min(limits.spare_connections, connections // 2)
+    lower = replace(limits, spare_connections=spare, in_flight=min(limits.in_flight, connections - spare))
+    log.warning(
+        "this process may have %d open files: so %d requests may run or wait, on %d connections; raise `ulimit -n`",
+        *(most, lower.in_flight, lower.connections),
+    )
+    return lower

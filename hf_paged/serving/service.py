@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.sampling.grammar import vocabulary_of
@@ -24,7 +25,7 @@ from hf_paged.generation.sampling.request import Request as EngineRequest
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Outcome
-from hf_paged.serving.choices import Choices, overdue
+from hf_paged.serving.choices import Choices
 from hf_paged.serving.clients import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
@@ -32,7 +33,7 @@ from hf_paged.serving.latencies import Latencies
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.plan import Plan
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan
@@ -42,6 +43,7 @@ log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
 _LOG_SECONDS = 10.0
+_LONG = 2**17  # bytes of a body that may take long to tokenize
 CLIENT_GONE = 499  # nginx's status for the log; no client sees it
 
 
@@ -73,19 +75,21 @@ class Service:
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
-        latencies = Latencies(self.metrics)
-        self.live = Live(engine, self.served, latencies)
+        latencies = self._latencies = Latencies(self.metrics)
+        self.live = Live(engine, self.served, latencies, self.metrics)
         self._engine = engine
         self.worker = EngineWorker(
             engine,
             max_in_flight=settings.limits.in_flight,
             on_death=self._died,
-            on_output=latencies.observe,
+            on_output=self._observe,
         )
         self.is_draining = False
         self.on_death: Callable[[BaseException], None] = lambda error: None
-        # One thread: a tokenizer is not safe in several, and long prompts are not to hold up the event loop.
+        # Long prompts hold up neither the event loop nor short ones; a tokenizer in Python is not safe in two threads.
         self._tokenizing = ThreadPoolExecutor(1, "hf-paged-tokenizer")
+        has_backend = hasattr(tokenizer, "backend_tokenizer")
+        self._tokenizing_long = ThreadPoolExecutor(1, "hf-paged-tokenizer-long") if has_backend else self._tokenizing
         marks = self.served.answers.special_marks(tokenizer)
         self._grammars = Grammars(
             partial(vocabulary_of, tokenizer, marks),
@@ -103,7 +107,8 @@ class Service:
         if self._reporter is not None:
             self._reporter.cancel()
         await self.worker.stop()
-        self._tokenizing.shutdown(wait=True)
+        for each in (self._tokenizing, self._tokenizing_long):
+            each.shutdown(wait=True)
         await asyncio.get_running_loop().run_in_executor(None, self._grammars.close)
 
     def check_alive(self) -> None:
@@ -130,9 +135,10 @@ class Service:
         self.is_draining = True
         self.worker.resume_now()
 
-    async def prepared(self, what: Callable[[], _Result]) -> _Result:
+    async def _prepared(self, what: Callable[[], _Result], request: Request) -> _Result:
         """The result of something that tokenizes."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, what)
+        threads = self._tokenizing_long if request.state.body_bytes > _LONG else self._tokenizing
+        return await asyncio.get_running_loop().run_in_executor(threads, what)
 
     async def answer(
         self, make_plan: Callable[[], Plan], form_of: Callable[[Plan, Any, str, int], Form], name: str, request: Request
@@ -176,11 +182,12 @@ class Service:
         return JobAnswer(plan, job, parts.choices, parts.form, ends_at=ends_at, on_end=ended)
 
     async def tokenized(self, what: Callable[[], _Result], request: Request) -> _Result | None:
-        """As `prepared`, for a request that nothing is generated for. None if the client has gone. Raises Problem."""
+        """The result of something that tokenizes, for a request that nothing is generated for. None if the client has
+        gone. Raises Problem."""
 
         async def work() -> _Result:
             with self._place():
-                return await self.prepared(what)
+                return await self._prepared(what, request)
 
         with _refusals():
             return await unless_gone(work(), request.receive)
@@ -206,27 +213,27 @@ class Service:
         with _refusals():
             try:
                 async with asyncio.timeout_at(ends_at):
-                    return await unless_gone(self._open(make), request.receive)
+                    return await unless_gone(self._open(make, request), request.receive)
             except TimeoutError:
                 raise overdue() from None
 
-    async def _open(self, make: Callable[[], _Parts]) -> tuple[_Parts, Job | None]:
+    async def _open(self, make: Callable[[], _Parts], request: Request) -> tuple[_Parts, Job | None]:
         with self._place():
-            parts, requests = await self._requests(make)
+            parts, requests = await self._requests(make, request)
         if not requests:
             return parts, None
         return parts, await self.worker.open(requests, finals_only=parts.plan.reads_once)
 
-    async def _requests(self, make: Callable[[], _Parts]) -> tuple[_Parts, list[EngineRequest]]:
+    async def _requests(self, make: Callable[[], _Parts], request: Request) -> tuple[_Parts, list[EngineRequest]]:
         def prepare() -> tuple[_Parts, list[EngineRequest] | None]:
             parts = make()
             is_free = parts.plan.constraint is None
             return parts, self.worker.prepare(parts.plan.submissions) if is_free else None
 
-        parts, requests = await self.prepared(prepare)
+        parts, requests = await self._prepared(prepare, request)
         if requests is None:
             plan = parts.plan.constrained(await self._grammars.compiled(parts.plan.constraint))
-            requests = await self.prepared(partial(self.worker.prepare, plan.submissions))
+            requests = await self._prepared(partial(self.worker.prepare, plan.submissions), request)
         return parts, requests
 
     async def call_engine(self, awaitable: Any) -> Any:
@@ -239,10 +246,14 @@ class Service:
         self.check_alive()
         return await asyncio.to_thread(self._engine.stats)
 
-    async def live_body(self) -> tuple[str, bytes]:
+    async def live_body(self, *, with_history: bool) -> tuple[str, bytes]:
         """See `Live.body`. Raises Problem (503) if the engine has stopped."""
         self.check_alive()
-        return await asyncio.to_thread(self.live.body)
+        return await asyncio.to_thread(partial(self.live.body, with_history=with_history))
+
+    def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
+        self._latencies.observe(outputs)
+        self.live.note()
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
@@ -318,7 +329,7 @@ def _refusals() -> Iterator[None]:
 
 def _log_end(request_id: str, plan: Plan, outcome: Outcome, seconds: float) -> None:
     if outcome.cause is not None:
-        log.error("request=%s failed: %s", request_id, outcome.status, exc_info=outcome.cause)
+        log.error("request=%s failed: %r", request_id, outcome.status, exc_info=outcome.cause)
     log.info(
         "request=%s model=%s status=%r prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish=%s preemptions=%d "
         "queue=%s first_token=%s seconds=%.3f user=%r",

@@ -15,8 +15,9 @@ class Limits:
 
     in_flight: prompts that run or wait, over all clients; further requests get 429. spare_connections: that may be
     open beyond these, for refusals, /health and clients that wait. head_seconds: until the head of a connection's next
-    request has arrived. body: bytes of a request's body. body_seconds: until the body has arrived. send_seconds: how
-    long a client may take nothing of what was sent to it. sequences: samples and beams of one HTTP request, over all
+    request has arrived. body: bytes of a request's body; bodies: of those of all requests that have not been answered,
+    beyond which only small ones are taken. body_seconds: until the body has arrived. send_seconds: how long a client
+    may take nothing of what was sent to it. sequences: samples and beams of one HTTP request, over all
     its prompts. logprobs: alternatives for each token. scores: log-probabilities in one answer. new_tokens: of a chat
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
@@ -27,6 +28,7 @@ class Limits:
     spare_connections: int = 256
     head_seconds: float = 15.0
     body: int = 4 * 2**20
+    bodies: int = 128 * 2**20
     body_seconds: float = 30.0
     send_seconds: float = 60.0
     sequences: int = 128
@@ -38,7 +40,16 @@ class Limits:
     grammar_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "spare_connections", "body", "sequences", "scores", "new_tokens", "grammar"):
+        for name in (
+            "in_flight",
+            "spare_connections",
+            "body",
+            "bodies",
+            "sequences",
+            "scores",
+            "new_tokens",
+            "grammar",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
@@ -64,7 +75,8 @@ class Settings:
     has it; "vllm" is OpenAI's values, that is sampling at temperature 1. chat_template: Jinja text in place of the
     tokenizer's. response_template: where an answer's reasoning and tool calls stand, in transformers' format, in place
     of the tokenizer's. admin_key: for the routes that change the server (None: they are off). priorities: requests may
-    have one.
+    have one. hosts: without keys, the names that a request's Host header may have besides addresses and "localhost"
+    (None: any).
     """
 
     names: tuple[str, ...]
@@ -75,6 +87,7 @@ class Settings:
     response_template: dict[str, Any] | None = None
     admin_key: str | None = None
     priorities: bool = False
+    hosts: tuple[str, ...] | None = ()
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -101,15 +114,18 @@ def _check_key(what: str, key: str) -> None:
         )
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host. A name may stand for any address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def check_exposure(host: str, api_keys: tuple[str, ...], *, allow_no_key: bool) -> None:
     """Raises ValueError for a server that others can reach and that asks for no key."""
-    if api_keys or allow_no_key or host == "localhost":
+    if api_keys or allow_no_key or is_loopback(host):
         return
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    except ValueError:
-        pass  # a name: it may stand for any address
     raise ValueError(
         f"--host {host} lets other machines use this server without a key; add --api-key, or --allow-no-key if "
         "something in front of the server checks who asks"

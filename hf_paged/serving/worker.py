@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from hf_paged.errors import QueueFull
+from hf_paged.errors import QueueFull, RankError
 from hf_paged.generation.engine.admission import RequestOptions
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.outputs import RequestOutput
@@ -153,6 +153,7 @@ class EngineWorker:
         self._pausing: Future[None] | None = None  # a pause that has not begun: no request is added until then
         self._held: list[_Command] = []
         self._running: set[str] = set()  # ids of requests that have not finished
+        engine.when_ranks_fail(self._lose)
 
     # -- on the event loop --------------------------------------------------------------------------------------
 
@@ -248,6 +249,13 @@ class EngineWorker:
         self.end()
         self._thread.join()
 
+    def _lose(self, reason: str) -> None:
+        """Another process without which no step can run has failed; from any thread. The thread ends with this error,
+        as soon as it can."""
+        with self._wake:
+            self.error = self.error or RankError(reason)
+            self._wake.notify()
+
     async def _do(self, call: Callable[[], _Result], *, is_addition: bool = False) -> _Result:
         command = _Command(call, is_addition=is_addition)
         self._leave(command)
@@ -308,8 +316,10 @@ class EngineWorker:
     def _next_commands(self) -> list[_Command] | None:
         """What to do before the next step; None when the thread is to end."""
         with self._wake:
-            while not (self._commands or self._can_step() or self._is_stopping):
+            while not (self._commands or self._can_step() or self._is_stopping or self.error):
                 self._wake.wait()
+            if self.error is not None:
+                raise self.error
             if self._is_stopping:
                 return None
             commands = list(self._commands)
@@ -380,7 +390,7 @@ class EngineWorker:
 
     def _end(self, error: BaseException | None) -> None:
         with self._wake:
-            self.error, self._is_stopping = error, True
+            self.error, self._is_stopping = error or self.error, True
             commands = [*self._held, *self._commands]
             self._commands.clear()
         reason = EngineStopped("the server is stopping" if error is None else f"{type(error).__name__}: {error}")

@@ -34,6 +34,15 @@ def randomised(model: Any, seed: int = 0) -> Any:
     return model.eval()
 
 
+def llava() -> Any:
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT),
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        image_token_index=98,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
 def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
     mask = torch.ones_like(ids) if mask is None else mask
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
@@ -50,12 +59,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_text_only_requests_to_a_vision_language_model_are_packed() -> None:
-    config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**TEXT),
-        vision_config=transformers.CLIPVisionConfig(**VISION),
-        image_token_index=98,
-    )
-    model = randomised(transformers.LlavaForConditionalGeneration(config))
+    model = randomised(llava())
     ids, mask = prompts()
     for options in ({}, {"num_beams": 3}):
         plain = generate(model, ids, mask, **options)

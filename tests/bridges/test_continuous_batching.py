@@ -236,7 +236,7 @@ def test_the_longest_request_fits_into_every_group_of_layers(num_beams: int) -> 
     from hf_paged.bridges.cb_options import longest_request
 
     with hf_paged.Engine(models.shared("gemma3"), {"num_blocks": 6, "block_size": 8}) as engine:
-        assert len(engine._memory.managers) == 2
+        assert len(engine._memory.groups) >= 2
         longest = longest_request(engine, config(num_beams=num_beams))
         assert longest == (6 - num_beams + 1) * 8
         for length in (longest, longest + 1):  # K/V of the last token is not stored

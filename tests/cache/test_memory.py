@@ -2,41 +2,94 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from hf_paged.cache.cache_rows import CacheRows
+from hf_paged.cache.layers import FULL, LayerGroup, Layers, LayerSize, Layout, Window, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import OutOfBlocks
 
-WINDOWS: Any = ((frozenset({0}), None), (frozenset({1}), 5))
+CPU = torch.device("cpu")
+LAYOUT = Layout((LayerGroup(FULL, frozenset({0})), LayerGroup(Window(5), frozenset({1}))))
 
 
 def test_every_group_grows() -> None:
-    memory = PagedMemory(4, windows=WINDOWS, growable=True)
+    memory = PagedMemory(4, layout=LAYOUT, growable=True)
     memory.append([("a", 40), ("b", 30)])
-    assert [manager.num_tokens("a") for manager in memory.managers] == [40, 40]
+    assert memory.manager.num_tokens("a") == 40 and set(map(len, memory.manager.block_tables("a"))) == {10}
     memory.append([("a", 1)])
     memory.check_integrity()
 
 
-def test_a_group_that_is_full_stops_all() -> None:
-    memory = PagedMemory(4, 3, windows=WINDOWS)
-    memory.managers[1].append("other", 8)
+def test_too_few_blocks_for_all_groups_change_nothing() -> None:
+    memory = PagedMemory(4, 5, layout=LAYOUT)
+    memory.append([("other", 4)])
     with pytest.raises(OutOfBlocks):
         memory.append([("a", 8)])
-    assert "a" not in memory.managers[0] and memory.managers[0].allocator.num_free == 3
+    assert "a" not in memory.manager and memory.manager.allocator.num_free == 3
     memory.append([("a", 4)])
 
 
 def test_a_step_frees_what_has_left_a_window() -> None:
-    memory = PagedMemory(4, 16, windows=WINDOWS)
+    memory = PagedMemory(4, 16, layout=LAYOUT)
     memory.append([("a", 20), ("b", 3)])
     memory.step_done(["a", "b"])
-    assert [manager.allocator.num_used for manager in memory.managers] == [5 + 1, 1 + 1]
+    assert memory.manager.allocator.num_used == (5 + 1) + (1 + 1)
     memory.check_integrity()
+
+
+def _layers(full: int, windowed: int, window: int, sizes: tuple[int, int] = (8, 8)) -> Layers:
+    of_full = [(index, FULL, LayerSize(sizes[0], sizes[0], CPU)) for index in range(full)]
+    rest = range(full, full + windowed)
+    return (*of_full, *((index, Window(window), LayerSize(sizes[1], sizes[1], CPU)) for index in rest))
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups", "size"),
+    [
+        (_layers(4, 0, 64), 1, 0),
+        (_layers(0, 4, 64), 1, 0),
+        (_layers(12, 12, 128), 2, 12 * 16),
+        (_layers(2, 10, 64), 6, 2 * 16),
+        (_layers(8, 40, 1024), 6, 8 * 16),
+        (_layers(10, 52, 1024), 13, 5 * 16),
+        (_layers(5, 25, 1024, (4, 8)), 10, 3 * 16),  # full layers of half the size: all of them in one group
+        (_layers(2, 2, 64, (16, 8)), 2, 64),  # short windows may waste a half
+    ],
+)
+def test_groups_fill_a_block_equally(layers: Layers, groups: int, size: int) -> None:
+    layout = layout_of(layers, 16)
+    assert (len(layout.groups), sum(size for _, size in layout.block_sizes)) == (groups, size)
+    if layout.places:
+        places = {layer: starts for layer, *starts in layout.places}
+        assert sorted(layer for group in layout.groups for layer in group.layers or ()) == sorted(places)
+        for group in layout.groups:
+            filled: list[int] = []
+            for layer in group.layers or ():
+                for start in places[layer]:
+                    filled += range(start, start + layers[layer][2].key)
+            assert len(set(filled)) == len(filled) and max(filled) < size
+
+
+def test_layers_of_other_groups_share_memory() -> None:
+    layers = _layers(1, 2, 8, (16, 8))
+    memory = PagedMemory(4, 6, layout=layout_of(layers, 4))
+    for index, _, size in layers:
+        new = torch.zeros(1, 1, size.key)
+        memory.pool.layer_for(index, new, new)
+    assert len(memory.groups) == 2 and memory.nbytes == 6 * 4 * 32 * 4
+    memory.append([("a", 9)])
+    for index, _, size in layers:
+        kv, table = memory.pool[index], memory.manager.block_table("a", memory.group_index(index))
+        for part, tensor in enumerate(kv):
+            assert tensor.shape == (6, 4, 1, size.key)
+            tensor[table.tolist()] = 10 * index + part
+    memory.pool.resize(8)
+    memory.pool.copy_blocks([(0, 7)])
+    for index, _, _ in layers:
+        table = memory.manager.block_table("a", memory.group_index(index)).tolist()
+        assert [set(t[table].flatten().tolist()) for t in memory.pool[index]] == [{10 * index}, {10 * index + 1}]
 
 
 def test_rows_that_were_taken_keep_their_padding_and_their_ids() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from transformers import DynamicCache
 
 import hf_paged
 from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.paged_layers import PagedLayer
 from tests import models
+from tests.architectures.tiny import tiny_model
 
 LAYERS, HEADS, DIM = 2, 2, 8
 
@@ -357,3 +360,100 @@ def test_sliding_layers_show_their_window() -> None:
             ours, theirs = paged.update(key, value, layer), plain.update(key, value, layer)
             assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     assert paged.layers[0].keys.shape[2] == paged.get_seq_length() == plain.get_seq_length()
+
+
+HYBRID = ("falcon_h1", "zamba2", "deepseek_v4", "lfm2")
+VERBS: dict[str, tuple[Callable[[PagedKVCache], object], list[int]]] = {
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+    "select by a mask": (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    "free": (lambda cache: cache.free(1), [0, 2]),
+    "free all": (lambda cache: [cache.free(0) for _ in range(3)], []),
+    "fork": (lambda cache: cache.fork(1), [0, 1, 2, 1]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
+    "crop": (lambda cache: cache.crop(-1), [0, 1, 2]),
+    "reset": (lambda cache: cache.reset(), []),
+}  # fmt: skip
+
+
+def _fill(cache: Any, model: Any, ids: torch.Tensor, *, record: bool) -> Any:
+    if record:
+        cache.activate_past_recording()
+    _next_logits(model, cache, ids)
+    return cache
+
+
+@torch.no_grad()
+def _next_logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]
+    return logits
+
+
+@pytest.fixture(scope="module", params=HYBRID)
+def hybrid(request: pytest.FixtureRequest) -> tuple[Any, torch.Tensor]:
+    """A model whose layers keep another state beside K/V, and input_ids int64 [3, 7]."""
+    return tiny_model(request.param), torch.randint(6, 90, (3, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_states_beside_the_blocks_follow_the_rows(verb: str, hybrid: tuple[Any, torch.Tensor]) -> None:
+    """What a verb leaves is what each of its rows alone would hold in a cache of transformers."""
+    model, ids = hybrid
+    call, rows = VERBS[verb]
+    cache = _fill(PagedKVCache(model.config, block_size=4), model, ids, record=verb == "crop")
+    call(cache)
+    cache.check_integrity()
+    if not rows:
+        assert cache.num_rows == 0 and cache.stats().blocks_used == 0
+    new = torch.randint(6, 90, (len(rows) or 2, 2), generator=torch.Generator().manual_seed(1))
+    got = [_next_logits(model, cache, token) for token in new.split(1, dim=1)]
+    for row in range(len(new)):
+        alone = DynamicCache(config=model.config)
+        if rows:
+            _fill(alone, model, ids[rows[row]][None], record=verb == "crop")
+        if verb == "crop":
+            alone.crop(-1)
+        for step, token in enumerate(new[row].tolist()):
+            expected = _next_logits(model, alone, torch.tensor([[token]]))
+            torch.testing.assert_close(got[step][row : row + 1], expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if VERBS[verb][1]])
+def test_a_verb_that_fails_in_one_layer_changes_nothing(verb: str, hybrid: tuple[Any, torch.Tensor]) -> None:
+    model, ids = hybrid
+    cache = _fill(PagedKVCache(model.config, block_size=4), model, ids, record=verb == "crop")
+    new = torch.full((3, 1), 8)
+    states = [layer for layer in cache.layers if type(layer) is not PagedLayer]
+    tables = [list(cache.memory.managers[0].block_table(row)) for row in cache._rows.seq_ids]
+    expected = _next_logits(model, copy.deepcopy(cache), new)
+
+    class Failing(type(states[-1])):  # type: ignore[misc]
+        def _fail(self, *_: object) -> None:
+            raise KeyError("this layer cannot")
+
+        crop = reorder_cache = _fail
+
+    kind, states[-1].__class__ = type(states[-1]), Failing
+    with pytest.raises(KeyError, match="this layer cannot"):
+        VERBS[verb][0](cache)
+    states[-1].__class__ = kind
+    cache.check_integrity()
+    assert tables == [list(cache.memory.managers[0].block_table(row)) for row in cache._rows.seq_ids]
+    assert torch.equal(_next_logits(model, cache, new), expected)
+
+
+def test_rows_that_do_not_exist(block_size: int) -> None:
+    cache, plain = _pair(block_size)
+    wrong: list[Callable[[], object]] = [
+        lambda: cache.reorder_cache(torch.tensor([0, 1, 3])),
+        lambda: cache.batch_select_indices(torch.tensor([3])),
+        lambda: cache.select_rows([0, -1]),
+        lambda: cache.fork(3),
+        lambda: cache.free(-1),
+        lambda: cache.batch_repeat_interleave(0),
+        lambda: cache.crop(-10),
+    ]
+    for call in wrong:
+        with pytest.raises((IndexError, ValueError)):
+            call()
+        _assert_equal(cache, plain)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_paged.cache.allocator import BlockAllocator
-from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
+from hf_paged.cache.layers import FULL, Kind, LayerGroup, Window
 from hf_paged.cache.prefix_cache import PrefixCache, root_digest
 
 ROOT = root_digest("model")
@@ -14,22 +15,27 @@ ROOT = root_digest("model")
 class Cached:
     """A manager with a prefix cache; sequences are computed immediately."""
 
-    def __init__(self, num_blocks: int = 16, block_size: int = 4) -> None:
-        self.manager = BlockManager(BlockAllocator(num_blocks), block_size)
+    def __init__(self, num_blocks: int = 16, *kinds: Kind) -> None:
+        groups = [LayerGroup(kind) for kind in kinds or (FULL,)]
+        self.manager = BlockManager(BlockAllocator(num_blocks), 4, groups=groups)
         self.cache = PrefixCache(self.manager)
 
     def compute(self, seq_id: str, tokens: list[int], root: bytes = ROOT) -> int:
         """Returns the number of tokens that were found."""
-        hits = self.cache.match(tokens, root)
-        self.manager.adopt(seq_id, hits)
+        self.manager.adopt(seq_id, self.cache.match(tokens, root).tables)
         found = self.manager.num_tokens(seq_id)
         self.manager.append(seq_id, len(tokens) - found)
         digests: list[bytes] = []
         self.cache.extend_digests(digests, tokens, root, len(tokens) // self.manager.block_size)
-        for block_id, digest in zip(self.manager.block_table(seq_id), digests):
-            self.cache.register(block_id, digest)
+        for index, digest in enumerate(digests):
+            self.cache.register(self.manager.block_tables(seq_id), index, digest)
+        self.manager.drop_unseen(seq_id)
         self.cache.check_integrity()
         return found
+
+    def match(self, tokens: list[int], digests: list[bytes] | None = None) -> list[int]:
+        """The blocks of the first group that are found."""
+        return self.cache.match(tokens, ROOT, digests).tables[0]
 
 
 def test_only_full_blocks_are_found_and_one_token_is_left_to_compute() -> None:
@@ -37,19 +43,19 @@ def test_only_full_blocks_are_found_and_one_token_is_left_to_compute() -> None:
     assert cached.compute("a", list(range(10))) == 0
     assert len(cached.cache) == 2
     for length, found in [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (10, 8), (12, 8)]:
-        assert len(cached.cache.match(list(range(length)), ROOT)) * 4 == found
-    assert cached.cache.match([0, 1, 2, 3, 9, 9, 9, 9, 9], ROOT) == [0]
-    assert cached.cache.match([9, 1, 2, 3, 4, 5, 6, 7, 8], ROOT) == []
-    assert cached.cache.match([], ROOT) == []
+        assert len(cached.match(list(range(length)))) * 4 == found
+    assert cached.match([0, 1, 2, 3, 9, 9, 9, 9, 9]) == [0]
+    assert cached.match([9, 1, 2, 3, 4, 5, 6, 7, 8]) == []
+    assert cached.match([]) == []
     digests: list[bytes] = []  # known from before
-    assert len(cached.cache.match(list(range(9)), ROOT, digests)) == len(digests) == 2
-    assert len(cached.cache.match(list(range(8)), ROOT, digests)) == 1
+    assert len(cached.match(list(range(9)), digests)) == len(digests) == 2
+    assert len(cached.match(list(range(8)), digests)) == 1
 
 
 def test_a_block_counts_only_after_the_same_prefix() -> None:
     cached = Cached()
     cached.compute("a", [1, 1, 1, 1, 2, 2, 2, 2])
-    assert cached.cache.match([2, 2, 2, 2, 0], ROOT) == []
+    assert cached.match([2, 2, 2, 2, 0]) == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def test_roots_are_not_concatenations() -> None:
 def test_large_token_ids_are_told_apart() -> None:
     cached = Cached()
     cached.compute("a", [2**31 + 5] * 4)
-    assert cached.cache.match([5] * 5, ROOT) == []
+    assert cached.match([5] * 5) == []
 
 
 def test_freed_blocks_are_found_until_they_are_needed() -> None:
@@ -81,9 +87,9 @@ def test_freed_blocks_are_found_until_they_are_needed() -> None:
     assert cached.compute("b", list(range(9))) == 8
     cached.manager.free("b")
     cached.compute("c", [7] * 12)  # takes the free blocks and evicts the tail of the prefix
-    assert cached.cache.match(list(range(9)), ROOT) == [0]
+    assert cached.match(list(range(9))) == [0]
     cached.manager.append("c", 4)
-    assert cached.cache.match(list(range(9)), ROOT) == []
+    assert cached.match(list(range(9))) == []
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
@@ -95,7 +101,7 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     cached.compute("again", [1] * 5)
     cached.manager.free("again")
     cached.compute("new", [9] * 8)
-    found = [bool(cached.cache.match([token] * 5, ROOT)) for token in (1, 2, 3)]
+    found = [bool(cached.match([token] * 5)) for token in (1, 2, 3)]
     assert found == [True, False, True]
 
 
@@ -103,9 +109,9 @@ def test_a_block_that_is_written_again_is_not_found_any_more() -> None:
     cached = Cached()
     cached.compute("a", list(range(8)))
     cached.manager.crop("a", 6)
-    assert cached.cache.match(list(range(9)), ROOT) == [0, 1]
+    assert cached.match(list(range(9))) == [0, 1]
     assert cached.manager.append("a", 1) == []  # no other table holds the block: no copy
-    assert cached.cache.match(list(range(9)), ROOT) == [0]
+    assert cached.match(list(range(9))) == [0]
     cached.cache.check_integrity()
 
 
@@ -115,7 +121,7 @@ def test_a_shared_block_that_is_written_again_stays_with_the_others() -> None:
     cached.manager.fork("a", "b")
     cached.manager.crop("a", 6)
     assert cached.manager.append("a", 1) == [(1, 2)]
-    assert cached.cache.match(list(range(9)), ROOT) == [0, 1]
+    assert cached.match(list(range(9))) == [0, 1]
     cached.cache.check_integrity()
 
 
@@ -125,8 +131,9 @@ def test_two_sequences_that_computed_the_same_keep_one_entry() -> None:
     cached.manager.append("b", 4)
     digests: list[bytes] = []
     cached.cache.extend_digests(digests, [1] * 4, ROOT, 1)
-    assert cached.cache.register(0, digests[0])
-    assert not cached.cache.register(1, digests[0])
+    for seq_id in ("a", "b"):
+        cached.cache.register(cached.manager.block_tables(seq_id), 0, digests[0])
+    assert cached.match([1] * 5) == [0]
     cached.manager.free("b")
     assert cached.manager.allocator.num_cached == 0
     cached.manager.free("a")
@@ -147,12 +154,12 @@ def test_pinned_blocks_stay() -> None:
     cached.compute("b", [5] * 8)
     cached.manager.free("b")
     cached.compute("c", [6] * 8)
-    assert len(cached.cache.match(prefix, ROOT)) == 2
+    assert len(cached.match(prefix)) == 2
     assert cached.cache.unpin(prefix, ROOT)
     assert not cached.cache.unpin(prefix, ROOT)
     assert not cached.cache.unpin([1], ROOT)
     cached.manager.append("c", 8)
-    assert cached.cache.match(prefix, ROOT) == []
+    assert cached.match(prefix) == []
 
 
 def test_a_pin_grows_with_what_is_cached() -> None:
@@ -173,7 +180,7 @@ def test_clear_forgets_all_and_takes_no_block_from_a_sequence() -> None:
     cached.cache.clear()
     assert len(cached.cache) == cached.manager.allocator.num_cached == 0
     assert cached.manager.seq_ids == ["a"]
-    assert cached.cache.match(list(range(9)), ROOT) == []
+    assert cached.match(list(range(9))) == []
     cached.manager.free("a")
     assert cached.manager.allocator.num_free == 16
 
@@ -186,8 +193,30 @@ def test_hit_rate_counts() -> None:
 
 
 def test_what_cannot_be_cached_is_refused() -> None:
-    with pytest.raises(ValueError, match="sliding window"):
-        PrefixCache(BlockManager(BlockAllocator(4), 4, sliding_window=8))
     cached = Cached()
     with pytest.raises(ValueError, match="another prefix cache"):
         PrefixCache(cached.manager)
+
+
+def test_a_window_needs_its_last_blocks_only() -> None:
+    cached = Cached(16, FULL, Window(6))
+    cached.compute("a", list(range(20)))  # drops what position 20 does not see: blocks 0 to 2 of the window
+    prefix = cached.cache.match(list(range(21)), ROOT)
+    assert (
+        prefix.num_blocks == 5 and prefix.tables[1][:3] == [NULL_BLOCK] * 3 and NULL_BLOCK not in prefix.tables[1][3:]
+    )
+    assert prefix.num_held == 5 + 2 and prefix.num_idle == 0
+    # A shorter prefix is found too: the blocks that left the window are cached.
+    assert cached.cache.match([*range(12), 9, 9, 9], ROOT).tables[1][:1] == [NULL_BLOCK]
+    assert cached.compute("b", [*range(12), 9, 9, 9]) == 12
+
+
+def test_blocks_that_are_useless_without_an_evicted_one_are_free() -> None:
+    cached = Cached(8, Window(4), Window(4))
+    cached.compute("a", list(range(16)))
+    assert cached.manager.allocator.num_cached == 2 * 3
+    cached.manager.append("b", 4)  # takes two cached blocks of one digest, not two of two digests
+    assert cached.manager.allocator.num_cached == 2 * 2 and cached.cache.num_evictions == 2
+    assert cached.cache.match(list(range(5)), ROOT).num_blocks == 0
+    assert cached.cache.match(list(range(9)), ROOT).num_blocks == 2
+    cached.cache.check_integrity()

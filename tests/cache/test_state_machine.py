@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockCopy, BlockManager
+from hf_paged.cache.layers import FULL, LayerGroup, Window
 from hf_paged.cache.prefix_cache import PrefixCache, root_digest
 from hf_paged.errors import OutOfBlocks
 
@@ -20,9 +21,9 @@ TOKENS = st.integers(0, 1)  # few, so that prefixes meet
 PICK = st.integers(0, 10**6)
 
 
-def kv_of(tokens: list[int], position: int) -> bytes:
+def kv_of(tokens: list[int], position: int, group: int) -> bytes:
     """The value that the forward writes for one token; like K/V it depends on the whole prefix."""
-    return sha256(repr((position, tokens[: position + 1])).encode()).digest()
+    return sha256(repr((group, position, tokens[: position + 1])).encode()).digest()
 
 
 @dataclass
@@ -32,11 +33,11 @@ class Store:
     manager: BlockManager
     slots: dict[int, bytes] = field(default_factory=dict)
     seqs: dict[int, list[int]] = field(default_factory=dict)
-    readable_from: dict[int, int] = field(default_factory=dict)  # positions below left the window
+    readable_from: dict[int, list[int]] = field(default_factory=dict)  # by group: positions below left the window
 
     def state(self) -> object:
         manager, allocator = self.manager, self.manager.allocator
-        tables = {s: (manager.num_tokens(s), list(manager.block_table(s))) for s in manager.seq_ids}
+        tables = {s: (manager.num_tokens(s), list(map(list, manager.block_tables(s)))) for s in manager.seq_ids}
         counts = [allocator.ref_count(b) for b in range(allocator.num_blocks)]
         return tables, counts, allocator.num_free, allocator.num_cached, manager.num_copies
 
@@ -55,10 +56,18 @@ class Store:
 
     def write(self, seq_id: int, start: int) -> None:
         tokens, size = self.seqs[seq_id], self.manager.block_size
-        for position, slot in enumerate(self.manager.slots(seq_id, start, len(tokens)), start):
-            assert self.manager.allocator.ref_count(slot // size) == 1, "a shared block is written"
-            assert slot // size not in self.manager.cached_blocks, "a block that can be found by hash is written"
-            self.slots[slot] = kv_of(tokens, position)
+        for group in self.groups:
+            for position, slot in enumerate(self.manager.slots(seq_id, start, len(tokens), group), start):
+                assert self.manager.allocator.ref_count(slot // size) == 1, "a shared block is written"
+                assert slot // size not in self.manager.cached_blocks, "a block that can be found by hash is written"
+                self.slots[slot] = kv_of(tokens, position, group)
+
+    @property
+    def groups(self) -> range:
+        return range(len(self.manager.groups))
+
+    def held(self, seq_id: int) -> list[int]:
+        return [b for table in self.manager.block_tables(seq_id) for b in table if b != NULL_BLOCK]
 
     def check(self, pinned: int = 0) -> None:
         manager, allocator, size = self.manager, self.manager.allocator, self.manager.block_size
@@ -67,7 +76,7 @@ class Store:
         assert len(manager) == len(self.seqs) + pinned
         held: dict[int, int] = {}
         for seq_id in manager.seq_ids:
-            table = [b for b in manager.block_table(seq_id) if b != NULL_BLOCK]
+            table = self.held(seq_id)
             assert len(set(table)) == len(table)
             for block_id in table:
                 held[block_id] = held.get(block_id, 0) + 1
@@ -75,25 +84,27 @@ class Store:
         assert all(allocator.ref_count(b) == held.get(b, 0) for b in range(allocator.num_blocks))
         for seq_id, tokens in self.seqs.items():
             assert manager.num_tokens(seq_id) == len(tokens)
-            assert len(manager.block_table(seq_id)) == -(-len(tokens) // size)
-            start = self.readable_from[seq_id]
-            read = [self.slots.get(slot) for slot in manager.slots(seq_id, start, len(tokens))]
-            assert read == [kv_of(tokens, position) for position in range(start, len(tokens))]
+            for group, start in enumerate(self.readable_from[seq_id]):
+                assert len(manager.block_table(seq_id, group)) == -(-len(tokens) // size)
+                read = [self.slots.get(slot) for slot in manager.slots(seq_id, start, len(tokens), group)]
+                assert read == [kv_of(tokens, position, group) for position in range(start, len(tokens))]
 
 
 class BlockMachine(RuleBasedStateMachine):
     """Every operation of BlockManager on a device store and a host store."""
 
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)  # of each group: the longest that may be drawn
     caching = False
 
     @initialize(
         num_blocks=st.integers(1, 12), num_host_blocks=st.integers(0, 6), block_size=st.integers(1, 4), data=st.data()
     )
     def start(self, num_blocks: int, num_host_blocks: int, block_size: int, data: st.DataObject) -> None:
-        window = None if self.window is None else data.draw(st.integers(1, self.window))
-        self.device = Store(BlockManager(BlockAllocator(num_blocks), block_size, sliding_window=window))
-        self.host = Store(BlockManager(BlockAllocator(num_host_blocks), block_size, sliding_window=window))
+        lengths = {most: Window(data.draw(st.integers(1, most))) for most in self.windows if most is not None}
+        groups = [LayerGroup(FULL if most is None else lengths[most]) for most in self.windows]
+        num_blocks, num_host_blocks = num_blocks * len(groups), num_host_blocks * len(groups)
+        self.device = Store(BlockManager(BlockAllocator(num_blocks), block_size, groups=groups))
+        self.host = Store(BlockManager(BlockAllocator(num_host_blocks), block_size, groups=groups))
         self.cache = PrefixCache(self.device.manager) if self.caching else None
         self.preempted: list[list[int]] = []  # by recompute
         self.next_id = 0
@@ -140,7 +151,7 @@ class BlockMachine(RuleBasedStateMachine):
         store.copy(copies, store)
         for seq_id, tokens in appends:
             old = store.seqs.setdefault(seq_id, [])
-            store.readable_from.setdefault(seq_id, 0)
+            store.readable_from.setdefault(seq_id, [0 for _ in store.groups])
             old.extend(tokens)
             store.write(seq_id, len(old) - len(tokens))
             self.register(seq_id)
@@ -173,7 +184,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.device.manager.fork(parent, child)
         assert self.device.manager.allocator.num_available == available
         self.device.seqs[child] = self.device.seqs[parent][:]
-        self.device.readable_from[child] = self.device.readable_from[parent]
+        self.device.readable_from[child] = self.device.readable_from[parent][:]
         with pytest.raises(ValueError, match="exists already"):
             self.device.manager.fork(parent, child)
 
@@ -207,11 +218,11 @@ class BlockMachine(RuleBasedStateMachine):
         except ValueError:
             assert self.device.state() == before
             # A token at `keep` would attend to a block that has been freed.
-            first_seen = max(keep - manager.sliding_window + 1, 0)  # type: ignore[operator]
-            assert manager.block_table(seq_id)[first_seen // manager.block_size] == NULL_BLOCK
+            first_seen = [group.kind.first_visible(keep) // manager.block_size for group in manager.groups]
+            assert NULL_BLOCK in [table[i] for table, i in zip(manager.block_tables(seq_id), first_seen)]
             return
         del tokens[keep:]
-        self.device.readable_from[seq_id] = min(self.device.readable_from[seq_id], keep)
+        self.device.readable_from[seq_id] = [min(start, keep) for start in self.device.readable_from[seq_id]]
 
     @precondition(has_seqs)
     @rule(number=PICK)
@@ -225,11 +236,17 @@ class BlockMachine(RuleBasedStateMachine):
     def resume(self, number: int) -> None:
         """Recompute the tokens after the prefix cache's hit, or all of them without a hit."""
         tokens, seq_id, store = self.preempted.pop(number % len(self.preempted)), self.new_id(), self.device
-        hits = [] if self.cache is None else self.cache.match(tokens, ROOT)
-        num_hits = len(hits) * store.manager.block_size
-        assert num_hits < len(tokens) or not hits
-        store.manager.adopt(seq_id, hits)
-        store.seqs[seq_id], store.readable_from[seq_id] = tokens[:num_hits], 0
+        tables: list[list[int]] = [[] for _ in store.groups]
+        if self.cache is not None:
+            prefix = self.cache.match(tokens, ROOT)
+            tables = prefix.tables
+            assert prefix.num_blocks == self.longest_hit(tokens), "not the longest prefix that is cached"
+        size = store.manager.block_size
+        num_hits = len(tables[0]) * size
+        assert num_hits < len(tokens) or not num_hits
+        store.manager.adopt(seq_id, tables)
+        store.seqs[seq_id] = tokens[:num_hits]
+        store.readable_from[seq_id] = [table.count(NULL_BLOCK) * size for table in tables]
         store.check(self.num_pins)
         if not self.append_to([(seq_id, tokens[num_hits:])]):
             self.preempted.append(tokens)
@@ -238,7 +255,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     def move(self, seq_ids: list[int], source: Store, target: Store) -> None:
         before = source.state(), target.state()
-        shared = sum(len(set(source.manager.block_table(s)) - {NULL_BLOCK}) for s in seq_ids)
+        shared = sum(len(source.held(s)) for s in seq_ids)
         try:
             copies = source.manager.move_to(target.manager, seq_ids)
         except OutOfBlocks as error:
@@ -280,16 +297,16 @@ class BlockMachine(RuleBasedStateMachine):
 
     def drop(self, seq_id: int) -> None:
         manager = self.device.manager
-        dropped, length = manager.drop_outside_window(seq_id), len(self.device.seqs[seq_id])
-        if manager.sliding_window is None:
-            assert dropped == 0
-            return
-        first = max(length - manager.sliding_window + 1, 0)
-        self.device.readable_from[seq_id] = max(self.device.readable_from[seq_id], first)
-        alive = [b for b in manager.block_table(seq_id) if b != NULL_BLOCK]
-        assert len(alive) <= -(-manager.sliding_window // manager.block_size) + 1
+        dropped, length = manager.drop_unseen(seq_id), len(self.device.seqs[seq_id])
+        assert manager.drops_blocks or not dropped
+        readable = self.device.readable_from[seq_id]
+        for number, (group, table) in enumerate(zip(manager.groups, manager.block_tables(seq_id))):
+            if group.kind.window is not None:
+                readable[number] = max(readable[number], length - group.kind.window + 1)
+                alive = [b for b in table if b != NULL_BLOCK]
+                assert len(alive) <= -(-group.kind.window // manager.block_size) + 1
 
-    @precondition(lambda self: self.window is not None and bool(self.device.seqs))
+    @precondition(lambda self: self.device.manager.drops_blocks and bool(self.device.seqs))
     @rule(number=PICK, count=st.integers(1, 12))
     def decode_long(self, number: int, count: int) -> None:
         """The memory of a windowed sequence is bounded for any length."""
@@ -309,8 +326,25 @@ class BlockMachine(RuleBasedStateMachine):
             return
         tokens, digests = self.device.seqs[seq_id], []
         self.cache.extend_digests(digests, tokens, ROOT, len(tokens) // self.cache.block_size)
-        for block_id, digest in zip(self.device.manager.block_table(seq_id), digests):
-            self.cache.register(block_id, digest)
+        for index, digest in enumerate(digests):
+            self.cache.register(self.device.manager.block_tables(seq_id), index, digest)
+
+    def longest_hit(self, tokens: list[int]) -> int:
+        """Blocks of the longest prefix whose blocks are all there that a next token reads, by trying every length."""
+        assert self.cache is not None
+        size, digests = self.cache.block_size, []
+        self.cache.extend_digests(digests, tokens, ROOT, max(len(tokens) - 1, 0) // size)
+        found = 0
+        for count in range(1, len(digests) + 1):
+            needed = [
+                (group, digests[index])
+                for group, each in enumerate(self.device.manager.groups)
+                for index in range(count)
+                if (index + 1) * size > each.kind.first_visible(count * size)
+            ]
+            if all(digest in self.cache._blocks[group] for group, digest in needed):
+                found = count
+        return found
 
     @precondition(has_cache)
     @rule(tokens=st.lists(TOKENS, max_size=12))
@@ -326,7 +360,7 @@ class BlockMachine(RuleBasedStateMachine):
         if pin:
             held = self.cache.pin(tokens, ROOT)
             assert held <= len(tokens)
-            assert len(self.cache.match([*tokens, 0], ROOT)) * self.device.manager.block_size == held
+            assert self.cache.match([*tokens, 0], ROOT).num_blocks * self.device.manager.block_size == held
         else:
             self.cache.unpin(tokens, ROOT)
 
@@ -360,18 +394,36 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 class WindowMachine(BlockMachine):
-    window = 6
+    windows = (6,)
+
+
+class GroupsMachine(BlockMachine):
+    windows = (None, 3, 3)
 
 
 class PrefixMachine(BlockMachine):
     caching = True
 
 
+class WindowPrefixMachine(BlockMachine):
+    windows = (6,)
+    caching = True
+
+
+class GroupsPrefixMachine(BlockMachine):
+    windows = (None, 6, 6, 3)
+    caching = True
+
+
 MACHINE_SETTINGS = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=70, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 TestBlocks = BlockMachine.TestCase
 TestWindow = WindowMachine.TestCase
+TestGroups = GroupsMachine.TestCase
 TestPrefix = PrefixMachine.TestCase
-TestBlocks.settings = TestWindow.settings = TestPrefix.settings = MACHINE_SETTINGS
+TestWindowPrefix = WindowPrefixMachine.TestCase
+TestGroupsPrefix = GroupsPrefixMachine.TestCase
+for case in (TestBlocks, TestWindow, TestGroups, TestPrefix, TestWindowPrefix, TestGroupsPrefix):
+    case.settings = MACHINE_SETTINGS

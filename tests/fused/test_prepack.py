@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from transformers import GenerationConfig
 
 import hf_paged
@@ -219,3 +220,18 @@ def test_threads() -> None:
         thread.join()
     assert found == [True] * 16
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_pruned_weights_cannot_be_packed() -> None:
+    """They are computed before each forward. The error says so, and what to do, which works."""
+    model = models.build("llama").eval()
+    layer = model.model.layers[0].mlp.up_proj
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    with torch.inference_mode():
+        model(torch.tensor([[5, 6]]))
+    with pytest.raises(ValueError, match=r"weights are computed .* make them permanent"):
+        hf_paged.prepack(model)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6]]))
+    prune.remove(layer, "weight")
+    hf_paged.prepack(model)

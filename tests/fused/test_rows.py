@@ -68,7 +68,7 @@ def test_what_is_recognised() -> None:
 def test_a_weight_with_gaps_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "in_packed_step", lambda: True)
     module, rows = LlamaRMSNorm(64), torch.randn(1, 3, 64)
-    forward = norms._forward_of(module)
+    forward = norms.NativeNorm(module).forward
     module.weight = torch.nn.Parameter(torch.rand(128)[::2], requires_grad=False)
     assert torch.equal(forward(rows), module(rows))
 

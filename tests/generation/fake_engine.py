@@ -13,6 +13,7 @@ from typing import Literal
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
+from hf_paged.cache.layers import FULL, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
@@ -105,7 +106,8 @@ def solo(request: Request, windows: tuple[int | None, ...] = (None,)) -> Result:
 
 
 class FakeEngine:
-    """`windows` has one entry per layer group; `num_host_blocks` 0 means no swap space."""
+    """`windows` has one entry per layer group, and there are `num_blocks` blocks for each; `num_host_blocks` 0 means no
+    swap space."""
 
     def __init__(
         self,
@@ -117,11 +119,12 @@ class FakeEngine:
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.windows, self.block_size = windows, block_size
-        self.managers = [BlockManager(BlockAllocator(num_blocks), block_size, sliding_window=w) for w in windows]
-        self.hosts = [BlockManager(BlockAllocator(num_host_blocks), block_size, sliding_window=w) for w in windows]
-        self.scheduler = Scheduler(config, self.managers, self.hosts if num_host_blocks else None)
-        self.slots: list[dict[int, int]] = [{} for _ in windows]
-        self.host_slots: list[dict[int, int]] = [{} for _ in windows]
+        groups = [LayerGroup(FULL if window is None else Window(window)) for window in windows]
+        self.manager = BlockManager(BlockAllocator(num_blocks * len(groups)), block_size, groups=groups)
+        self.host = BlockManager(BlockAllocator(num_host_blocks * len(groups)), block_size, groups=groups)
+        self.scheduler = Scheduler(config, self.manager, self.host if num_host_blocks else None)
+        self.slots: dict[int, int] = {}
+        self.host_slots: dict[int, int] = {}
         self.requests: dict[str, Request] = {}
         self.results: dict[str, Result] = {}
         self.num_steps = 0
@@ -238,11 +241,9 @@ class FakeEngine:
     # -- the device -------------------------------------------------------------------------------------------------
 
     def _move(self, output: SchedulerOutput) -> None:
-        for index in range(len(self.windows)):
-            device, host = self.slots[index], self.host_slots[index]
-            self._copy(output.swap_out[index], device, host)
-            self._copy(output.swap_in[index], host, device)
-            self._copy(output.block_copies[index], device, device)
+        self._copy(output.swap_out, self.slots, self.host_slots)
+        self._copy(output.swap_in, self.host_slots, self.slots)
+        self._copy(output.block_copies, self.slots, self.slots)
 
     def _copy(self, copies: list[BlockCopy], source: dict[int, int], target: dict[int, int]) -> None:
         """The copies of one list happen at the same time."""
@@ -259,11 +260,12 @@ class FakeEngine:
         """Write `count` tokens of K/V for every layer group; returns the K/V that the last one attends to."""
         start, stop = seq.num_computed_tokens, seq.num_computed_tokens + count
         read: list[int] = []
-        for manager, slots, window in zip(self.managers, self.slots, self.windows):
+        manager, slots = self.manager, self.slots
+        for group, window in enumerate(self.windows):
             assert manager.num_tokens(seq.seq_id) == stop
-            table = manager.block_table(seq.seq_id)
+            table = manager.block_table(seq.seq_id, group)
             first = 0 if window is None else max(stop - window, 0)
-            places = manager.slots(seq.seq_id, min(first, max(start - 1, 0)), stop)
+            places = manager.slots(seq.seq_id, min(first, max(start - 1, 0)), stop, group)
             previous = slots[places[start - 1 - min(first, start - 1)]] if start else 0
             for position in range(start, stop):
                 slot = table[position // self.block_size] * self.block_size + position % self.block_size
@@ -301,10 +303,9 @@ class FakeEngine:
         pins = 0
         if self.scheduler.prefix_cache is not None:
             pinned = self.scheduler.prefix_cache.pins
-            pins = self.managers[0].num_blocks_of(pinned)
-        for manager in self.managers:
-            assert manager.allocator.num_used == pins
-            assert manager.allocator.num_free + manager.allocator.num_cached + pins == manager.allocator.num_blocks
-        for host in self.hosts:
-            assert host.allocator.num_free == host.allocator.num_blocks
+            pins = self.manager.num_blocks_of(pinned)
+        allocator = self.manager.allocator
+        assert allocator.num_used == pins
+        assert allocator.num_free + allocator.num_cached + pins == allocator.num_blocks
+        assert self.host.allocator.num_free == self.host.allocator.num_blocks
         assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.num_swapped == 0

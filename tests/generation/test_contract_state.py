@@ -137,6 +137,7 @@ def test_gradients_are_left_alone(paged_equals_plain: Compare) -> None:
     model(ids, labels=ids).loss.backward()
 
 
+@pytest.mark.usefixtures("trusted_code")
 def test_hooks_of_the_user_run_and_stay(paged_equals_plain: Compare) -> None:
     model, calls = models.build("llama"), []
     handle = model.model.layers[1].register_forward_hook(lambda *args: calls.append(1))
@@ -257,7 +258,7 @@ def _counted(model: Any) -> Iterator[list[int]]:
     def add(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         count[0] += args[0].numel()
 
-    handle = model.get_input_embeddings().register_forward_hook(add)
+    handle = model.get_input_embeddings().register_forward_hook(hf_paged.tokenwise(add))
     try:
         yield count
     finally:

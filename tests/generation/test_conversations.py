@@ -16,6 +16,8 @@ from transformers import LogitsProcessor
 import hf_paged
 from tests import conftest, models
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sample": {"do_sample": True, "temperature": 3.0},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
@@ -16,6 +19,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.sampling import editors, warpers
 from hf_paged.generation.sampling.edits import Edit, Op, apply_edits
 from hf_paged.generation.sampling.processors import chain_of, process_together
+from hf_paged.kernels import ops
 from tests import models
 from tests.generation.test_engine import assert_as_solo, assert_idle, solo
 
@@ -134,32 +138,36 @@ def test_each_processor_has_the_bits_of_transformers(name: str) -> None:
             ids = torch.cat([ids, torch.tensor([[rng.randrange(4)]])], 1)
 
 
+# By a number between 0 and 1, which is to be the only difference between two warpers of one kind.
 WARPER_MAKERS: dict[str, Any] = {
-    "temperature": lambda rng: lp.TemperatureLogitsWarper(rng.choice([0.3, 0.7, 1.7])),
-    "top k": lambda rng: lp.TopKLogitsWarper(rng.choice([1, 3, 7, 999]), min_tokens_to_keep=rng.choice([1, 4])),
-    "top p": lambda rng: lp.TopPLogitsWarper(rng.choice([0.1, 0.8])),
-    "min p": lambda rng: lp.MinPLogitsWarper(rng.choice([0.02, 0.3])),
-    "typical": lambda rng: lp.TypicalLogitsWarper(rng.choice([0.2, 0.9])),
-    "epsilon": lambda rng: lp.EpsilonLogitsWarper(rng.choice([0.01, 0.1])),
-    "eta": lambda rng: lp.EtaLogitsWarper(rng.choice([0.01, 0.1])),
-    "top h": lambda rng: lp.TopHLogitsWarper(rng.choice([0.3, 0.9])),
-    "finite": lambda rng: lp.InfNanRemoveLogitsProcessor(),
-    "normal": lambda rng: lp.LogitNormalization(),
+    "temperature": lambda x: lp.TemperatureLogitsWarper(0.1 + 2 * x),
+    "top k": lambda x: lp.TopKLogitsWarper(1 + int(x**2 * 1000), min_tokens_to_keep=2),
+    "top p": lambda x: lp.TopPLogitsWarper(x),
+    "top p of several": lambda x: lp.TopPLogitsWarper(x, min_tokens_to_keep=3),
+    "min p": lambda x: lp.MinPLogitsWarper(x / 3),
+    "typical": lambda x: lp.TypicalLogitsWarper(x),
+    "epsilon": lambda x: lp.EpsilonLogitsWarper(x / 10),
+    "eta": lambda x: lp.EtaLogitsWarper(x / 10),
+    "top h": lambda x: lp.TopHLogitsWarper(x),
+    "finite": lambda x: lp.InfNanRemoveLogitsProcessor(),
+    "normal": lambda x: lp.LogitNormalization(),
 }
 
 
 @pytest.mark.parametrize("width", [VOCAB, 1024])
 @pytest.mark.parametrize("name", WARPER_MAKERS)
-def test_warpers_of_several_rows_have_the_bits_of_each_alone(name: str, width: int) -> None:
-    """Those of one key, which on a CPU need not have the same settings. A row with NaN disturbs no other."""
+def test_warpers_of_several_rows_have_the_bits_of_each_alone(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the setting of each. A row with NaN disturbs no other. Also as on a GPU, without native code."""
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
-    groups: dict[object, list[Any]] = {}
-    for _ in range(20):
-        warper = WARPER_MAKERS[name](rng)
-        groups.setdefault(warpers.warper_key(warper, on_cpu=True), []).append(warper)
-    assert None not in groups
-    assert len(groups) < 4
-    for each in groups.values():
+    for impl, settings in itertools.product(
+        ("torch", None), ([0.37] * 5, [rng.uniform(0.001, 0.999) for _ in range(40)])
+    ):
+        if impl is not None:
+            monkeypatch.setitem(ops._default_impl, "cpu", impl)
+        each = [WARPER_MAKERS[name](x) for x in settings]
+        assert len({warpers.warper_key(warper) for warper in each} - {None}) == 1
         raw = torch.randn(len(each), width, generator=generator).bfloat16().float() * 3  # has ties
         raw[0, 5] = torch.nan
         raw[1:, 7] = -torch.inf
@@ -167,14 +175,77 @@ def test_warpers_of_several_rows_have_the_bits_of_each_alone(name: str, width: i
         for row in range(1, len(each)):
             assert_same_bits(got[row : row + 1], each[row](None, raw[row : row + 1].clone()))
         assert name == "finite" or got[0].isnan().any()
+        monkeypatch.undo()
 
 
-@pytest.mark.parametrize("name", WARPER_MAKERS)
-def test_warpers_with_equal_keys_for_any_device_have_equal_settings(name: str) -> None:
-    rng = random.Random(2)
-    for _ in range(20):
-        one, other = WARPER_MAKERS[name](rng), WARPER_MAKERS[name](rng)
-        assert (str(vars(one)) == str(vars(other))) == (warpers.warper_key(one) == warpers.warper_key(other))
+def test_warpers_with_another_second_setting_do_not_share_a_call() -> None:
+    keys = {
+        warpers.warper_key(lp.TopPLogitsWarper(0.9, filter_value, count))
+        for filter_value in (0.0, 1.0)
+        for count in (1, 2)
+    }
+    assert len(keys) == 4 and None not in keys
+
+
+# -- numbers of each row cost no launches ------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+# Those that add up a row are called for each row on a CPU.
+@pytest.mark.parametrize("name", WARPER_MAKERS.keys() - {"typical", "eta"})
+def test_warpers_of_many_settings_are_no_more_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops._default_impl, "cpu", "torch")
+    assert_independent(lambda x: [WARPER_MAKERS[name](x)])
+
+
+PENALTIES: dict[str, Any] = {
+    "repetition": lambda x: lp.RepetitionPenaltyLogitsProcessor(1 + x),
+    "encoder": lambda x: lp.EncoderRepetitionPenaltyLogitsProcessor(1 + x, torch.tensor([[3, 5, 8]])),
+    "decay": lambda x: lp.ExponentialDecayLengthPenalty((1, 1 + x), torch.tensor([2]), 1),
+    "bias": lambda x: lp.SequenceBiasLogitsProcessor({(4,): x, (1, 2): 2 * x}),
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_of_many_settings_are_no_more_operations(name: str) -> None:
+    assert_independent(lambda x: [PENALTIES[name](x)])
+
+
+def test_all_settings_of_all_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops._default_impl, "cpu", "torch")
+    names = ("temperature", "top k", "top p", "min p")
+    assert_independent(
+        lambda x: [*(PENALTIES[each](x) for each in PENALTIES), *(WARPER_MAKERS[each](x) for each in names)]
+    )
+
+
+def assert_independent(make: Callable[[float], list[Any]]) -> None:
+    """64 rows share the calls, whose number is the same for 2 different settings as for 64."""
+    found = []
+    for distinct in (2, 64):
+        lists = [LogitsProcessorList(make((1 + row % distinct) / 65)) for row in range(64)]
+        chains = [chain_of(processors, VOCAB) for processors in lists]
+        assert len({chain.sampling_key for chain in chains}) == 1
+        raw, tokens = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0)) * 5, [1, 2, 3, 1, 2]
+        edits = [chain.edits(tokens) for chain in chains]
+        given = raw.clone()
+        with Operations() as operations:
+            got = process_together(chains, given, edits)
+        for row, processors in enumerate(lists):
+            assert_same_bits(got[row : row + 1], processors(torch.tensor([tokens]), raw[row : row + 1].clone()))
+        found.append(operations.count)
+    assert found[0] == found[1] < 80
 
 
 def test_what_cannot_be_edited_goes_alone() -> None:

@@ -17,6 +17,8 @@ from hf_paged.generation import prefill
 from hf_paged.generation.shared_prompts import share_prompts
 from tests import conftest, models
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 Compare = Callable[..., Any]
 
 MODES: dict[str, dict[str, Any]] = {

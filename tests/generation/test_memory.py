@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.host_memory import HostMemory
+from hf_paged.cache.layers import WHOLE
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation import idle, paged_generate
 from hf_paged.generation.engine import sizing
@@ -36,16 +38,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_default_pool_and_swap_space_are_a_share_of_what_the_process_may_take(host: None) -> None:
     with Engine(models.shared("llama")) as engine:
         assert engine.stats().num_blocks == 3 * MIB // BLOCK_BYTES
-        assert engine._host_managers[0].allocator.num_blocks == 3 * MIB // BLOCK_BYTES
+        assert engine._scheduler.host_manager.allocator.num_blocks == 3 * MIB // BLOCK_BYTES
     with Engine(models.shared("llama"), CacheConfig(memory_fraction=0.5)) as engine:
         assert engine.stats().num_blocks == 5 * MIB // BLOCK_BYTES
-        assert engine._host_managers[0].allocator.num_blocks == 3 * MIB // BLOCK_BYTES
+        assert engine._scheduler.host_manager.allocator.num_blocks == 3 * MIB // BLOCK_BYTES
 
 
 def test_sizes_that_are_given_are_taken(host: None) -> None:
     with Engine(models.shared("llama"), CacheConfig(memory="8MiB", swap_memory="9MiB")) as engine:
         assert engine.stats().num_blocks == 8 * MIB // BLOCK_BYTES
-        assert engine._host_managers[0].allocator.num_blocks == 9 * MIB // BLOCK_BYTES
+        assert engine._scheduler.host_manager.allocator.num_blocks == 9 * MIB // BLOCK_BYTES
 
 
 def test_a_pool_that_the_host_cannot_hold_is_warned_of(host: None) -> None:
@@ -129,12 +131,12 @@ def test_requests_take_what_they_need_at_once_whatever_the_prefix_cache_may(host
 
 def memory_of(num_blocks: int) -> PagedMemory:
     memory = PagedMemory(16, num_blocks)
-    memory.groups[0].pool.layer_for(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
+    memory.pool.layer_for(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
     return memory
 
 
 def key_of(number: int, kind: str = "fp32") -> Any:
-    return (kind,), CacheConfig(num_blocks=number + 1), ((None, None),)
+    return (kind,), CacheConfig(num_blocks=number + 1), WHOLE
 
 
 def test_few_idle_pools_are_kept_the_last_used_ones() -> None:
@@ -215,6 +217,31 @@ def test_a_closed_engine_keeps_no_tensors() -> None:
     model = models.build("llama")
     engine = Engine(model, CacheConfig(num_blocks=64))
     engine.generate(models.prompts(9), GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0))
-    keys = weakref.ref(engine._memory.groups[0].pool[0].key)
+    keys = weakref.ref(engine._memory.pool[0].key)
     engine.close()
     assert keys() is None
+
+
+@pytest.mark.parametrize(("full", "windowed", "least"), [(2, 10, 5), (3, 3, 5)])
+def test_a_model_with_windows_uses_all_of_its_memory(full: int, windowed: int, least: int) -> None:
+    """As many requests run at once as the bytes of their K/V allow, and none is preempted."""
+    torch.manual_seed(0)
+    layer_types = ["full_attention"] * full + ["sliding_attention"] * windowed
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = transformers.Gemma3TextConfig(
+        **sizes, head_dim=16, vocab_size=models.VOCAB, num_hidden_layers=full + windowed, layer_types=layer_types,
+        sliding_window=32, max_position_embeddings=512, eos_token_id=None,
+    )  # fmt: skip
+    length, bytes_per_layer = 400, 2 * 16 * 4
+    bytes_each = bytes_per_layer * (full * length + windowed * 32)
+    memory = int(6.5 * bytes_each)
+    with Engine(transformers.Gemma3ForCausalLM(config).eval(), CacheConfig(memory=memory)) as engine:
+        for prompt in models.prompts(*[length - 8] * 7):
+            engine.add_request(prompt, GenerationConfig(max_new_tokens=8, do_sample=False))
+        most = 0
+        while engine.has_unfinished_requests():
+            engine.step()
+            most = max(most, engine.stats().num_running)
+        stats = engine.stats()
+        assert most >= least and stats.preemptions_recompute == stats.preemptions_swap == 0
+        assert stats.kv_bytes_reserved > 0.98 * memory

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_paged.cache.layers import FULL, WHOLE, LayerGroup, Layout, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.engine.runner import Packed, Runner, _LateTokens
 from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
@@ -20,7 +21,7 @@ BLOCK_SIZE = 4
 
 
 def packer_of(memory: PagedMemory) -> Any:
-    return Runner(SimpleNamespace(model=models.shared("llama")), memory, [], SimpleNamespace(seen=False))  # type: ignore[arg-type]
+    return Runner(SimpleNamespace(model=models.shared("llama")), memory, None, SimpleNamespace(seen=False))  # type: ignore[arg-type]
 
 
 def pack(runner: Any, plan: Plan, sampled: Any = None) -> Packed:
@@ -32,14 +33,12 @@ def started(memory: PagedMemory, num_tokens: int, name: str = "r") -> Sequence:
     """A sequence of which all tokens but the last are computed."""
     (seq,) = SequenceGroup(name, list(range(100, 100 + num_tokens))).sequences
     seq.num_computed_tokens = num_tokens - 1
-    for manager in memory.managers:
-        manager.append(seq.seq_id, num_tokens - 1)
+    memory.manager.append(seq.seq_id, num_tokens - 1)
     return seq
 
 
 def append(memory: PagedMemory, seqs: list[Sequence]) -> Plan:
-    for manager in memory.managers:
-        manager.append_all([(seq.seq_id, 1) for seq in seqs])
+    memory.manager.append_all([(seq.seq_id, 1) for seq in seqs])
     return [(seq, 1) for seq in seqs]
 
 
@@ -47,8 +46,7 @@ def computed(memory: PagedMemory, seqs: list[Sequence]) -> None:
     for seq in seqs:
         seq.num_computed_tokens += 1
         seq.token_ids.append(100 + seq.num_computed_tokens)
-        for manager in memory.managers:
-            manager.drop_outside_window(seq.seq_id)
+        memory.manager.drop_unseen(seq.seq_id)
 
 
 def assert_same(memory: PagedMemory, packed: Packed, plan: Plan) -> None:
@@ -66,8 +64,11 @@ def assert_same(memory: PagedMemory, packed: Packed, plan: Plan) -> None:
         assert ours.dtype == theirs.dtype and ours.flags.c_contiguous and ours.tolist() == theirs.tolist()
 
 
-@pytest.mark.parametrize("windows", [[(None, None)], [(frozenset({0}), None), (frozenset({1}), 6)]], ids=len)
-def test_a_step_made_from_the_last_one(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+GROUPS = (LayerGroup(FULL, frozenset({0})), LayerGroup(Window(6), frozenset({1})))
+
+
+@pytest.mark.parametrize("layout", [WHOLE, Layout(GROUPS)], ids=["one group", "two"])
+def test_a_step_made_from_the_last_one(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences begin, end, share blocks, lose and regain them, and change places, at random."""
     made = []
     following = DecodeArrays._next
@@ -78,7 +79,7 @@ def test_a_step_made_from_the_last_one(windows: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(DecodeArrays, "_next", noted)
     draw = random.Random(0)
-    memory = PagedMemory(BLOCK_SIZE, 400, windows=windows)
+    memory = PagedMemory(BLOCK_SIZE, 400 * len(layout.groups), layout=layout)
     packer = packer_of(memory)
     seqs = [started(memory, draw.randint(1, 9)) for _ in range(4)]
     for _ in range(300):
@@ -86,9 +87,8 @@ def test_a_step_made_from_the_last_one(windows: Any, monkeypatch: pytest.MonkeyP
         assert_same(memory, pack(packer, plan), plan)
         event = draw.random()
         if event < 0.05:  # the forward failed: the same step again
-            for manager in memory.managers:
-                for seq in seqs:
-                    manager.crop(seq.seq_id, seq.num_computed_tokens)
+            for seq in seqs:
+                memory.crop(seq.seq_id, seq.num_computed_tokens)
             continue
         computed(memory, seqs)
         if event < 0.1 and len(seqs) > 2:
@@ -98,10 +98,9 @@ def test_a_step_made_from_the_last_one(windows: Any, monkeypatch: pytest.MonkeyP
         elif event < 0.25:  # the same tokens in other blocks
             seq = draw.choice(seqs)
             memory.free(seq.seq_id)
-            for manager in memory.managers:
-                manager.append(draw.random(), 1)
-                manager.append(seq.seq_id, seq.num_computed_tokens)
-                manager.drop_outside_window(seq.seq_id)
+            memory.manager.append(draw.random(), 1)
+            memory.manager.append(seq.seq_id, seq.num_computed_tokens)
+            memory.manager.drop_unseen(seq.seq_id)
         elif event < 0.3:  # copy-on-write in the next step
             memory.fork(draw.choice(seqs).seq_id, draw.random())
         elif event < 0.35:
@@ -163,8 +162,7 @@ def test_a_chunk_of_one_token_is_no_decode_step() -> None:
     memory = PagedMemory(BLOCK_SIZE, 50)
     seq = started(memory, 6)
     seq.num_computed_tokens = 2
-    for manager in memory.managers:
-        manager.crop(seq.seq_id, 2)
+    memory.crop(seq.seq_id, 2)
     packed = pack(packer_of(memory), append(memory, [seq]))
     assert packed.seqs == [] and packed.tokens.tolist() == [102]
     assert packed.wanted is not None and packed.wanted.dtype == np.int64 and not len(packed.wanted)

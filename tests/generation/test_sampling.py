@@ -291,10 +291,11 @@ def test_the_nucleus_of_the_largest_scores_is_what_transformers_keeps(vocab: int
         scores[36, 7], scores[37, 7], scores[38, 5], scores[38, 9] = torch.nan, torch.inf, torch.inf, torch.nan
         scores[39] = -torch.inf
         counts = [min(count + row % 3, vocab // 8) for row in range(40)]
+        warpers = [TopPLogitsWarper(top_p if row % 2 else top_p / 2) for row in range(40)]
         expected = torch.cat([
-            TopPLogitsWarper(top_p)(None, TopKLogitsWarper(k)(None, row[None])) for row, k in zip(scores, counts)
+            warper(None, TopKLogitsWarper(k)(None, row[None])) for warper, row, k in zip(warpers, scores, counts)
         ])  # fmt: skip
-        kept = keep_nucleus(scores, counts, top_p)
+        kept = keep_nucleus(scores, counts, [each.top_p for each in warpers])
         assert kept is scores and kept.allclose(expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -355,7 +356,9 @@ def test_sampling_keys_of_requests_that_may_be_sampled_together() -> None:
     first = chain(warm, top)
     assert (list(first.own), first.warpers, first.editors) == ([], (warm, top), ((), (), ()))
     assert first.sampling_key == chain(TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)).sampling_key
-    different = [chain(top, warm), chain(warm), chain(TemperatureLogitsWarper(0.8), top), chain(warm, top, x=1)]
+    assert first.sampling_key == chain(TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.1)).sampling_key
+    other = TopPLogitsWarper(0.9, min_tokens_to_keep=2)
+    different = [chain(top, warm), chain(warm), chain(warm, other), chain(warm, top, x=1)]
     assert all(first.sampling_key != other.sampling_key for other in different)
     # What changes a few scores is no obstacle.
     penalty = RepetitionPenaltyLogitsProcessor(1.2)

@@ -14,7 +14,7 @@ from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import SchedulerOutput
-from tests.generation.fake_engine import TINY, FakeEngine, Request, solo
+from tests.generation.fake_engine import FakeEngine, Request, solo
 
 ROOT = root_digest("model")
 
@@ -79,14 +79,6 @@ def test_the_queue_is_bounded() -> None:
     engine.add(Request(prompt(3)))
 
 
-def test_wrong_managers_are_refused() -> None:
-    manager = BlockManager(BlockAllocator(4), 4)
-    with pytest.raises(ValueError, match=r"managers=\[\]"):
-        Scheduler(TINY, [])
-    with pytest.raises(ValueError, match="2 host managers for 1 managers"):
-        Scheduler(TINY, [manager], [manager, manager])
-
-
 # -- the order of things --------------------------------------------------------------------------------------------
 
 
@@ -109,7 +101,7 @@ def test_priority_goes_before_arrival() -> None:
 
 
 def test_arrival_is_the_callers_clock() -> None:
-    scheduler = Scheduler(config(max_num_seqs=1), [BlockManager(BlockAllocator(9), 4)])
+    scheduler = Scheduler(config(max_num_seqs=1), BlockManager(BlockAllocator(9), 4))
     for name, arrival in [("late", 2.0), ("early", 1.0)]:
         scheduler.add(SequenceGroup(name, [1, 2], arrival=arrival))
     assert counts(scheduler.schedule()) == [("early", 2)]
@@ -185,8 +177,8 @@ def test_the_latest_arrival_gives_way_and_comes_back(mode: str) -> None:
     assert counts(output) == [("a", 1)]
     state = {"recompute": SeqStatus.WAITING, "swap": SeqStatus.SWAPPED}[mode]
     assert engine.group("b").status is engine.group("b").live[0].status is state
-    assert engine.hosts[0].allocator.num_used == (3 if mode == "swap" else 0)
-    assert len(output.swap_out[0]) == engine.hosts[0].allocator.num_used
+    assert engine.host.allocator.num_used == (3 if mode == "swap" else 0)
+    assert len(output.swap_out) == engine.host.allocator.num_used
     results = engine.run()
     assert results == {name: solo(request) for name, request in requests.items()}
     scheduler = engine.scheduler
@@ -214,7 +206,7 @@ def test_a_swapped_group_comes_back_before_new_ones_start() -> None:
     engine.abort("a")
     output = engine.step()
     assert counts(output) == [("b", 1), ("c", 1)]
-    assert len(output.swap_in[0]) == 3
+    assert len(output.swap_in) == 3
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 1])
@@ -331,14 +323,14 @@ def test_sharing_survives_a_preemption(kind: str, mode: str) -> None:
     name = engine.add(long(14, kind=kind, width=4))
     for _ in range(4):
         engine.step()
-    group, manager, host = engine.group(name), engine.managers[0], engine.hosts[0]
+    group, manager, host = engine.group(name), engine.manager, engine.host
     used, logical = manager.allocator.num_used, manager.num_logical_blocks
     assert used < logical or len(group.live) == 1
     assert engine.force_preempt(name, mode)  # type: ignore[arg-type]
     if mode == "swap":
         assert (host.allocator.num_used, host.num_logical_blocks) == (used, logical)
         output = engine.step()
-        assert len(output.swap_out[0]) == len(output.swap_in[0]) == used
+        assert len(output.swap_out) == len(output.swap_in) == used
     else:
         computed = sum(count for _, count in engine.step().scheduled)
         while len({seq.num_uncomputed_tokens for seq in group.live}) > 1 or group.has_branches:
@@ -351,10 +343,10 @@ def test_samples_take_one_prompt_and_one_block_each() -> None:
     engine = FakeEngine()
     name = engine.add(long(14, kind="samples", width=4))
     engine.step()
-    assert engine.managers[0].allocator.num_used == 4
+    assert engine.manager.allocator.num_used == 4
     output = engine.step()
-    assert len(output.block_copies[0]) == 3  # the last one keeps the block
-    assert engine.managers[0].allocator.num_used == 3 + 4
+    assert len(output.block_copies) == 3  # the last one keeps the block
+    assert engine.manager.allocator.num_used == 3 + 4
     engine.abort(name)
     engine.check_empty()
 
@@ -399,13 +391,13 @@ def test_beams_are_recomputed_once_for_each_common_prefix() -> None:
     step()
     scheduler.reorder(group, [0, 1, 0, 1], [20, 21, 22, 23])  # beams 0 and 2 have most in common, and 1 and 3
     step()
-    used = engine.managers[0].allocator.num_used
+    used = engine.manager.allocator.num_used
     engine.force_preempt(name, "recompute")
     computed = 0
     while group.has_branches or group.live[0].num_uncomputed_tokens:
         computed += step()
     assert computed == 8 + 2 * 8 + 4
-    assert engine.managers[0].allocator.num_used == used == 2 + 2 * 2 + 4
+    assert engine.manager.allocator.num_used == used == 2 + 2 * 2 + 4
 
 
 def test_a_finished_sample_frees_its_own_blocks_only() -> None:
@@ -419,7 +411,7 @@ def test_a_finished_sample_frees_its_own_blocks_only() -> None:
     engine.scheduler.finish(middle, FinishReason.EOS)  # once is enough
     assert middle.finish_reason is FinishReason.STOP and middle.status is SeqStatus.FINISHED
     assert group.live == [first, last] and group.width == 2 and not group.is_finished
-    assert engine.managers[0].allocator.num_used == 3 + 2
+    assert engine.manager.allocator.num_used == 3 + 2
     assert middle.seq_id in engine.step().finished_seq_ids
     engine.scheduler.check_integrity()
 
@@ -546,10 +538,19 @@ def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
     assert scheduled_tokens(engine, endless((*prompt(6), *answer, 40, 41), 1, root=ROOT)) == 20 - 16
 
 
-def test_no_prefix_cache_when_switched_off_or_windowed() -> None:
+def test_no_prefix_cache_when_switched_off() -> None:
     assert FakeEngine(config(prefix_caching=False)).scheduler.prefix_cache is None
-    assert FakeEngine(windows=(8,)).scheduler.prefix_cache is None
-    assert FakeEngine(windows=(None, None)).scheduler.prefix_cache is None
+
+
+@pytest.mark.parametrize("windows", [(8,), (None, 8), (None, None, 5)])
+def test_windowed_layers_find_prefixes_too(windows: tuple[int | None, ...]) -> None:
+    engine = FakeEngine(windows=windows)
+    for tokens in (prompt(30), prompt(30), prompt(40), (*prompt(21), *range(60, 70)), prompt(12)):
+        request = endless(tokens, 4, root=ROOT)
+        name = engine.add(request)
+        assert engine.run()[name] == solo(request, windows)
+    cache = engine.scheduler.prefix_cache
+    assert cache is not None and cache.hit_tokens == 0 + 28 + 28 + 20 + 8
 
 
 def test_a_preempted_request_finds_its_own_blocks() -> None:
@@ -572,8 +573,8 @@ def test_running_requests_share_the_prefix() -> None:
     engine.step()
     engine.add(long(14, root=ROOT))
     engine.step()
-    assert engine.managers[0].num_shared_blocks == 3
-    assert engine.managers[0].allocator.num_used == 5
+    assert engine.manager.num_shared_blocks == 3
+    assert engine.manager.allocator.num_used == 5
 
 
 def test_found_blocks_that_nobody_uses_count_as_taken() -> None:
@@ -599,7 +600,7 @@ def test_blocks_that_were_swapped_are_found_again() -> None:
     cache.clear()
     engine.step()
     engine.step()
-    assert len(cache.match(prompt(14), ROOT)) == 3
+    assert cache.match(prompt(14), ROOT).num_blocks == 3
     assert engine.run()["a"] == solo(request)
 
 
@@ -635,7 +636,7 @@ def test_an_aborted_swap_is_not_copied() -> None:
     engine.abort("b")
     assert engine.force_preempt("a", "swap")
     output = engine.step()
-    assert len(output.swap_out[0]) == 2
+    assert len(output.swap_out) == 2
     assert engine.run()["a"] == solo(endless(prompt(7), 5))
 
 

@@ -209,7 +209,7 @@ def test_whatever_happens(engine: FakeEngine, waiting: list[Request], data: st.D
     check_results(engine)
     if cache is not None:
         cache.clear()
-        assert engine.managers[0].allocator.num_free == engine.managers[0].allocator.num_blocks
+        assert engine.manager.allocator.num_free == engine.manager.allocator.num_blocks
 
 
 def check_results(engine: FakeEngine) -> None:

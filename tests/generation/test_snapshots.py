@@ -36,8 +36,8 @@ def add_all(engine: Engine, count: int) -> None:
 
 def assert_true(engine: Engine, snapshot: EngineSnapshot) -> None:
     """The snapshot against the engine itself."""
-    scheduler, (pool,) = engine._scheduler, snapshot.pools
-    manager, stats = scheduler.managers[0], engine.stats()
+    scheduler, pool = engine._scheduler, snapshot.pool
+    manager, stats = scheduler.manager, engine.stats()
     assert {view.request_id: view.status for view in snapshot.requests} == {
         group.request_id: group.status.value for group in scheduler.groups
     }
@@ -52,7 +52,7 @@ def assert_true(engine: Engine, snapshot: EngineSnapshot) -> None:
             if view.status == "waiting":
                 assert seen.tables == []
             if view.status == "swapped":
-                assert seen.tables == [scheduler.host_managers[0].block_table(seq.seq_id)]
+                assert seen.tables == scheduler.host_manager.block_tables(seq.seq_id)
             for table in seen.tables:
                 if view.status == "running":
                     references.update(table)
@@ -169,7 +169,7 @@ def test_an_idle_engine_repeats_its_snapshot(every_step: None) -> None:
         assert first is not None and engine.snapshot() is first and first.requests == []
         engine.clear_prefix_cache()
         second = engine.snapshot()
-        assert second is not None and second.number > first.number and second.pools[0].cached == []
+        assert second is not None and second.number > first.number and second.pool.cached == []
 
 
 def test_nothing_is_made_while_nothing_asks(every_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_nothing_is_made_while_nothing_asks(every_step: None, monkeypatch: pytes
 
 
 def test_every_layer_group_has_its_tables(every_step: None) -> None:
-    """A model with sliding windows and full attention: two pools, and blocks that have left their window."""
+    """A model with sliding windows and full attention: blocks that have left their window are in no table."""
     with Engine(models.shared("gemma3"), CacheConfig(num_blocks=80, block_size=4)) as engine:
         engine.snapshot()
         engine.add_request(models.prompts(40)[0], config(), request_id="r")
@@ -197,11 +197,9 @@ def test_every_layer_group_has_its_tables(every_step: None) -> None:
             engine.step()
         snapshot = engine._watch.latest
         assert snapshot is not None
-        assert [pool.sliding_window for pool in snapshot.pools] == [m.sliding_window for m in engine._memory.managers]
-        assert len(snapshot.pools) == 2 and all(pool.bytes_per_block for pool in snapshot.pools)
+        manager = engine._memory.manager
+        assert snapshot.pool.windows == [group.kind.window for group in manager.groups] and len(manager.groups) >= 2
         ((view,),) = [request.sequences for request in snapshot.requests]
-        assert [list(table) for table in view.tables] == [
-            list(m.block_table(view.seq_id)) for m in engine._memory.managers
-        ]
+        assert view.tables == manager.block_tables(view.seq_id)
         assert any(-1 in table for table in view.tables)
         engine.abort("r")

@@ -41,8 +41,11 @@ from hf_paged.kernels.triton.write import copy_blocks_launch, write_kv_launch
 # The chip's name: target, shared memory a program may use (bytes).
 CHIPS = {
     "sm80": (Target("cuda", 80, 108), 163 * 1024),
+    "sm89": (Target("cuda", 89, 142), 99 * 1024),
     "sm90": (Target("cuda", 90, 132), 227 * 1024),
     "sm100": (Target("cuda", 100, 148), 227 * 1024),
+    "sm103": (Target("cuda", 103, 148), 227 * 1024),
+    "sm120": (Target("cuda", 120, 170), 99 * 1024),
     "gfx942": (Target("hip", "gfx942", 304), 64 * 1024),
     "gfx1100": (Target("hip", "gfx1100", 96), 64 * 1024),
 }
@@ -78,12 +81,13 @@ def source_of(launch: Launch) -> ASTSource:
 
 
 def measure(launch: Launch, chip: str) -> dict[str, Any]:
-    """registers, spills (bytes or registers), shared (bytes), and counts of the relevant instructions."""
+    """registers of a thread, bytes of its stack, accesses of the stack in innermost loops (spills; for AMD: registers),
+    shared (bytes), warps, and counts of the relevant instructions."""
     target, _ = CHIPS[chip]
     compiled = triton.compile(
         source_of(launch), target=GPUTarget(target.backend, target.arch, target.warp_size), options=launch.options
     )
-    found: dict[str, Any] = {"shared": compiled.metadata.shared}
+    found: dict[str, Any] = {"shared": compiled.metadata.shared, "warps": launch.options["num_warps"], "stack": 0}
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         found["registers"] = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])  # type: ignore[index]
@@ -98,8 +102,7 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
     }  # fmt: skip
     found |= {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
     found["in_flight"] = _copies_in_flight(text)
-    found |= _ptxas(text, chip)
-    return found
+    return found | _resources(compiled.asm["cubin"])
 
 
 def _copies_in_flight(ptx: str) -> list[int]:
@@ -108,13 +111,7 @@ def _copies_in_flight(ptx: str) -> list[int]:
     0 means that the loop waits for all of its copies: double buffering at best, no pipeline at worst.
     """
     lines = ptx.splitlines()
-    labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\$L__BB\w+):", line))}
-    loops = [
-        (labels[match[1]], i)
-        for i, line in enumerate(lines)
-        if (match := re.search(r"\bbra\S*\s+(\$L__BB\w+)", line)) and labels[match[1]] < i
-    ]
-    inner = [loop for loop in loops if not any(loop != o and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)]
+    inner = _inner_loops(lines, r"(\$L__BB\w+):", r"\bbra\S*\s+(\$L__BB\w+)")
     found = []
     for start, end in inner:
         body = "\n".join(lines[start:end])
@@ -124,19 +121,34 @@ def _copies_in_flight(ptx: str) -> list[int]:
     return found
 
 
-def _ptxas(ptx: str, chip: str) -> dict[str, int]:
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    tool = folder / ("ptxas-blackwell" if chip == "sm100" else "ptxas")
-    suffix = "" if chip == "sm80" else "a"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+def _resources(cubin: bytes) -> dict[str, int]:
+    """See `measure`. Of what Triton itself has compiled: with other options ptxas spills other registers."""
+    stack = re.search(r"REG:(\d+) STACK:(\d+)", _told("cuobjdump", "-res-usage", cubin))
+    assert stack is not None
+    found = {"registers": int(stack[1]), "stack": int(stack[2]), "spills": 0}
+    if found["stack"]:
+        lines = _told("nvdisasm", "-c", cubin).splitlines()
+        inner = _inner_loops(lines, r"\s*(\.L_x_\d+):", r"\bBRA\b.*\((\.L_x_\d+)\)")
+        spilled = [i for i, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line)]
+        found["spills"] = sum(start <= i <= end for i in spilled for start, end in inner)
+    return found
+
+
+def _told(tool: str, option: str, cubin: bytes) -> str:
+    """What one of the tools that Triton brings along prints about machine code."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        command = [str(tool), "-v", f"-arch={chip.replace('sm', 'sm_')}{suffix}", file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", log)[1]),  # type: ignore[index]
-        "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
-    }
+        return subprocess.run([str(path), option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _inner_loops(lines: list[str], label: str, jump: str) -> list[tuple[int, int]]:
+    """The first and last lines of loops that contain no other loop. label, jump: patterns with the label's name."""
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(label, line))}
+    found = ((match[1], i) for i, line in enumerate(lines) if (match := re.search(jump, line)))
+    loops = [(labels[name], i) for name, i in found if labels.get(name, i) < i]
+    return [loop for loop in loops if not any(loop != o and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)]
 
 
 def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list[Launch]:

@@ -1,4 +1,4 @@
-"""A performance test without a GPU: every kernel is compiled for four chips and its machine code is checked."""
+"""A performance test without a GPU: every kernel is compiled for eight chips and its machine code is checked."""
 
 from __future__ import annotations
 
@@ -13,11 +13,25 @@ import pytest
 
 CHIPS = {
     "sm80": 163,
+    "sm89": 99,
     "sm90": 227,
     "sm100": 227,
+    "sm103": 227,
+    "sm120": 99,
     "gfx942": 64,
     "gfx1100": 64,
 }  # KiB of shared memory that a program may use
+
+
+TCGEN05 = ("sm100", "sm103")
+
+
+def resident(chip: str, found: dict[str, Any]) -> int:
+    """How many programs of this machine code run on a core of an NVIDIA chip at a time: its 65,536 registers are given
+    to warps by 256, and each program takes 1 KiB of shared memory for the system."""
+    registers = -(-found["registers"] * 32 // 256) * 256 * found["warps"]
+    shared, warps = (CHIPS[chip] + 1) * 1024, 48 if chip in ("sm89", "sm120") else 64
+    return min(65536 // registers, shared // (found["shared"] + 1024), warps // found["warps"])
 
 
 @pytest.fixture(scope="module", params=CHIPS)
@@ -43,8 +57,8 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
     """The rules that one variant's machine code breaks."""
     attends = name.split()[0] in ("decode", "prefill", "verify", "short") or name.startswith("shared decode")
     wanted = {
-        # One register spilled outside the loops costs nothing, and ptxas sometimes does that.
-        "no spills": found["spills"] <= (0 if chip.startswith("gfx") else 8),
+        # A few registers spilled outside the loops cost nothing, and ptxas sometimes does that.
+        "no spills": found["spills"] == 0 and found["stack"] <= 64,
         "fits shared memory": found["shared"] <= CHIPS[chip] * 1024,
     }
     if chip.startswith("gfx"):
@@ -54,8 +68,10 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
     elif name.startswith(("norm", "gate", "rotate", "sum")):
         wanted["16 bytes an access"] = found["wide_loads"] >= 2 and found["wide_stores"] >= 1
     elif name.startswith("experts"):
-        wanted["pipelined"] = chip == "sm100" or (bool(found["in_flight"]) and min(found["in_flight"]) >= 4)
-        if chip in ("sm90", "sm100") and name.endswith("large"):
+        # Rows and weights of two tiles; of one where the shared memory has no room for more wide ones.
+        least = 2 if name.endswith("wide") and chip in ("sm89", "sm120") else 4
+        wanted["pipelined"] = chip in TCGEN05 or (bool(found["in_flight"]) and min(found["in_flight"]) >= least)
+        if chip in ("sm90", *TCGEN05) and not name.endswith("small"):
             wanted["wgmma"] = found["wgmma" if chip == "sm90" else "tcgen05"] > 0
     elif name in ("greedy pieces", "top-p"):
         wanted["16 bytes an access"] = found["wide_loads"] >= 4
@@ -66,7 +82,7 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
             wanted["pipelined"] = bool(found["in_flight"]) and min(found["in_flight"]) >= 2
         if chip == "sm90" and name.startswith(("prefill", "verify")) and "d512" not in name:
             wanted["wgmma"] = found["wgmma"] > 0
-        if chip == "sm100" and name.startswith("prefill d128"):
+        if chip in TCGEN05 and name.startswith("prefill d128"):
             wanted["tcgen05"] = found["tcgen05"] > 0
     return [f"{name}: {rule}: {found}" for rule, holds in wanted.items() if not holds]
 
@@ -82,7 +98,10 @@ def test_machine_code(compiled: tuple[str, dict[str, dict[str, Any]]]) -> None:
 
 # Registers of a thread and KiB of shared memory of a decode step without a common prefix, for heads of 128 in half
 # precision.
-DECODE = {"sm80": (216, 72), "sm90": (168, 72), "sm100": (168, 72), "gfx942": (256, 32)}
+DECODE = {
+    "sm80": (216, 72), "sm89": (168, 42), "sm90": (168, 72), "sm100": (168, 72), "sm103": (168, 72), "sm120": (168, 42),
+    "gfx942": (256, 32),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -98,8 +117,10 @@ def test_decode_without_a_common_prefix_is_lean(compiled: tuple[str, dict[str, d
     if chip.startswith("gfx"):
         assert 2 * found["registers"] <= 512  # of a lane; one warp of each program runs on each of four SIMDs
     else:
-        assert 2 * 128 * found["registers"] <= 65536 and 2 * (found["shared"] + 1024) <= (CHIPS[chip] + 1) * 1024
-        assert found["in_flight"] == [2] and found["arrivals"] == 1
+        assert resident(chip, found) >= 2 and found["in_flight"] == [2] and found["arrivals"] == 1
+        # In heads of 512 two tiles of 16 keys take all shared memory of some chips.
+        assert all(resident(chip, variants[f"decode d{size}"]) >= 2 for size in (64, 256))
+        assert all(resident(chip, each) >= 1 for each in variants.values())
 
 
 @pytest.mark.slow

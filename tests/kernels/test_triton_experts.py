@@ -84,6 +84,25 @@ def test_experts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             check(compute(rows, index, weights, both, gate, tiles), expected)
 
 
+def test_the_order_of_tiles_changes_no_bit() -> None:
+    """More tiles than are computed together, the last ones not as many, and several columns."""
+    both, index = projections(3, 16, 72, torch.float32), choices(270, 1, 3)
+    rows, assignment, gate = random(270, 16), assign(index, 3), Gate(GateKind())
+    large, wide = (product(rows, assignment, both[0], gate=gate, size=size) for size in ("large", "wide"))
+    assert torch.equal(large, wide)
+    check(wide, definitions.product(rows, definitions.assign(index, 3), both[0], gate=gate))
+
+
+def test_experts_with_many_rows_have_wide_tiles() -> None:
+    assert [triton_experts.size_for(n * 8, 8) for n in (1, 16, 17, 255, 256, 9999)] == [
+        "small", "small", "large", "large", "wide", "wide",
+    ]  # fmt: skip
+    for arch, flops in ((80, 64), (89, 64), (90, 85), (100, 85), (103, 85), (120, 64)):
+        tile = triton_experts.tile_of(triton_launch.Target("cuda", arch, 132), 2, "wide")
+        assert tile.bm * tile.bn // (tile.bm + tile.bn) == flops  # a byte of 16-bit rows and weights
+        assert tile.group is not None
+
+
 @pytest.mark.parametrize("rounds", [True, False])
 def test_gates(rounds: bool) -> None:
     kinds = [GateKind(name, rounds=rounds) for name in ACTIVATIONS]
@@ -160,8 +179,8 @@ def test_equal_and_impossible_scores() -> None:
 # -- variants --------------------------------------------------------------------------------------------------------
 
 
-def test_two_variants_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of each kernel but the products, which have two sizes of tiles; and both are tried before the first request
+def test_three_variants_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each kernel but the products, which have three sizes of tiles; and all are tried before the first request
     (`ExpertsPart.trials`)."""
     seen: set[tuple[str, Any]] = set()
 
@@ -173,10 +192,10 @@ def test_two_variants_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch)
     for module in (triton_experts, triton_routing):
         monkeypatch.setattr(module, "_launches", triton_launch.RowLaunches())
     both, router = projections(8, 40, 24, torch.float32), Router(RouterKind(), 2)
-    for count in (1, 2, 3, 16, 33, 64, 65, 256, 1000):
+    for count in (1, 2, 3, 16, 33, 64, 65, 256, 1000, 2000):
         rows = random(count, 40)
         weights, index = route(random(count, 8), None, router, torch.float32)
         compute(rows, index, weights, both, Gate(GateKind()), None)
     names = [name for name, _ in seen]
     counts = {name: names.count(name) for name in names}
-    assert counts == {"route_kernel": 1, "assign_kernel": 1, "product_kernel": 4, "combine_kernel": 1}
+    assert counts == {"route_kernel": 1, "assign_kernel": 1, "product_kernel": 6, "combine_kernel": 1}

@@ -12,7 +12,7 @@ from hf_paged.cli import bench_serve
 from hf_paged.cli.common import UsageError
 from hf_paged.cli.main import main
 from hf_paged.load import report, workloads
-from hf_paged.load.client import Outcome, Run
+from hf_paged.load.client import Outcome, Planned, Run
 
 
 def outcome(arrival: float, pieces: list[float], end: float, tokens: int | None, **rest: Any) -> Outcome:
@@ -147,3 +147,15 @@ def test_objectives() -> None:
 def test_synthetic_lengths_have_the_published_means() -> None:
     requests = workloads.synthesise("sharegpt", 2000, seed=1)
     assert sum(r.input_length for r in requests) / 2000 == pytest.approx(161, rel=0.02)
+
+
+@pytest.mark.parametrize("prompt", [[7] * 90, "word " * 90], ids=["tokens", "words"])
+@pytest.mark.parametrize(("longest", "lengths"), [(64, (32, 32)), (100, (50, 50)), (120, (60, 60)), (200, (90, 80))])
+def test_requests_beyond_the_model_are_cut(prompt: Any, longest: int, lengths: tuple[int, int]) -> None:
+    """The answer gets half of the model's tokens if the prompt leaves it less."""
+    request = Planned(1.0, prompt, 80, leaves_after=70)
+    cut = bench_serve.clamped(request, longest)
+    size = len(cut.prompt.split() if isinstance(cut.prompt, str) else cut.prompt)
+    assert (size, cut.output_length) == lengths and cut.leaves_after <= cut.output_length
+    assert bench_serve.clamped(request, None) is request
+    assert (cut is request) == (longest == 200)

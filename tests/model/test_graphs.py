@@ -53,7 +53,7 @@ def opened(model: Any, num_blocks: int = 200, scheduler: SchedulerConfig | None 
 
 
 def tensors_of(engine: Engine) -> list[torch.Tensor]:
-    return [tensor for group in engine._memory.groups for layer in group.pool.layers.values() for tensor in layer]
+    return [tensor for layer in engine._memory.pool.layers.values() for tensor in layer]
 
 
 def captured_of(engine: Engine) -> Any:
@@ -157,8 +157,10 @@ def test_a_replay_writes_the_slots_of_its_tokens_only(family: str) -> None:
         seqs = [seq for group in engine._scheduler.groups for seq in group.live]
         expected = set()
         engine.step()
-        for manager in engine._memory.managers:
-            expected |= {manager.slots(seq.seq_id, end - 1, end)[0] for seq in seqs if (end := seq.num_computed_tokens)}
+        manager = engine._memory.manager
+        for group in range(len(manager.groups)):
+            ends = [(seq.seq_id, end) for seq in seqs if (end := seq.num_computed_tokens)]
+            expected |= {manager.slots(seq_id, end - 1, end, group)[0] for seq_id, end in ends}
         assert engine.stats().graph_replays > 8 and len(expected) >= 3
         changed: set[int] = set()
         for old, new in zip(before, tensors_of(engine)):
@@ -324,7 +326,7 @@ def test_padding_of_a_step_with_prompts() -> None:
     with opened(models.shared("mistral")) as engine:
         memory = engine._memory
         memory.append([("a", 7), ("b", 60)])
-        step = step_arrays([[m.block_table(s) for s in ("a", "b")] for m in memory.managers], [7, 60], [1, 55], 4)
+        step = step_arrays(memory._tables(["a", "b"]), [7, 60], [1, 55], 4)
         shape = Shape(3 + 64, 64, 3)
         inputs = Inputs(memory, shape, 100, torch.device("cpu"))
         inputs.fill(np.arange(56), step, np.array([0, 55]), shape)
@@ -336,7 +338,7 @@ def test_padding_of_a_step_with_prompts() -> None:
         assert metadata.max_query_len == 64 and metadata.shares
         (decode,) = inputs.of(Shape(2, 2))[2]
         assert decode.max_query_len == 1 and not decode.shares
-        assert metadata.block_tables[2:10, 0].tolist() == [memory.managers[0].block_table("a")[-1]] * 8
+        assert metadata.block_tables[2:10, 0].tolist() == [memory.manager.block_table("a")[-1]] * 8
         for seq in ("a", "b"):
             memory.free(seq)
 
@@ -370,6 +372,7 @@ def count_calls(model: Any) -> tuple[list[int], Callable[..., None]]:
     return calls, hook
 
 
+@pytest.mark.usefixtures("trusted_code")
 def test_a_hook_is_called_in_every_step_while_it_is_there() -> None:
     model = models.build("llama")
     calls, hook = count_calls(model)
@@ -436,6 +439,7 @@ def replace_class(model: Any) -> None:
 @pytest.mark.parametrize(
     "change", [replace_weight, replace_data, replace_module, replace_forward, replace_activation, replace_class]
 )
+@pytest.mark.usefixtures("trusted_code")
 def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None:
     model = models.build("llama")
     prompts = models.prompts(5, 9)
@@ -447,6 +451,7 @@ def test_a_changed_model_is_captured_anew(change: Callable[[Any], None]) -> None
         assert TapedGraphs.captures == 2 and engine.stats().graph_replays == 18
 
 
+@pytest.mark.usefixtures("trusted_code")
 def test_a_changed_class_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
     prompts = models.prompts(5, 9)
@@ -718,8 +723,7 @@ def test_a_later_engine_takes_over_graphs_whose_memory_is_where_it_was(monkeypat
 
     def settle(engine: Engine) -> None:
         """Free the memory that the second engine used for its K/V."""
-        for group, other in zip(engine._memory.groups, second._memory.groups):
-            group.pool.layers = other.pool.layers
+        engine._memory.pool.layers = second._memory.pool.layers
 
     with opened(model) as third:
         settle(third)
@@ -797,7 +801,7 @@ def test_padding_reads_a_slot_that_the_step_owns() -> None:
         memory.step_done(["a", "b"])
         memory.append([("a", 1), ("b", 1)])
         inputs = Inputs(memory, Shape(20, 20), 100, torch.device("cpu"))
-        tables = [[manager.block_table(seq) for seq in ("a", "b")] for manager in memory.managers]
+        tables = memory._tables(["a", "b"])
         step = step_arrays(tables, [8, 31], [1, 1], memory.block_size)
         inputs.fill(np.array([7, 8]), step, None, Shape(4, 4))
         tokens, positions, (metadata,), wanted = inputs.of(Shape(4, 4))
@@ -805,7 +809,7 @@ def test_padding_reads_a_slot_that_the_step_owns() -> None:
         assert (tokens.tolist(), positions.tolist()) == ([7, 8, 0, 0], [7, 30, 0, 0])
         assert metadata.seq_lens.tolist() == [8, 31, 1, 1] and metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]
         assert metadata.slot_mapping.tolist() == [*step.slots[0], -1, -1]
-        own = memory.managers[0].block_table("a")[-1]
+        own = memory.manager.block_table("a")[-1]
         assert metadata.block_tables[2:, 0].tolist() == [own, own]
         assert metadata.max_query_len == 1 and metadata.max_seq_len >= 100
         for seq in ("a", "b"):

@@ -124,6 +124,25 @@ def test_compiled_in_place(model_type: str) -> None:
     assert engine_tokens(model) == solo
 
 
+@pytest.mark.parametrize("model_type", ["llama", "falcon_h1"])
+def test_a_compiled_forward_runs_uncompiled(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A packed step, or one sequence at a time: nothing is compiled, and one line says so."""
+    model = tiny_model(model_type)
+    plain, solo = generate(model), engine_tokens(model)
+    calls: list[int] = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert engine_tokens(model) == solo
+    if model_type == "llama":
+        assert torch.equal(generate(model, cache_implementation="paged"), plain)
+    assert calls and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    assert [record.message for record in caplog.records if record.name == "hf_paged"] == [
+        f"the compiled forward of {type(model).__name__} runs uncompiled in paged steps"
+    ]
+
+
 # -- quantised -----------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +195,30 @@ def _quantise(model: nn.Module) -> None:
 def _quantise_by_torchao(model: nn.Module) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+
+class Int8ByBatch(Int8Weight):
+    """With one scale for all rows of the activations, as some libraries have."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            rows, weight, *bias = args
+            scale = rows.abs().amax() / 15
+            return nn.functional.linear((rows / scale).round() * scale, weight.plain(), *bias)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_the_report_of_quantised_products_that_round_by_the_batch() -> None:
+    """It says what the difference is."""
+    model = tiny_model("llama")
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(Int8ByBatch.of(layer.weight.data), requires_grad=False)
+    report = hf_paged.check(model)
+    assert report.supported and not report.native
+    assert "its weights are quantised, and their products round differently" in report.reason
+    assert "no fault" in report.reason and "depends on the batch layout" not in report.reason
 
 
 @pytest.mark.parametrize("quantise", [_quantise, _quantise_by_torchao])

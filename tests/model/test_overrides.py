@@ -17,6 +17,8 @@ from hf_paged import CacheConfig, Engine
 from hf_paged.model.overrides import ABSENT, ClassForwards, Overrides, Patch, foreign_forward, is_override, mark
 from tests import models
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 # -- the list --------------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +253,7 @@ def test_a_forward_set_in_a_step_stays(prepacked: Any) -> None:
     handle = model.model.layers[0].register_forward_hook(in_step)
     paged()
     handle.remove()
-    assert foreign[0].in_place() and foreign[0].calls == NEW_TOKENS
+    assert foreign[0].in_place() and foreign[0].calls >= NEW_TOKENS  # more: an engine tries the changed model first
     second = paged()
     assert foreign[0].in_place() and second == plain(model) != first
     with torch.no_grad():

@@ -176,7 +176,7 @@ def test_loads_have_the_published_means() -> None:
     requests = poisson("sharegpt", 2000, 2.0, 0)
     mean_in = sum(r.input_length for r in requests) / 2000
     mean_out = sum(r.output_length for r in requests) / 2000
-    assert mean_in == pytest.approx(161, rel=0.02) and mean_out == pytest.approx(338, rel=0.08)
+    assert mean_in == pytest.approx(161, rel=0.1) and mean_out == pytest.approx(338, rel=0.05)
     assert requests[-1].arrival == pytest.approx(1000, rel=0.1)
     assert max(r.input_length for r in chat(200, 1.0, 0)) == 1024
     assert min(r.input_length for r in translation(200, 1.0, 0, 341)) > 341

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
 
-from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged import CacheConfig, Engine, SchedulerConfig, tokenwise
 from tests import models
 from tests.generation.test_engine import config
 
@@ -95,6 +97,23 @@ def all_doors(say: Say, folder: str) -> None:
             assert stats.preemptions_swap if preemption == "swap" else stats.preemptions_recompute
 
 
+def without_pickle(say: Say, folder: str) -> None:
+    """`all_doors` in a process that cannot unpickle."""
+    from torch.distributed import distributed_c10d
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("something is unpickled")
+
+    model = load(folder)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    pickle.loads = pickle.load = distributed_c10d._unpickler = refuse  # type: ignore[assignment, attr-defined]
+    with small_engine(model, "swap") as engine:
+        if engine.is_driver:
+            say(serve(engine))
+        else:
+            engine.run_worker()
+
+
 def shares(say: Say, folder: str) -> None:
     """Elements of weights, and bytes of K/V, on this rank; blocks where one rank has less memory."""
     model = load(folder)
@@ -107,10 +126,12 @@ def shares(say: Say, folder: str) -> None:
             engine.run_worker()
 
 
-def long_requests(say: Say, folder: str) -> None:
-    """Requests without an end, until a rank is killed."""
+def long_requests(say: Say, folder: str, silence: float = 15.0) -> None:
+    """Requests without an end, until a rank is killed or stopped. silence: seconds until a rank hangs."""
     from hf_paged import RankError
+    from hf_paged.generation.engine import ranks
 
+    ranks.SILENCE_SECONDS, ranks.BEAT_SECONDS = silence, min(ranks.BEAT_SECONDS, silence / 10)
     model = load(folder)
     engine = small_engine(model, "swap")
     try:
@@ -132,6 +153,22 @@ def long_requests(say: Say, folder: str) -> None:
         raise SystemExit(3) from None
 
 
+def hanging_forward(say: Say, folder: str, where: int) -> None:
+    """A forward of one rank never ends, although its process is alive."""
+    from hf_paged.generation.engine import ranks
+
+    model = load(folder)
+    ranks.STEP_SECONDS, ranks.BEAT_SECONDS = 1.0, 0.1
+    with small_engine(model, "swap") as engine:
+        if int(os.environ["RANK"]) == where:
+            model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: threading.Event().wait())
+        if engine.is_driver:
+            outputs = engine.generate(models.prompts(*LENGTHS), config("greedy"), raise_on_error=False)
+            say(sorted({str(output.error) for output in outputs}))
+        else:
+            engine.run_worker()
+
+
 def failing_forward(say: Say, folder: str, where: int) -> None:
     """A forward of one rank raises in its middle."""
     from hf_paged import RankError
@@ -146,7 +183,7 @@ def failing_forward(say: Say, folder: str, where: int) -> None:
                 if next(calls) == 7:
                     raise MemoryError("no memory for this layer")
 
-            model.model.layers[1].mlp.register_forward_pre_hook(fail)
+            model.model.layers[1].mlp.register_forward_pre_hook(tokenwise(fail))
         try:
             if engine.is_driver:
                 outputs = engine.generate(models.prompts(*LENGTHS), config("greedy"), raise_on_error=False)

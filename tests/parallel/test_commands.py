@@ -5,25 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from tests.parallel.ranks import free_port
-
-ROOT = Path(__file__).parent.parent.parent
-CHECKPOINT = str(ROOT / "examples/pydoc-lm-qa")
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "hf_paged.cli", *arguments]
+from tests.parallel.server import CHECKPOINT, command, is_loopback, listening, serving, signal_group
+from tests.waiting import until
 
 
 def test_what_is_refused_before_ranks_start() -> None:
@@ -63,63 +52,60 @@ def test_without_a_seed_the_ranks_sample_alike() -> None:
     assert result.returncode == 0 and "tokens" in result.stdout, result.stderr
 
 
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["SIGTERM", "a rank is killed"])
-def test_serve(end: str) -> None:
-    pytest.importorskip("fastapi")
-    port = free_port()
-    server = subprocess.Popen(
-        command("serve", CHECKPOINT, "--port", str(port), "--tensor-parallel-size", "2", "--admin-key", "key"),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    family: list[psutil.Process] = []
-    try:
-        wait_for(server, port)
+def test_serve(tmp_path: Path) -> None:
+    """It answers, every socket of its processes is on the loopback, and it ends without an error."""
+    with serving(tmp_path, "--admin-key", "key") as server:
         question = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 8, "model": CHECKPOINT}
-        answer = post(port, "/v1/chat/completions", question)
-        assert answer["usage"]["completion_tokens"] > 0
+        assert server.request("/v1/chat/completions", question)["usage"]["completion_tokens"] > 0
         with pytest.raises(urllib.error.HTTPError, match="400"):
-            post(port, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
-        family = psutil.Process(server.pid).children(recursive=True)
-        assert len(family) >= 2
-        if end == "SIGTERM":
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(120) == 0
+            server.request("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
+        addresses = [listening(pid) for pid in (server.process.pid, *(each.pid for each in server.family))]
+        assert len([each for each in addresses if each]) >= 2, "each rank listens for the other one"
+        assert all(is_loopback(address) for each in addresses for address in each), addresses
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+KILLED = 128 + signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["idle", "loaded"])
+@pytest.mark.parametrize(
+    "end, statuses",
+    [
+        ("rank 0 killed", {KILLED}),
+        ("rank 1 killed", {KILLED}),
+        ("rank 0 stopped", {1, KILLED}),
+        ("rank 1 stopped", {1, KILLED}),
+        ("rank 1 stopped, then SIGTERM", {1, KILLED}),
+        ("launcher killed", {-signal.SIGKILL}),
+        ("SIGTERM to the group", {0}),
+        ("SIGINT to the group", {0}),
+    ],
+)
+def test_every_end(end: str, statuses: set[int], is_loaded: bool, tmp_path: Path) -> None:
+    """Requests end, /health no longer says that all is well, the status tells of a failure, and nothing is left."""
+    with serving(tmp_path) as server:
+        if is_loaded:
+            server.load(2)
+        began = time.monotonic()
+        what, _, rest = end.partition(" to the group")
+        if rest or end.startswith("SIG"):
+            signal_group(server.process, signal.Signals[what])
+        elif end == "launcher killed":
+            server.process.kill()
         else:
-            follower = next(p for p in family if is_rank(p, "1"))
-            follower.kill()
-            assert server.wait(120) == 128 + signal.SIGKILL
-        _, alive = psutil.wait_procs(family, timeout=120)
-        assert not alive
-    finally:
-        if server.poll() is None:
-            family += psutil.Process(server.pid).children(recursive=True)
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        server.kill()
-        server.wait()
-
-
-def is_rank(process: psutil.Process, rank: str) -> bool:
-    return process.environ().get("RANK") == rank and "serve" in process.cmdline()
-
-
-def wait_for(server: Any, port: int) -> None:
-    """Until the server answers, or has ended."""
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    raise AssertionError(server.stderr.read())
-
-
-def post(port: int, path: str, body: Any) -> Any:
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer key"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
+            number = signal.SIGKILL if end.endswith("killed") else signal.SIGSTOP
+            server.rank(int(end[5])).send_signal(number)
+        if end.endswith("then SIGTERM"):
+            server.process.terminate()
+        until(lambda: not server.is_healthy())
+        until_told = time.monotonic() - began
+        assert server.wait() in statuses
+        server.await_errors()
+        assert until_told < 30 and time.monotonic() - began < 60, (until_told, time.monotonic() - began)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,46 @@ def test_a_forward_that_raises_ends_the_engine_everywhere(where: int, llama: str
             assert ranks.said(1) == ["MemoryError: no memory for this layer"]
         else:  # it learns the reason, or ends its process, in which it cannot leave the forward
             assert ranks.said(1) == [f"RankError: {cause}; this engine has ended on all ranks"] or ranks.codes()[1] == 1
+    finally:
+        ranks.stop()
+
+
+def test_nothing_is_unpickled(llama: str) -> None:
+    with programs.small_engine(programs.load(llama), "swap") as engine:
+        wanted = programs.serve(engine)
+    assert run(2, programs.without_pickle, llama) == [[wanted], []]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_ends_all(victim: int, llama: str) -> None:
+    """The driver kills one that hangs; a rank that waits for the driver ends itself."""
+    ranks = Ranks(2, programs.long_requests, llama, 2.0)
+    try:
+        assert ranks.have_all_said("ready", 120)
+        os.kill(ranks.processes[victim].pid, signal.SIGSTOP)
+        assert ranks.read(lambda: not ranks.processes[1].is_alive(), 120)
+        if victim == 0:
+            assert ranks.codes()[0] is None and ranks.codes()[1] in (1, 3)  # in a forward, or between two
+        else:
+            assert ranks.read(ranks.are_gone, 120) and ranks.codes() == [3, -signal.SIGKILL]
+            ranks.read(ranks.are_silent, 120)
+            cause = "rank 1 hangs: nothing has been heard of it for 2 seconds"
+            assert ranks.said(0)[-1] == f"{cause}; this engine has ended on all ranks"
+    finally:
+        ranks.stop()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_forward_that_never_ends(where: int, llama: str) -> None:
+    ranks = Ranks(2, programs.hanging_forward, llama, where)
+    try:
+        assert ranks.read(ranks.are_gone, 120), "a rank waits for ever"
+        ranks.read(ranks.are_silent, 120)
+        assert ranks.codes()[1] == 1
+        if where == 1:
+            assert all("a step has not ended within 1 seconds; this engine" in error for error in ranks.said(0)[0])
+        else:
+            assert ranks.codes()[0] == 1
     finally:
         ranks.stop()
 

@@ -22,7 +22,7 @@ from hf_paged.serving.relay import Asked
 from hf_paged.serving.replica import Replica
 from hf_paged.serving.service import Service
 from hf_paged.serving.settings import Settings
-from tests.serving.harness import NAME, Running, new_model, plain, serving, tokenizer
+from tests.serving.harness import NAME, Ended, Running, new_model, plain, serving, tokenizer
 from tests.waiting import Gate
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning")
@@ -131,6 +131,9 @@ def test_what_is_no_adapter_is_refused(adapted: Running, folders: dict[str, str]
     }.items():
         refused = adapted.post("/v1/load_lora_adapter", lora_name="x", lora_path=path)
         assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+    with Ended("never") as logged:  # a line end in a name would begin a line of the log
+        named = adapted.post("/v1/load_lora_adapter", lora_name="a\n2026 ERROR b", lora_path=folders["late"])
+    assert named.status_code == 422 and "printed" in named.json()["error"]["message"] and not logged.lines
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "adapter_config.json").write_text("{}")
@@ -194,8 +197,9 @@ def test_a_request_whose_adapter_is_unloaded_fails_alone(adapted: Running, folde
     unloading = adapted.beside(adapted.post, "/v1/unload_lora_adapter", lora_name="late")
     adapted.await_command()
     gate.open()
-    with pytest.raises(openai.APIError, match="late"):
+    with pytest.raises(openai.APIError, match="late") as raised:
         list(stream)
+    assert raised.value.code == "model_not_found"
     assert other.result(120).choices[0].finish_reason == "length" and unloading.result(120).status_code == 200
     adapted.assert_idle()
 

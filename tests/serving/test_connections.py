@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import socket
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from hf_paged.serving import server
+from hf_paged.serving import server as server_module
 from hf_paged.serving.server import listen
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Ended, Running, serving
-from tests.waiting import Gate
+from tests.waiting import Gate, until
 
 PROMPT = "A list is"
 
 
 def request_of(fields: dict[str, Any]) -> bytes:
     body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + body
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}".encode() + b"\r\n\r\n" + body
 
 
 def was_reset(connection: socket.socket) -> bool:
@@ -51,7 +55,7 @@ def test_a_connection_without_a_head_is_closed(begun: bytes) -> None:
 def test_the_head_after_an_answer_has_a_limit_of_time_too() -> None:
     with serving() as running:
         connection, answer = running.connect(), b""
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         while not answer.endswith(b'"ok"}'):  # head and body may come apart
             part = connection.recv(4096)
             assert part, answer
@@ -81,7 +85,7 @@ def test_a_head_that_comes_byte_by_byte_gets_no_further_time() -> None:
 
 def test_the_head_has_a_limit_of_size(shared_server: Running) -> None:
     connection = shared_server.connect()
-    connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nlong: " + b"x" * 2**17)
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nlong: " + b"x" * 2**17)
     assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
@@ -100,6 +104,69 @@ def test_connections_that_wait_make_room_for_others() -> None:
         assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
         gate.open()
         assert list(stream)
+
+
+@pytest.mark.parametrize(
+    "stray", [b"\r\n", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["line", "request"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_after_stray_bytes_is_seen(server: Running, stray: bytes, stream: bool) -> None:
+    gate = Gate(server.engine, 2)
+    with Ended("status='disconnected'") as ended:
+        connection = server.connect()
+        connection.sendall(request_of({"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": stream}))
+        gate.wait()
+        connection.sendall(stray)
+        (protocol,) = (each for each in server.server.server_state.connections if not each.is_idle)
+        until(lambda: protocol.conn.trailing_data[0] == stray)
+        connection.close()
+        try:
+            ended.wait()  # in the middle of a step, so not because an answer could not be written
+        finally:
+            gate.open()
+    server.assert_idle()
+
+
+def test_requests_that_come_before_the_answer_are_answered_in_turn(server: Running) -> None:
+    connection = server.connect()
+    health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    connection.sendall(request_of({"prompt": PROMPT, "max_tokens": 3}) + health + health[:30])
+    connection.sendall(health[30:].replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+    answers = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answers.count(b"HTTP/1.1 200") == 3 and answers.count(b'{"status":"ok"}') == 2
+
+
+def test_what_a_client_sends_before_its_answer_has_a_bound(server: Running) -> None:
+    gate = Gate(server.engine, 1)
+    with Ended("bytes before its answer") as cut, Ended("status='disconnected'") as ended:
+        connection = server.connect()
+        connection.sendall(request_of({"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}))
+        gate.wait()
+        with suppress(ConnectionError):  # it is closed meanwhile
+            connection.sendall(b"x" * 2**18)
+        cut.wait(), ended.wait()
+        gate.open()
+
+
+def test_connections_that_cannot_be_taken_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as running:
+        error = OSError(errno.EMFILE, "Too many open files")
+        for _ in range(100):
+            context = {"message": "socket.accept() out of system resource", "exception": error}
+            running.loop.call_soon_threadsafe(running.loop.call_exception_handler, context)
+        assert running.http.get("/health").status_code == 200
+    (record,) = (each for each in caplog.records if "Too many open files" in each.getMessage())
+    assert record.exc_info is None
+    assert running.server.config.backlog < 20  # so many connections are taken at once, before others can be closed
+
+
+@pytest.mark.parametrize(("files", "spare"), [(64, 4), (700, 100)])
+def test_few_open_files_are_few_connections(files: int, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
+    limits = server_module._allowed(Limits())
+    used = len(list(Path("/dev/fd").iterdir()))
+    assert limits.in_flight >= 1 and limits.spare_connections >= min(spare, 2)
+    assert limits.connections <= max(4, files - used)
 
 
 # -- readers -------------------------------------------------------------------------------------------------------
@@ -129,7 +196,7 @@ def test_a_reader_that_does_not_read_is_cut_off(stream: bool) -> None:
 
 @pytest.mark.parametrize("how", ["drain", "signal"])
 def test_requests_that_the_end_cuts_get_an_error(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_LAST_SECONDS", 120.0)
+    monkeypatch.setattr(server_module, "_LAST_SECONDS", 120.0)
     with (
         serving(drain_seconds=0.05 if how == "drain" else 600) as running,
         Ended("ending 2 requests") as ended,
@@ -161,7 +228,9 @@ def test_requests_that_the_end_cuts_get_an_error(how: str, monkeypatch: pytest.M
 def test_a_third_signal_ends_the_connections_and_the_engine() -> None:
     with serving() as running:
         connection = running.connect()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")  # the rest never
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{"
+        )  # the rest never
         for _ in range(3):
             running.send_signal()
         running.thread.join(120)

@@ -129,7 +129,7 @@ def test_the_applications_for_ray_have_fields_that_exist(file: str) -> None:
     text = (ROOT / file).read_text()
     if file.endswith(".md"):
         (text,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
-    content = yaml.safe_load(text)
+    *_, content = yaml.safe_load_all(text)
     content = yaml.safe_load(content["spec"]["serveConfigV2"]) if "spec" in content else content
     (application,) = content["applications"]
     module, _, function = application["import_path"].partition(":")
@@ -140,8 +140,34 @@ def test_the_applications_for_ray_have_fields_that_exist(file: str) -> None:
     assert function in defined and set(args) <= fields
     CacheConfig(**args.get("cache", {})), SchedulerConfig(**args.get("scheduler", {}))
     given = args["settings"]
-    Settings(**{**given, "names": tuple(given["names"]), "api_keys": tuple(given["api_keys"])})
+    Settings(**{**given, **{name: tuple(given[name]) for name in ("names", "api_keys") if name in given}})
     assert content["http_options"]["port"] == PORT
+
+
+def test_the_cluster_has_what_its_pods_need() -> None:
+    claim, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    cluster = service["spec"]["rayClusterConfig"]
+    (worker,) = cluster["workerGroupSpecs"]
+    args = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert cluster["enableInTreeAutoscaling"] is True  # else no pod is added for a further replica
+    assert (worker["minReplicas"], worker["maxReplicas"]) == (args["replicas"], args["max_replicas"])
+    assert re.fullmatch(r"2\.\d+\.\d+", cluster["rayVersion"])
+    for group in (cluster["headGroupSpec"], worker):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        mounted = {each["mountPath"]: volumes[each["name"]] for each in container["volumeMounts"]}
+        assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+        assert mounted["/cache"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        (key,) = container["env"]  # of a Secret: it does not stand in the file
+        assert key["name"] == PARAMETERS["api_key"].envvar and key["valueFrom"]["secretKeyRef"]["name"] == "hf-paged"
+    assert "api_keys" not in args["settings"]
+    assert PARAMETERS["api_key"].envvar in (ROOT / "hf_paged/serving/ray.py").read_text()
+
+
+def test_containers_start_again_after_a_reboot() -> None:
+    assert {each["restart"] for each in COMPOSE["services"].values()} == {"unless-stopped"}
+    assert COMPOSE["services"]["server"]["shm_size"] == "1gb"
 
 
 @pytest.mark.parametrize("page", ["from-vllm.md", "from-tgi.md"])

@@ -51,6 +51,7 @@ def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_ranks": 1,
         "adapters": {},
         "switches": {},
+        "source": {},
         "drain_seconds": 30,
         "log_level": "info",
     }
@@ -114,6 +115,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "num_ranks": 1,
         "adapters": {"sql": str(tmp_path)},
         "switches": {"fuse": False, "prepack": True},
+        "source": {},
         "drain_seconds": 19,
         "log_level": "error",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hmac
+import json
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import hf_paged
 from hf_paged.cli import serve
 from hf_paged.cli.main import main
 from hf_paged.serving import forms
+from hf_paged.serving.refusals import note_unused
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits, Settings, check_exposure
 from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Running, serving, tokenizer
@@ -37,7 +39,7 @@ def message(answer: httpx.Response) -> str:
 # -- keys ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_key_guards_every_route_but_health() -> None:
+def test_the_key_guards_every_route_but_probes() -> None:
     with serving(api_keys=("another", KEY), admin=True) as running:
         bare = httpx.Client(base_url=running.url)
         assert bare.get("/health").status_code == 200
@@ -47,7 +49,7 @@ def test_the_key_guards_every_route_but_health() -> None:
             for method in methods:
                 for headers in ({}, {"authorization": f"Bearer {KEY}x"}, {"authorization": KEY}):
                     status = bare.request(method, path, headers=headers, json={}).status_code
-                    assert status == (200 if path == "/health" else 401), (method, path)
+                    assert status == (200 if path in ("/health", "/ready") else 401), (method, path)
         assert running.client.models.list().data[0].id == NAME
         running.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
         with pytest.raises(openai.AuthenticationError):
@@ -161,14 +163,20 @@ def test_bodies_have_a_limit_of_size() -> None:
         chunks = (b"x" * 100 for _ in range(50))
         assert running.http.post("/v1/completions", content=chunks).status_code == 413
         announced = running.connect()  # refused before it is sent
-        announced.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n")
+        announced.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999999\r\n\r\n")
         assert announced.recv(100).startswith(b"HTTP/1.1 413")
+        # As clients do that send all of it before they read.
+        large = running.connect()
+        large.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000000\r\n\r\n" + b"x" * 9_000_000
+        )
+        assert large.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_bodies_have_a_limit_of_time() -> None:
     with serving(limits=Limits(body_seconds=0.05)) as running:
         slow = running.connect()
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{")
         assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
@@ -198,21 +206,29 @@ def test_an_answer_without_a_limit_has_the_servers() -> None:
 
 
 def test_text_that_is_too_long_in_any_case_is_not_tokenized(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest token decides; white space may be a part of a special token."""
-    longest = max(map(len, tokenizer().get_vocab()))
-    most = server.service.served.most_characters
-    assert most == 4 * 1024 * longest
+    """Its beginning decides, piece by piece."""
+    encode, read = ServedModel.encode, []
+
+    def noted(self: Any, text: str, **options: Any) -> list[int]:
+        read.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(ServedModel, "encode", noted)
     token = max((each for each in tokenizer().get_vocab() if each.isascii() and each.isalpha()), key=len)
-    fitting = token * 1000
-    assert len(tokenizer()(fitting)["input_ids"]) <= 1001 and len(fitting) < most
-    monkeypatch.setattr(ServedModel, "encode", lambda *args, **options: pytest.fail("it was tokenized"))
-    for path, body in {
-        "/v1/completions": {"prompt": "x" * (most + 1)},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * (most + 1)}]},
-    }.items():
-        answer = server.post(path, **body)
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
-        assert str(most + 1) in message(answer) or "chat" in path
+    fields = {"max_tokens": 1}
+    assert server.post("/v1/completions", prompt=token * 1000, **fields).status_code == 200
+    assert max(read) == 1000 * len(token)
+    for text in ("x" * 100_000, " " * 10**6):
+        for path, body in {
+            "/v1/completions": {"prompt": text},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+            "/tokenize": {"prompt": text},
+        }.items():
+            read.clear()
+            answer = server.post(path, **body)
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+            assert str(len(text)) in message(answer) or "chat" in path
+            assert sum(read) < 100_000
 
 
 def test_what_does_not_fit_the_memory_is_refused() -> None:
@@ -274,7 +290,7 @@ def test_requests_have_a_place_before_they_are_tokenized(monkeypatch: pytest.Mon
         until(lambda: encoded == ["first"])
         second = running.connect()
         body = b'{"prompt": "second"}'
-        second.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        second.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         second.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
         until(lambda: running.service._num_preparing == 2)
         answer = running.post("/v1/completions", prompt="third")
@@ -306,6 +322,17 @@ def test_an_error_of_the_server_is_answered_as_every_other_one(
         logged.wait()
     assert answer.status_code == 500 and "mine-7" in message(answer) and answer.headers["x-request-id"] == "mine-7"
     assert count() == before + 1
+
+
+def test_maps_of_text_that_is_no_unicode(server: Running) -> None:
+    for path, start in (
+        ("/v1/responses", '"input": "x"'),
+        ("/v1/chat/completions", f'"messages": {json.dumps(HELLO)}'),
+    ):
+        for metadata in ('{"a": "\\ud800"}', '{"\\ud800": "a"}'):
+            body = f'{{{start}, "metadata": {metadata}}}'
+            answer = server.http.post(path, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 422, (path, metadata)
 
 
 def test_text_that_is_no_unicode() -> None:
@@ -411,10 +438,8 @@ def test_numbers_that_are_not_finite(server: Running) -> None:
 HELLO = [{"role": "user", "content": "Hello"}]
 UNSERVED: list[dict[str, Any]] = [
     {"functions": [{"name": "f"}]},
-    {"reasoning_effort": "low"},
     {"modalities": ["text", "audio"]},
     {"web_search_options": {}},
-    {"store": True},
     {"messages": [{"role": "function", "content": "1", "name": "x"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}]},
 ]
@@ -427,10 +452,92 @@ def test_what_is_not_served_says_so(server: Running, fields: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_options_that_leave_no_token_are_the_clients_mistake(server: Running, stream: bool) -> None:
-    fields = {"prompt": PROMPT, "allowed_token_ids": [2], "min_tokens": 2, "max_tokens": 5, "stream": stream}
+@pytest.mark.parametrize(
+    "kind", [{}, {"temperature": 1}, {"temperature": 1, "n": 3}, {"use_beam_search": True, "n": 2}]
+)
+def test_options_that_leave_no_token_are_the_clients_mistake(
+    server: Running, kind: dict[str, Any], stream: bool
+) -> None:
+    fields = {"prompt": PROMPT, "allowed_token_ids": [2], "min_tokens": 2, "max_tokens": 5, "stream": stream, **kind}
     answer = server.post("/v1/completions", **fields)
     assert answer.status_code == (200 if stream else 400) and "no_token_left" in answer.text
+    assert "server_error" not in answer.text
+
+
+@pytest.mark.parametrize("penalty", [-100, 100])
+def test_length_penalties_beyond_the_range_of_scores(server: Running, penalty: float) -> None:
+    fields = {"prompt": PROMPT, "use_beam_search": True, "n": 2}
+    answer = server.post("/v1/completions", **fields, max_tokens=4, length_penalty=penalty)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "length_penalty"
+    assert server.post("/v1/completions", **fields, max_tokens=2, length_penalty=penalty).status_code == 200
+
+
+def nested(depth: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for _ in range(depth):
+        made = {"a": made}
+    return made
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_what_is_nested_deeply_is_refused_before_it_is_used(server: Running, depth: int) -> None:
+    schema = {"type": "object", "properties": nested(depth)}
+    call = {"id": "1", "function": {"name": "f", "arguments": json.dumps(nested(depth))}}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": schema}]}),
+        ("/v1/responses", {"input": "x", "chat_template_kwargs": {"a": nested(depth)}}),
+        ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"a": nested(depth)}}),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [call]}]}),
+    ]
+    if depth > 100:
+        named = {"type": "json_schema", "name": "x", "schema": schema}
+        bodies.append(("/v1/responses", {"input": "x", "text": {"format": named}}))
+    for path, body in bodies:
+        status = server.post(
+            path, **body, **({"max_output_tokens": 1} if "input" in body else {"max_tokens": 1})
+        ).status_code
+        assert status == 200 if depth == 100 else status in (400, 422), (path, body.keys())
+
+
+def test_texts_that_would_be_read_for_seconds_are_refused_first(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = json.loads
+    monkeypatch.setattr(
+        json, "loads", lambda data: loads(data) if isinstance(data, bytes) else pytest.fail("it was read")
+    )
+    many = "[1]," * 2**16
+    call = {"id": "1", "function": {"name": "f", "arguments": f'{{"a": [{many}1]}}'}}
+    answer = server.post("/v1/chat/completions", messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert answer.status_code == 400 and "lists and objects" in message(answer)
+    for kind in ("json", "regex", "grammar"):
+        answer = server.post("/v1/completions", prompt="x", structured_outputs={kind: "(" * 70_000})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs"
+    answer = server.post("/v1/completions", prompt="x", logit_bias={str(key): 1 for key in range(70_000)})
+    assert answer.status_code == 422 and "biases" in message(answer)
+
+
+def test_long_prompts_hold_up_no_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, encode = threading.Event(), ServedModel.encode
+
+    def slow(self: Any, text: str, **options: Any) -> list[int]:
+        assert len(text) < 100 or go_on.wait(120)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(ServedModel, "encode", slow)
+    with serving() as running:
+        long = running.beside(running.post, "/v1/completions", prompt="x" * 2**18)
+        until(lambda: running.service._num_preparing == 1)
+        assert running.post("/v1/completions", prompt="short", max_tokens=1).status_code == 200
+        go_on.set()
+        assert long.result(120).status_code == 400
+
+
+def test_what_an_error_repeats_is_short(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt="x", **{"k" * 10**5: 1})
+    assert answer.status_code == 422 and len(answer.content) < 10_000
+    answer = server.post("/v1/completions", prompt="x", model="m" * 10**5)
+    assert answer.status_code == 404 and len(answer.content) < 10_000
 
 
 def test_priorities_are_the_operators_decision(server: Running) -> None:
@@ -443,6 +550,90 @@ def test_the_user_stands_in_the_log(server: Running) -> None:
     with Ended("user='an\\nother'") as logged:
         server.post("/v1/completions", prompt=PROMPT, max_tokens=1, user="an\nother")
         logged.wait()
+
+
+UNUSED: dict[str, Any] = {
+    "store": True,
+    "metadata": {"run": "1"},
+    "service_tier": "flex",
+    "safety_identifier": "someone",
+    "prompt_cache_key": "a",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"ttl": "1h"},
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_what_clients_send_by_themselves_is_taken_and_logged_once(server: Running, path: str) -> None:
+    """It cannot change the tokens."""
+    note_unused.cache_clear()
+    fields: dict[str, Any] = {"temperature": 1, "seed": 3}
+    unused = dict(UNUSED)
+    if path == "/v1/completions":
+        fields |= {"prompt": PROMPT, "max_tokens": 5}
+    elif path == "/v1/responses":
+        fields |= {"input": "Hello", "max_output_tokens": 5}
+        unused |= {"max_tool_calls": 3, "reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+        unused |= {"text": {"verbosity": "low"}, "stream_options": {"include_obfuscation": True}}
+    else:
+        fields |= {"messages": HELLO, "max_tokens": 5}
+        unused |= {"verbosity": "low", "prediction": {"type": "content", "content": "x"}}
+    wanted = server.post(path, **fields).json()
+    with Ended("has no effect") as logged:
+        answers = [server.post(path, **fields, **unused).json() for _ in range(2)]
+    for answer in answers:
+        for key in ("choices", "usage"):
+            assert answer.get(key) == wanted.get(key)
+        texts = [
+            [part["text"] for part in item["content"]] for each in (answer, wanted) for item in each.get("output", ())
+        ]
+        assert texts[: len(texts) // 2] == texts[len(texts) // 2 :]
+    names = [line.split("'")[1] for line in logged.lines]
+    assert len(names) == len(set(names)) and set(UNUSED) <= set(names)
+
+
+def test_the_effort_of_reasoning_goes_to_the_chat_template() -> None:
+    note_unused.cache_clear()
+    with (
+        serving(chat_template="{{ reasoning_effort | default('none given') }}") as running,
+        Ended("no effect") as logged,
+    ):
+
+        def length(path: str, **fields: Any) -> int:
+            usage = running.post(path, **fields).json()["usage"]
+            return int(usage.get("prompt_tokens", usage.get("input_tokens")))
+
+        asked = {"messages": HELLO, "max_tokens": 1}
+        lengths = {text: len(tokenizer()(text, add_special_tokens=False)["input_ids"]) for text in ("high effort", "x")}
+        assert length("/v1/chat/completions", **asked, reasoning_effort="high effort") == lengths["high effort"]
+        kwargs = {"reasoning_effort": "x"}
+        assert length("/v1/chat/completions", **asked, chat_template_kwargs=kwargs) == lengths["x"]
+        answer = running.post(
+            "/v1/responses", input="a", max_output_tokens=1, reasoning={"effort": "high effort"}
+        ).json()
+        assert answer["usage"]["input_tokens"] == lengths["high effort"]
+        assert answer["reasoning"]["effort"] == "high effort"
+        assert not logged.lines
+    with serving(chat_template="{{ 'x' }}") as running, Ended("no effect", "'reasoning_effort'") as logged:
+        for _ in range(2):
+            assert running.post("/v1/chat/completions", **asked, reasoning_effort="low").status_code == 200
+        assert len(logged.lines) == 1
+
+
+def test_marks_for_caches_in_texts_are_taken(server: Running) -> None:
+    plain_parts = [{"type": "text", "text": "Hello"}]
+    marks = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"type": "ephemeral"}}
+    lengths = [
+        server.post("/tokenize", messages=[{"role": "user", "content": parts}]).json()["count"]
+        for parts in (plain_parts, [{**plain_parts[0], **marks}])
+    ]
+    assert lengths[0] == lengths[1]
+
+
+def test_probes_and_pages_answer_head(server: Running) -> None:
+    for path in ("/health", "/ready", "/"):
+        answer = server.http.head(path)
+        assert answer.status_code == 200 and not answer.content
 
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:

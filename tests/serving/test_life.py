@@ -48,7 +48,7 @@ def test_a_client_that_goes_away_leaves_no_block(server: Running, kind: str, ste
     with Ended("status='disconnected'") as ended:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
             connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
             if stream:
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200")

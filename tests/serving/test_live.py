@@ -104,7 +104,37 @@ def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> No
     assert again.status_code == 304 and again.content == b""
     live = first.json()
     assert live["server"]["model"] == NAME and live["server"]["version"] == hf_paged.__version__
-    assert live["engine"]["requests"] == [] and live["engine"]["pools"][0]["cached"]
+    assert live["engine"]["requests"] == [] and live["engine"]["pool"]["cached"]
+
+
+def test_a_page_that_is_opened_later_has_a_history(server: Running) -> None:
+    """The first question gets the figures of the last two minutes; those that follow get the present."""
+    before = server.http.get("/live").json()["ended"]
+    server.client.completions.create(model=NAME, prompt=[5] * 20, max_tokens=8, extra_body={"ignore_eos": True})
+    assert server.http.post("/v1/completions", json={"prompt": 5.5}).status_code == 422
+    answer = server.http.get("/live").json()
+    time, generated, used, shared, cached, first, _ = answer["history"][-1]
+    assert 0 < time <= answer["engine"]["time"] + 1 and 0 < generated <= answer["engine"]["generated_tokens"]
+    assert 0 <= shared <= used <= cached <= 1 and (first is None or len(first) == 2)
+    assert answer["ended"]["finished"] == before["finished"] + 1 and answer["ended"]["failed"] == before["failed"]
+    assert answer["ended"]["refused"] > before["refused"]
+    assert "history" not in server.http.get("/live", headers={"if-none-match": "none"}).json()
+
+
+def test_fourteen_requests_have_fourteen_colours() -> None:
+    """Far enough from one another, and from the warm colours of shared blocks."""
+    hues = [int(each) for each in re.findall(r"const hues = \[([\d, ]+)\]", SOURCES["draw.js"])[0].split(",")]
+    assert len(hues) == 7 and all(60 < hue < 340 for hue in hues)
+    assert min(abs(a - b) for a in hues for b in hues if a != b) >= 30
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)])
+def test_a_start_says_where_everything_is(keys: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="hf_paged.serving"), serving(api_keys=keys) as running:
+        lines = [record.getMessage() for record in caplog.records]
+    start = next(place for place, line in enumerate(lines) if line.startswith(f"running on {running.url} "))
+    assert lines[start + 1] == f"OpenAI's routes: {running.url}/v1"
+    assert lines[start + 2] == "API key: " + ("clients must send it (1 known)" if keys else "none is asked for")
 
 
 def test_an_answer_names_its_requests(server: Running) -> None:

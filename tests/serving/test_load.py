@@ -141,7 +141,7 @@ def test_no_proxy_is_asked_for_the_models(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "ftp://nowhere")
     with fake_server() as url, pytest.raises(ValueError, match="501"):  # the server's answer
-        client.served_model(url)
+        client.served_model(url, None)
 
 
 def test_answers_that_are_none() -> None:

@@ -96,10 +96,12 @@ def test_it_shows_a_load(tab: browsers.Browser) -> None:
         tab.wait("return seen.rows > 1 && seen.shared > 1")  # before the load can end
         gate.open()
         assert loading.result(240).status_code == 200
+        tab.open(running.url + "/")  # a page that is opened now has the curves of the load, and invites
+        tab.wait("return document.querySelector('#curves canvas') && !document.getElementById('invite').hidden")
         tab.wait("return document.getElementById('state').textContent === 'idle'")
         stats = running.engine.stats()
-        assert tile(tab, 4) == str(stats.preemptions_swap + stats.preemptions_recompute)
-        assert tile(tab, 5) == f"{stats.cow_copies:,}"
+        assert tile(tab, 5) == str(stats.preemptions_swap + stats.preemptions_recompute)
+        assert tile(tab, 6) == f"{stats.cow_copies:,}"
         tab.wait("return document.querySelectorAll('#tiles .big')[1].textContent === '0'")
         assert problems(tab, running.url) == []
 

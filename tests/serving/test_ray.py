@@ -30,6 +30,7 @@ needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the extra `ray`")
         (["--replicas", "2", "--device", "cuda:1"], "--replicas 2 with --device cuda:1: Ray chooses"),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 is less than --replicas 3"),
         (["--max-replicas", "2"], "--max-replicas 2 is for replicas; add --replicas"),
+        (["--route-prefix", "/a"], "--route-prefix /a is for replicas; add --replicas"),
         (["--routing", "round-robin"], "--routing round-robin is for replicas; add --replicas"),
     ],
 )
@@ -124,6 +125,60 @@ def test_the_ingress_asks_for_the_key() -> None:
         assert await status_of("/v1/completions", b"k") == 200 and len(asked) == 1
 
     asyncio.run(run())
+
+
+@needs_ray
+def test_the_ingress_drains_and_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests in flight end, others get 503; a replica that has a request and says nothing is lost."""
+    import asyncio
+    from types import SimpleNamespace
+    from typing import Any
+
+    from hf_paged.serving import ray as module
+    from hf_paged.serving.settings import Settings
+
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.0)
+    lost: list[tuple[str, ...]] = []
+
+    async def run() -> None:
+        go_on = asyncio.Event()
+
+        async def answer(request: Any) -> Any:
+            lost.append(request.lost)
+            await go_on.wait()
+            module._taken[request.request_id] = f"replica-{len(lost)}", 0.0
+            await asyncio.Event().wait()
+            yield
+
+        engines: Any = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=answer))
+        ingress = module.Ingress(engines, Settings(names=("m",)), 60.0)
+
+        async def ask(path: str) -> tuple[int, list[Any]]:
+            sent: list[Any] = []
+            head = {"type": "http", "method": "GET", "headers": [(b"x-request-id", b"r")]}
+            response: Any = await ingress(SimpleNamespace())  # type: ignore[arg-type]
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            scope = {**head, "path": f"/prefix{path}", "root_path": "/prefix"}
+            await asyncio.wait_for(response(scope, asyncio.Event().wait, send), 60)
+            return sent[0]["status"], sent[0]["headers"]
+
+        running = asyncio.ensure_future(ask("/v1/models"))
+        while not lost:
+            await asyncio.sleep(0)
+        draining = asyncio.ensure_future(ingress.drain(60.0))
+        while not ingress._shared._is_draining:
+            await asyncio.sleep(0)
+        status, headers = await ask("/v1/models")
+        assert status == 503 and b"x-request-id" not in dict(headers), "Ray's proxy adds it"
+        assert await ingress.drain(0.0) == 1 and not draining.done()
+        go_on.set()
+        assert (await running)[0] == 503 and await draining == 0
+
+    asyncio.run(run())
+    assert lost == [(), ("replica-1",), ("replica-1", "replica-2")] and not module._taken
 
 
 @needs_ray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 
 import hf_paged
+from hf_paged.serving import relay as relay_module
+from hf_paged.serving import replica as replica_module
 from hf_paged.serving.middleware import Gate
 from hf_paged.serving.prompt_chain import BLOCK_BYTES, MOST_BLOCKS, prompt_chain
+from hf_paged.serving.proxy import JsonErrors
 from hf_paged.serving.relay import MOST_ATTEMPTS, Asked, Part, Relay, ReplicaLost
 from hf_paged.serving.replica import Replica
 from hf_paged.serving.scaling import Pressure, wanted_replicas
@@ -55,9 +59,14 @@ class Replicas:
 
 
 def relayed(
-    replicas: Any, path: str = "/v1/completions", given: bytes = b'{"model": "m"}', *, leaves: bool = False
+    replicas: Any,
+    path: str = "/v1/completions",
+    given: bytes = b'{"model": "m"}',
+    *,
+    leaves: bool = False,
+    seconds: float | None = None,
 ) -> list[dict[str, Any]]:
-    """What the client gets. leaves: it closes the connection at once."""
+    """What the client gets. leaves: it closes the connection at once. seconds: that the request may take."""
     got: list[dict[str, Any]] = []
     names: list[bytes] = []
     events = [{"type": "http.request", "body": given, "more_body": False}]
@@ -75,7 +84,7 @@ def relayed(
         got.append(message)
 
     async def run() -> None:
-        relay = Relay(replicas.open, wait_seconds=0.05)
+        relay = Relay(replicas.open, wait_seconds=0.05, request_seconds=seconds)
         scope = {
             "type": "http",
             "method": "POST",
@@ -159,6 +168,52 @@ def test_no_replica_takes_it() -> None:
 
     got = relayed(Nobody())
     assert got[0]["status"] == 503 and json.loads(text(got))["error"]["code"] == "no_replica"
+
+
+@pytest.mark.parametrize("begun", [[], [STREAM], [STREAM, body(b"opening")]])
+def test_a_replica_that_says_nothing_is_lost(begun: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "SILENCE_SECONDS", 0.01)
+    good = [STREAM, body(b"x"), body(b"", more=False)]
+    replicas = Replicas([*begun, "for ever"], good)
+    assert relayed(replicas) == good
+    assert [asked.lost for asked in replicas.asked] == [(), ("replica-1",)] and replicas.num_closed == 2
+
+
+def test_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many replicas have had it."""
+    monkeypatch.setattr(relay_module, "_LATE_SECONDS", 0.0)
+    got = relayed(Replicas([ReplicaLost("dead")], [STREAM, "for ever"]), seconds=0.02)
+    assert got[0]["status"] == 504 and json.loads(text(got))["error"]["code"] == "deadline"
+
+
+def test_errors_of_the_proxy_are_json() -> None:
+    """An answer in plain text, or none; what an application has sent passes."""
+
+    def answered(path: str, *messages: dict[str, Any]) -> list[dict[str, Any]]:
+        got: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            for message in messages:
+                await send(message)
+
+        async def send(message: Any) -> None:
+            got.append(message)
+
+        scope = {"type": "http", "path": path, "headers": [(b"x-request-id", b"r")]}
+        asyncio.run(JsonErrors(app)(scope, None, send))  # type: ignore[arg-type]
+        return got
+
+    def plain_text(status: int) -> list[dict[str, Any]]:
+        head = {"type": "http.response.start", "status": status, "headers": [[b"content-type", b"text/plain"]]}
+        return [head, body(b"words", more=False)]
+
+    for messages, status in (([], 503), (plain_text(404), 503), (plain_text(429), 429)):
+        got = answered("/v1/models", *messages)
+        assert len(got) == 2 and got[0]["status"] == status and (b"x-request-id", b"r") in got[0]["headers"]
+        assert json.loads(text(got))["error"]["code"] == "proxy"
+    assert answered("/-/healthz", *plain_text(404)) == plain_text(404)
+    good = [WHOLE, body(b"{}", more=False)]
+    assert answered("/v1/models", *good) == good
 
 
 def test_a_client_that_leaves_ends_its_request() -> None:
@@ -273,6 +328,21 @@ def test_a_reader_that_does_not_read_on_holds_up_its_own_answer() -> None:
         assert service.worker.num_in_flight == 0
 
     on_replica(calls)
+
+
+def test_a_replica_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "BEAT_SECONDS", 0.001)
+
+    async def calls(replica: Replica, service: Service) -> list[Part]:
+        held, stream = threading.Event(), replica.answer(completion())
+        blocked = asyncio.ensure_future(service.worker.call(lambda engine: held.wait(60)))  # no step runs
+        parts = [await anext(stream) for _ in range(4)]
+        held.set()
+        await blocked
+        return [*parts, *[part async for part in stream]]
+
+    parts = on_replica(calls)
+    assert parts[:4] == [Part("one")] * 4 and any(part.messages for part in parts)
 
 
 def test_a_caller_that_closes_the_stream_aborts() -> None:

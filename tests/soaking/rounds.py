@@ -174,7 +174,7 @@ class Round:
             prompt, adapter, salt = self.pinned[-1]
             engine.cache_prefix(prompts()[prompt], adapter=adapter, cache_salt=salt)
         elif event < 0.12 and self.flights:
-            mode = rng.choice(["recompute", "swap"] if engine._host_managers else ["recompute"])
+            mode = rng.choice(["recompute", "swap"] if engine._scheduler.host_manager else ["recompute"])
             engine._scheduler.force_preempt(rng.choice(list(self.flights)), mode)
 
     def _threads(self) -> None:

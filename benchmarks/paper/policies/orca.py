@@ -77,7 +77,7 @@ class Orca(Queue):
             )
 
     def schedule(self) -> SchedulerOutput:
-        output = SchedulerOutput.for_managers(1)
+        output = SchedulerOutput()
         budget = self.config.token_budget
         for group in self.running:
             budget = self._plan(group, budget, output)

@@ -35,7 +35,7 @@ class Paged:
         self.block_size = block_size
         self.manager = BlockManager(BlockAllocator(capacity // block_size), block_size)
         host = BlockManager(BlockAllocator(capacity // block_size), block_size)
-        self.scheduler = Scheduler(config, [self.manager], [host])
+        self.scheduler = Scheduler(config, self.manager, host)
         self._final_lengths = final_lengths
         self._shares = config.prefix_caching  # whether blocks may be shared at all
 
@@ -102,8 +102,8 @@ class Paged:
         return decode_load_of(self.running)
 
     def load(self, output: SchedulerOutput) -> Load:
-        copies = len(output.block_copies[0]) * self.block_size
-        swapped = len(output.swap_out[0]) + len(output.swap_in[0])
+        copies = len(output.block_copies) * self.block_size
+        swapped = len(output.swap_out) + len(output.swap_in)
         return load_of(output, copied_tokens=copies, swapped_blocks=swapped)
 
     def memory(self, ahead: float = 0.0) -> Memory:

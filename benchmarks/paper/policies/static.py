@@ -32,7 +32,7 @@ class Static(Queue):
         self._ended: list[SequenceGroup] = []
 
     def schedule(self) -> SchedulerOutput:
-        output = SchedulerOutput.for_managers(1)
+        output = SchedulerOutput()
         if not self.running:
             self._next_batch()
         for group in self.running:

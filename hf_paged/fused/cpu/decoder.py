@@ -28,7 +28,9 @@ from hf_paged.fused.cpu.weights import LinearLayer, LinearLayers
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
 from hf_paged.model.packed import PackedCache
+from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
+from hf_paged.model.weights import Weights
 
 TRIAL_TOKENS = 8
 """A shorter step does not suffice for the comparison: a token at position 0 is not rotated at all."""
@@ -40,7 +42,8 @@ _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 _NATIVE = attrgetter("native")
 
-_Seen = tuple[list[Any], list[int], list[Any]]  # modules and functions; addresses; weights (compared by identity)
+_Seen = tuple[list[Any], tuple[int, int], list[Any]]
+"""Modules and functions; the state of the weights; the linear layers' weights (compared by identity)."""
 
 _known: Slot[tuple[weakref.ref[LinearLayers], int, NativeDecoder]] = Slot("native decoder layers")
 
@@ -55,7 +58,7 @@ def native_decoder(model: nn.Module, linears: LinearLayers | None) -> NativeDeco
         return None
     known, reported = _known.get(model), state_of(model).weights.all_moved
     if known is None or known[0]() is not linears or known[1] != reported:
-        known = weakref.ref(linears), reported, NativeDecoder(model, linears)
+        known = weakref.ref(linears), reported, NativeDecoder(model, linears, state_of(model).weights)
         _known.put(model, known)
     return known[2]
 
@@ -67,7 +70,7 @@ class NativeDecoder:
     overridden.
     """
 
-    def __init__(self, model: nn.Module, linears: LinearLayers) -> None:
+    def __init__(self, model: nn.Module, linears: LinearLayers, weights: Weights) -> None:
         layers = (_known_layer(module, linears) for module in model.modules())
         self._layers = [layer for layer in layers if layer is not None]
         self.needs_trial = bool(self._layers)  # until the owner of the calls has run a short step
@@ -81,7 +84,7 @@ class NativeDecoder:
         self._children = [vars(child) for _, _, child in places]
         hooks = [hooks for _, _, child in places for hooks in (child._forward_hooks, child._forward_pre_hooks)]
         self._hooks = [*hooks, _module._global_forward_hooks, _module._global_forward_pre_hooks]
-        self._norms = [parameters for layer in self._layers for parameters in layer.norm_parameters.values()]
+        self._weights = weights
         self._linears = [linear for layer in self._layers for linear in layer.linears.values()]
         self._classes = list(dict.fromkeys(owner for layer in self._layers for owner in layer.classes))
         self._rotary = list({id(layer.namespace): layer.namespace for layer in self._layers}.values())
@@ -121,9 +124,8 @@ class NativeDecoder:
         parts += map(dict.get, self._children, repeat("forward"))
         parts += [owner.forward for owner in self._classes]
         parts += map(own_rotary, self._rotary)
-        weights = [parameters["weight"] for parameters in self._norms]
-        addresses = list(map(torch.Tensor.data_ptr, weights))
-        return parts, addresses, [*map(_NATIVE, self._linears), *weights]
+        weights = self._weights.layout, self._weights.all_moved
+        return parts, weights, list(map(_NATIVE, self._linears))
 
 
 def _same(seen: _Seen, before: _Seen) -> bool:
@@ -189,7 +191,7 @@ class Layer:
         self.places = [(p._modules, name, child) for p in parents for name, child in p._modules.items() if child]
         self.linears = linears
         self._norms = norms
-        self.norm_parameters = {name: parts[name]._parameters for name in norms}
+        self._norm_modules = {name: parts[name] for name in norms}
         self._norm_addresses: dict[str, int] = {}
         self._norm_sizes = {name: norm.weight.numel() for name, norm in norms.items()}
         self._verdict: bool | None = None
@@ -223,15 +225,16 @@ class Layer:
     def _take_weights(self) -> bool:
         """Read the weights again, which may have been replaced; False if the kernels no longer support them."""
         changed = False
-        for name, parameters in self.norm_parameters.items():
-            norm, weight = self._norms[name], parameters["weight"]
+        for name, module in self._norm_modules.items():
+            norm, weight = self._norms[name], readable_weight(module)
+            if weight is None or weight.dtype != torch.bfloat16 or weight.numel() != self._norm_sizes[name]:
+                return False
+            if not weight.is_contiguous() or weight.device.type != "cpu":
+                return False
             if weight is not norm.weight or weight.data_ptr() != self._norm_addresses.get(name):
                 self._norms[name] = fused_ops.Norm(weight, norm.eps)
                 self._norm_addresses[name] = weight.data_ptr()
                 changed = True
-            fits = weight.dtype == torch.bfloat16 and weight.numel() == self._norm_sizes[name]
-            if not fits or not weight.is_contiguous():
-                return False
         for name, linear in self.linears.items():
             if linear.native is None:
                 return False
@@ -294,7 +297,10 @@ class Layer:
         return (
             hidden_states.shape == (1, tokens, self._before.query.depth)
             and angles[0].shape == angles[1].shape == shape
-            and all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (hidden_states, *angles))
+            and all(
+                type(x) is torch.Tensor and x.is_cpu and x.dtype == torch.bfloat16 and x.is_contiguous()
+                for x in (hidden_states, *angles)
+            )
         )
 
     def _compute(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -320,7 +326,7 @@ class Layer:
         handles = kwargs["past_key_values"].handles
         if hidden_states.shape[1] >= TRIAL_TOKENS:
             generator = torch.Generator().manual_seed(self.link.layer_idx)
-            rows = torch.randn(hidden_states.shape, generator=generator).bfloat16()
+            rows = torch.randn(hidden_states.shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
             expected = self._plain(rows, **kwargs)
             self._verdict = False
             if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self.link.layer_idx:

@@ -17,6 +17,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.weights import fits
 from hf_paged.fused.experts import KnownExperts, is_of_interface, known_experts, projections_of
 from hf_paged.integration.attention import in_packed_step
+from hf_paged.kernels import buffers
 from hf_paged.kernels.experts import GateKind, Projection
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, is_unhooked, mark
 from hf_paged.model.state import Slot, state_of
@@ -159,7 +160,8 @@ class Mixture:
         if shared is not None and shared.stamp == stamp:
             self._copy = shared
             return
-        found = projections_of(module, parameters[0].new_empty(1, parameters[0].shape[-1]))
+        like = parameters[0]
+        found = projections_of(module, buffers.empty((1, like.shape[-1]), like.dtype))
         if found is not None and (own := _weights_of(*found)) is not None:
             self._copy = _Copy(stamp, own.packed())
             self._copies[module] = weakref.ref(self._copy)

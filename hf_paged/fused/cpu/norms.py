@@ -22,7 +22,8 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, mark, without_override
-from hf_paged.model.state import Slot
+from hf_paged.model.parameters import readable_weight
+from hf_paged.model.state import Slot, state_of
 
 _ROTARY = "apply_rotary_pos_emb"  # the name of transformers' function in every modeling module that has one
 
@@ -46,21 +47,30 @@ class NativeLayers:
 
     def __init__(self, model: nn.Module) -> None:
         modules = _norms(model)
-        self._norms = [weakref.ref(module) for module in modules]
+        self._norms = [NativeNorm(module) for module in modules]
+        self._weights = state_of(model).weights
+        self._seen = self._weights.layout, self._weights.all_moved
         # One list per class: it is not applied after the class's forward has been replaced.
         self._lists: list[tuple[ClassForwards, Overrides]] = []
         for owner in dict.fromkeys(map(type, modules)):
-            patches = [Patch(vars(m), "forward", _forward_of(m)) for m in modules if type(m) is owner]
+            patches = [
+                Patch(vars(m), "forward", norm.forward) for m, norm in zip(modules, self._norms) if type(m) is owner
+            ]
             self._lists.append((ClassForwards([owner]), Overrides(patches)))
         names = {type(module).__module__ for module in model.modules()}
         self._functions = [f for name in sorted(names) if (f := rotary_override(sys.modules.get(name))) is not None]
 
     def is_of(self, model: nn.Module) -> bool:
         """False if norms of the model have been replaced since this was made."""
-        return [norm() for norm in self._norms] == _norms(model)
+        return [norm.module() for norm in self._norms] == _norms(model)
 
     def apply(self, user: object) -> None:
         """Until `undo`, kernels compute these parts in packed steps of this thread; other calls are unaffected."""
+        seen = self._weights.layout, self._weights.all_moved
+        if seen != self._seen:
+            for norm in self._norms:
+                norm.renew()
+            self._seen = seen
         for classes, norms in self._lists:
             if classes.changed():
                 norms.withdraw()
@@ -85,7 +95,8 @@ _probed: dict[tuple[type, Any, torch.dtype, int, float], bool] = {}
 
 def norm_of(module: nn.Module) -> fused_ops.Norm | None:
     """The kernel's norm that gives the same bits as the module's class; None if there is none."""
-    return fused_ops.Norm(module._parameters["weight"], _epsilon(module)) if _is_norm(module) else None
+    weight = readable_weight(module) if _is_norm(module) else None
+    return None if weight is None else fused_ops.Norm(weight, _epsilon(module))
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
@@ -93,7 +104,7 @@ def _norms(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    weight, eps = module._parameters.get("weight"), _epsilon(module)
+    weight, eps = readable_weight(module), _epsilon(module)
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or math.isnan(eps):
         return False
     if weight.device.type != "cpu" or not fused_ops.computes_rows(weight.dtype) or weight.numel() % 16:
@@ -113,11 +124,15 @@ def _epsilon(module: nn.Module) -> float:
 @torch.no_grad()
 def _probe_norm(module: nn.Module, dtype: torch.dtype, size: int, eps: float) -> bool:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, 24, size, generator=generator) * torch.logspace(-3, 3, 24)[:, None]
-    rows = rows.to(dtype)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    magnitudes = torch.logspace(-3, 3, 24, dtype=torch.float32, device="cpu")
+    rows = (random(1, 24, size) * magnitudes[:, None]).to(dtype)
     try:
         probe = copy.deepcopy(module)
-        norm = fused_ops.Norm(torch.randn(size, generator=generator).to(dtype), eps)
+        norm = fused_ops.Norm(random(size).to(dtype), eps)
         probe._parameters["weight"] = nn.Parameter(norm.weight, requires_grad=False)
         # A decode step has a single row, which torch might add up in another order.
         each = (rows, *rows.split(1, dim=1))
@@ -126,22 +141,41 @@ def _probe_norm(module: nn.Module, dtype: torch.dtype, size: int, eps: float) ->
         return False
 
 
-def _forward_of(module: nn.Module) -> Callable[..., torch.Tensor]:
-    # A weak reference: a strong one would keep the model alive, which is the key of its overrides.
-    owner, reference = type(module), weakref.ref(module)
-    parameters, eps = module._parameters, _epsilon(module)
-    dtype = parameters["weight"].dtype
+class NativeNorm:
+    """One norm. `forward` replaces its own; while the weight is none that the kernel may read, it computes the same."""
 
-    def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        weight = parameters["weight"]
-        fits = rows.dtype == weight.dtype == dtype and rows.shape[-1:] == weight.shape and weight.is_contiguous()
-        if args or kwargs or not fits or not in_packed_step():
-            result: torch.Tensor = owner.forward(reference(), rows, *args, **kwargs)
-            return result
-        return fused_ops.rms_norm(fused_ops.Norm(weight, eps), rows)
+    __slots__ = ("_found", "_kind", "forward", "module")
 
-    marked: Callable[..., torch.Tensor] = mark(forward)
-    return marked
+    def __init__(self, module: nn.Module) -> None:
+        # A weak reference: a strong one would keep the model alive, which is the key of its overrides.
+        self.module = reference = weakref.ref(module)
+        self._kind = module._parameters["weight"].dtype, _epsilon(module)  # type: ignore[union-attr]
+        self._found = found = [norm_of(module)]
+        parameters = module._parameters
+
+        def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            norm = found[0]
+            # A hook may replace the weight for the time of a call.
+            is_known = norm is not None and parameters.get("weight") is norm.weight and not args and not kwargs
+            if norm is None or not is_known or not _takes(norm.weight, rows) or not in_packed_step():
+                own: Any = reference()
+                result: torch.Tensor = type(own).forward(own, rows, *args, **kwargs)
+                return result
+            return fused_ops.rms_norm(norm, rows)
+
+        self.forward: Callable[..., torch.Tensor] = mark(forward)
+
+    def renew(self) -> None:
+        """Look at the weight again, which may be another one, or computed."""
+        module, (dtype, eps) = self.module(), self._kind
+        weight = None if module is None else readable_weight(module)
+        fits = weight is not None and weight.dtype == dtype and weight.device.type == "cpu"
+        self._found[0] = fused_ops.Norm(weight, eps) if weight is not None and fits else None
+
+
+def _takes(weight: torch.Tensor, rows: torch.Tensor) -> bool:
+    plain = type(rows) is torch.Tensor and rows.dtype == weight.dtype and rows.is_cpu
+    return plain and rows.shape[-1:] == weight.shape and weight.is_contiguous()
 
 
 # -- rotary embeddings -----------------------------------------------------------------------------------------------
@@ -186,7 +220,7 @@ def _probe_rotary(function: Callable[..., Any], dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
     q, k = random(1, 7, 4, 64).transpose(1, 2), random(1, 7, 2, 64).transpose(1, 2)
     cos, sin = random(1, 7, 64), random(1, 7, 64)
@@ -200,7 +234,8 @@ def _probe_rotary(function: Callable[..., Any], dtype: torch.dtype) -> bool:
 def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     tokens, dim = q.shape[-2:]
     return (
-        q.dtype == k.dtype == cos.dtype == sin.dtype
+        all(type(x) is torch.Tensor and x.is_cpu for x in (q, k, cos, sin))
+        and q.dtype == k.dtype == cos.dtype == sin.dtype
         and q.dim() == 4
         and q.shape[0] == 1
         and k.shape == (1, k.shape[1], tokens, dim)

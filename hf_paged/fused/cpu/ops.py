@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.fused.cpu import structs
+from hf_paged.kernels import buffers
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.ops import workspace
 
@@ -46,7 +47,7 @@ class WeightArena:
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
         """shapes: [columns, depth] of each weight."""
         sizes = [int(_library().hfp_packed_bytes(*shape)) for shape in shapes]
-        memory = torch.empty(sum(sizes) + _LARGE_PAGE, dtype=torch.uint8)
+        memory = buffers.empty((sum(sizes) + _LARGE_PAGE,), torch.uint8)
         self.memory = memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
         _library().hfp_prefer_large_pages(memory.data_ptr(), memory.numel())
         self.parts = list(memory.split(sizes))
@@ -89,12 +90,14 @@ def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     """
     library = _library()
     memory, bias, columns, depth, is_packed = layer
-    if rows.shape[-1] != depth or rows.dtype != torch.bfloat16:
-        raise ValueError(f"rows {tuple(rows.shape)} of {rows.dtype} for a bfloat16 weight of depth {depth}")
+    if rows.shape[-1] != depth or rows.dtype != torch.bfloat16 or not rows.is_cpu:
+        raise ValueError(
+            f"rows {tuple(rows.shape)} of {rows.dtype} on {rows.device} for a bfloat16 weight of depth {depth}"
+        )
     rows = rows.contiguous()
     shape = rows.shape[:-1]
     count = rows.numel() // depth
-    out = rows.new_empty((*shape, columns))
+    out = buffers.empty((*shape, columns), rows.dtype)
     threads = torch.get_num_threads()
     call = structs.Linear(
         rows.data_ptr(), count, columns, depth, memory.data_ptr(), _address(bias), is_packed, out.data_ptr(),
@@ -110,7 +113,7 @@ def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
     rows [..., n] and weight [n] of one dtype, bf16 or fp32; n is a multiple of 16.
     """
     rows = rows.contiguous()
-    out = torch.empty_like(rows)
+    out = buffers.empty(rows.shape, rows.dtype)
     size = rows.shape[-1]
     library = _library()
     function = library.hfp_rms_norm_f32 if rows.dtype == torch.float32 else library.hfp_rms_norm
@@ -129,7 +132,7 @@ def rotate(
     memory layout [tokens, heads, dim]."""
     _, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
-    new_query, new_key = query.new_empty((1, tokens, heads, dim)), key.new_empty((1, tokens, kv_heads, dim))
+    new_query, new_key = (buffers.empty((1, tokens, n, dim), query.dtype) for n in (heads, kv_heads))
     call = structs.Rotate(
         structs.Rotated(query.data_ptr(), query.stride(2), query.stride(1), heads, new_query.data_ptr()),
         structs.Rotated(key.data_ptr(), key.stride(2), key.stride(1), kv_heads, new_key.data_ptr()),
@@ -182,10 +185,10 @@ def experts(
     """
     gate_up, down, count, depth, inner, is_packed = layer
     tokens, pairs = rows.shape[0], index.numel()
-    out, threads, library = torch.empty_like(rows), torch.get_num_threads(), _library()
+    out, threads, library = buffers.empty(rows.shape, rows.dtype), torch.get_num_threads(), _library()
     wide = weights.float()
-    places = torch.empty(pairs + count + 1, dtype=torch.int64)
-    gathered, both, results = (rows.new_empty(pairs, size) for size in (depth, 2 * inner, depth))
+    places = buffers.empty((pairs + count + 1,), torch.int64)
+    gathered, both, results = (buffers.empty((pairs, size), rows.dtype) for size in (depth, 2 * inner, depth))
     call = structs.Experts(
         rows.data_ptr(), index.data_ptr(), wide.data_ptr(), tokens, index.shape[1], depth, inner, count,
         weights.dtype == torch.bfloat16, gate_up.data_ptr(), down.data_ptr(), is_packed, out.data_ptr(),
@@ -226,9 +229,8 @@ def layer_in(
     """
     library = _library()
     tokens, dim = rows.shape[1], layer.head_dim
-    query = rows.new_empty((1, tokens, layer.query.columns // dim, dim))
-    key = rows.new_empty((1, tokens, layer.key.columns // dim, dim))
-    value = torch.empty_like(key)
+    linears = layer.query, layer.key, layer.value
+    query, key, value = (buffers.empty((1, tokens, each.columns // dim, dim), torch.bfloat16) for each in linears)
     call = structs.LayerIn.from_buffer_copy(layer.call)
     call.x, call.rows, call.cos, call.sin = rows.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()
     call.new_query, call.new_key, call.new_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -262,7 +264,7 @@ def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -
     bf16 [1, tokens, depth], both contiguous -> [1, tokens, depth]. All depths are multiples of 32.
     """
     library = _library()
-    tokens, out = residual.shape[1], torch.empty_like(residual)
+    tokens, out = residual.shape[1], buffers.empty(residual.shape, torch.bfloat16)
     call = structs.LayerOut.from_buffer_copy(layer.call)
     call.x, call.residual, call.rows, call.out = attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr()
     call.threads = torch.get_num_threads()

@@ -17,6 +17,7 @@ import torch
 
 from hf_paged.fused.cpu import structs
 from hf_paged.fused.cpu.ops import LayerIn, LayerOut
+from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
@@ -77,11 +78,10 @@ class Stack:
         assert library is not None
         before, _, after = self._layers[0]
         count, tokens, dim = len(self._layers), rows.shape[1], before.head_dim
-        query = rows.new_empty((tokens, before.query.columns // dim, dim))
-        key = rows.new_empty((tokens, before.key.columns // dim, dim))
-        value, attended = torch.empty_like(key), torch.empty_like(query)
+        linears = before.query, before.query, before.key, before.value
+        query, attended, key, value = (buffers.empty((tokens, e.columns // dim, dim), rows.dtype) for e in linears)
         with torch.inference_mode(False):  # so that the result has a version counter, which the caller reads
-            results = torch.empty((count, *rows.shape), dtype=rows.dtype)
+            results = buffers.empty((count, *rows.shape), rows.dtype)
 
         calls, threads = np.zeros(count, _CALL), torch.get_num_threads()
         num_bytes = max(

@@ -103,12 +103,12 @@ class Walk:
     def run(self, line: list[Link], cache: PackedCache, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute the first of these layers, and the others ahead of their calls; returns the first one's result."""
         groups = [cache.group_of(link.layer_idx) for link in line]
-        pools = [group.pool for group in cache.memory.groups]
-        caches = [pools[group][link.layer_idx] for group, link in zip(groups, line, strict=True)]
+        pool = cache.memory.pool
+        caches = [pool[link.layer_idx] for link in line]
         step = [cache.step[group] for group in groups]
         results = line[0].stack_of(line).run(hidden_states, *self.angles, caches, step)
         # One for all: their K/V has been written and read.
-        cache.handles.append(LayerHandle(line[0].layer_idx, pools[groups[0]], step[0], (None, None), reads=1))
+        cache.handles.append(LayerHandle(line[0].layer_idx, pool, step[0], (None, None), reads=1))
         outputs = results.unbind()
         self.ahead = dict(zip(line[1:], zip(line, outputs, outputs[1:])))
         self.last, self.result, self.version = line[-1], outputs[-1], results._version

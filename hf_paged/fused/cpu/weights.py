@@ -21,6 +21,7 @@ from torch.nn.modules import linear as linear_module
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.parameters import is_parameter, readable
 from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.weights import Weights
 
@@ -82,8 +83,10 @@ def prepack(model: Any) -> None:
 
 
 def _linears(model: nn.Module) -> list[nn.Linear]:
-    """The layers that compute what nn.Linear does, so that other code has not replaced their forward."""
-    return [module for module in model.modules() if type(module) is nn.Linear and not foreign_forward(module)]
+    """The layers that compute what nn.Linear does with a parameter: no other code has replaced their forward, or
+    computes their weight."""
+    linears = (module for module in model.modules() if type(module) is nn.Linear)
+    return [layer for layer in linears if not foreign_forward(layer) and is_parameter(layer, "weight")]
 
 
 def _copies(model: Any, layers: list[nn.Linear]) -> LinearLayers:
@@ -94,7 +97,7 @@ def _copies(model: Any, layers: list[nn.Linear]) -> LinearLayers:
 
 def _without_copies(model: Any, layers: list[nn.Linear]) -> LinearLayers | None:
     """The layers that the native kernels compute from the weights themselves, None if there are none."""
-    usable = [layer for layer in layers if layer.weight.dtype == torch.bfloat16 and _obstacle([layer]) is None]
+    usable = [layer for layer in layers if _obstacle([layer]) is None and layer.weight.dtype == torch.bfloat16]
     if not usable or not fused_ops.is_available():
         _in_place.take(model)  # it would keep the weights of layers that have been replaced
         return None
@@ -118,8 +121,13 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
     if nn.Linear.forward.__globals__ is not vars(linear_module):
         return "torch.nn.Linear.forward has been replaced"
     if not layers:
-        return "the model has no linear layers"
+        return "the model has no linear layers with weights that are parameters"
     for layer in layers:
+        if "weight" not in layer._parameters:
+            return (
+                "some weights are computed from other tensors at each call (pruning, a parametrization); make them "
+                "permanent (torch.nn.utils.prune.remove, torch.nn.utils.parametrize.remove_parametrizations)"
+            )
         if layer.weight.device.type != "cpu":
             return f"weights on {layer.weight.device} cannot be packed, only those on a CPU"
         if layer.weight.is_inference():
@@ -128,6 +136,8 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
             return f"weights of type {type(layer.weight).__name__} (quantized, for example) cannot be packed"
         if layer.weight.dtype not in (torch.bfloat16, torch.float32):
             return f"weights of {layer.weight.dtype} cannot be packed, only bfloat16 and float32"
+        if readable(layer, "weight", "bias") is None:
+            return "a layer has a bias of a class of its own, or one that is computed"
     return None
 
 
@@ -195,12 +205,12 @@ class LinearLayer:
     while other code has set a forward on the layer, which may call this one.)
     """
 
-    __slots__ = ("_compute", "_copies", "_parameters", "_part", "_shape", "_stamp", "attributes", "forward", "native")
+    __slots__ = ("_compute", "_copies", "_layer", "_part", "_shape", "_stamp", "attributes", "forward", "native")
 
     def __init__(self, layer: nn.Linear, part: torch.Tensor | None, *, copies: bool) -> None:
-        # Its contents, not the layer: the model, which is the key of its linear layers, must not be kept alive.
+        # No strong reference to the layer: the model, which is the key of its linear layers, must not be kept alive.
         self.attributes = layer.__dict__
-        self._parameters = parameters = layer._parameters
+        self._layer = reference = weakref.ref(layer)
         self.native: fused_ops.LinearWeight | None = None
         self._copies = copies
         self._part = part
@@ -209,23 +219,27 @@ class LinearLayer:
         # The function refers to this list only: a reference to this object would keep the copy until the garbage
         # collector runs.
         self._compute = compute = [_TORCH]
-        plain = nn.functional.linear
 
         def forward(input: torch.Tensor) -> torch.Tensor:  # named as in nn.Linear
             other = compute[0]
-            if other is not None and in_packed_step() and not torch.is_autocast_enabled("cpu"):
+            is_plain = other is not None and type(input) is torch.Tensor and not torch.is_autocast_enabled("cpu")
+            if other is not None and is_plain and in_packed_step():
                 return other(input)
-            return plain(input, parameters["weight"], parameters["bias"])
+            own: Any = reference()
+            result: torch.Tensor = type(own).forward(own, input)
+            return result
 
         self.forward: _Linear = mark(forward)
 
     def renew(self, weights: Weights) -> None:
         """Look at the layer again if its weight has changed, which is then packed again, or if the bias has another
         address."""
-        if self.attributes.get("forward") is not self.forward:
+        layer = self._layer()
+        own = None if layer is None else readable(layer, "weight", "bias")
+        if own is None or own[0] is None or self.attributes.get("forward") is not self.forward:
             self._compute[0] = self._stamp = self.native = None
             return
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight, bias = own
         of_bias = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride())
         stamp = (weights.moved_at(weight), id(weight), id(bias), of_bias)
         if stamp == self._stamp:

@@ -126,7 +126,7 @@ class AttentionPart(Part):
         return source.of(result)
 
     def _fits(self, cache: PackedCache, rows: torch.Tensor, angles: Any) -> bool:
-        if rows.shape[0] != 1 or self._layer_idx not in cache.memory.groups[cache.group_of(self._layer_idx)].pool:
+        if rows.shape[0] != 1 or self._layer_idx not in cache.memory.pool:
             return False  # its blocks are allocated when the module's own forward first writes
         return self._places.angles is None or are_angles(angles, rows.shape[1])
 

@@ -23,6 +23,7 @@ from hf_paged.fused.gpu.trace import Call, Trace
 from hf_paged.kernels.rows import are_close
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import foreign_code
 from hf_paged.model.overrides import Overrides, Patch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, state_of
@@ -65,7 +66,7 @@ def obstacle(model: Any) -> str | None:
         return f"the model is on {mesh.size()} ranks"
     if model.training:
         return "the model is in training mode"
-    return "autocast is on" if torch.is_autocast_enabled(device.type) else None
+    return "autocast is on" if torch.is_autocast_enabled(device.type) else foreign_code(model).look()
 
 
 class FusedParts:
@@ -145,7 +146,8 @@ class FusedParts:
         # A module may be gone: PEFT gives experts a module for the time of a call.
         forwards = [getattr(owner, "forward", None) for owner in dict.fromkeys([*classes, nn.Linear])]
         rotary = [function.is_own() for function in self._rotary.values()]
-        return [self._weights.layout, classes, forwards, [getattr(m, "training", None) for m in modules], rotary]
+        seen = self._weights.layout, self._weights.all_moved
+        return [seen, classes, forwards, [getattr(m, "training", None) for m in modules], rotary]
 
     def _choose(self, model: nn.Module) -> None:
         """Set the overrides of the parts that are ready."""
@@ -184,7 +186,7 @@ class _Finder:
         device = device_of(model)
         metadata, _ = memory.step_metadata([0], [TRIAL_TOKENS], device)
         vocab = model.config.get_text_config(decoder=True).vocab_size
-        ids = (torch.arange(TRIAL_TOKENS, device=device) * 7 + 5) % vocab
+        ids = (torch.arange(TRIAL_TOKENS, dtype=torch.int64, device=device) * 7 + 5) % vocab
         try:
             with torch.no_grad(), trace:
                 packed.forward(ids, _positions(model).to(device), metadata)
@@ -266,5 +268,5 @@ def _positions(model: Any) -> torch.Tensor:
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, "max_position_embeddings", None), rotary_limit(model)]
     last = min([limit // 2 for limit in limits if limit] or [TRIAL_TOKENS])
-    near = torch.arange(TRIAL_TOKENS)
+    near = torch.arange(TRIAL_TOKENS, dtype=torch.int64, device="cpu")
     return near if last < TRIAL_TOKENS else near + (last - TRIAL_TOKENS) * near**3 // (TRIAL_TOKENS - 1) ** 3

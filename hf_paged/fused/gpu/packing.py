@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.model.overrides import is_unhooked
+from hf_paged.model.parameters import readable
 
 ALIGNMENT = 16  # of every part, in bytes: kernels load as many at once
 
@@ -45,8 +46,8 @@ def product_of(module: nn.Module | None) -> Product | None:
     is_conv = type(module) is Conv1D and Conv1D.forward is _conv_forward and is_unhooked(module)
     if module is None or not (is_conv or is_linear(module)):
         return None
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
-    if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
+    weight, bias = readable(module, "weight", "bias") or (None, None)
+    if weight is None:
         return None
     if bias is not None and bias.dtype != weight.dtype:
         return None
@@ -124,14 +125,14 @@ class LinearGroup:
 
 def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
     """The weights of the layers, and their biases if all have one; nothing if they cannot be those of one layer."""
-    columns: list[list[Any]] = [[layer._parameters.get(name) for layer in layers] for name in ("weight", "bias")]
-    weights, biases = columns
+    own = [readable(layer, "weight", "bias") or (None, None) for layer in layers]
+    weights, biases = columns = [[each[0] for each in own], [each[1] for each in own]]
     if len(layers) < 2 or (any(bias is None for bias in biases) and any(bias is not None for bias in biases)):
         return []
     if biases[0] is None:
         columns = [weights]
     every = [parameter for column in columns for parameter in column]
-    plain = all(type(p) is nn.Parameter and p.is_contiguous() and p.numel() and not p.is_inference() for p in every)
+    plain = all(p is not None and p.is_contiguous() and not p.is_inference() for p in every)
     if not plain or len({(p.dtype, p.device) for p in every}) > 1 or len({w.shape[1:] for w in weights}) > 1:
         return []
     is_like = biases[0] is None or all(bias.shape == weight.shape[:1] for bias, weight in zip(biases, weights))

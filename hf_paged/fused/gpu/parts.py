@@ -31,6 +31,7 @@ from hf_paged.kernels.rows import (
     normalise,
 )
 from hf_paged.model.overrides import ClassForwards, foreign_forward, is_unhooked, mark
+from hf_paged.model.parameters import readable
 
 
 class Part:
@@ -51,6 +52,7 @@ class Part:
         self._module = weakref.ref(module)
         self._skipped = _places_of(module, skipped)
         self.classes = [type(each) for each in self.modules]
+        self._parameters = [list(each._parameters) for each in self.modules if each is not None]
         self._class_forwards = ClassForwards(self.classes)
         mark(type(self).forward)
 
@@ -93,6 +95,8 @@ class Part:
         over, and nothing is in training mode."""
         modules = [module for module in self.modules if module is not None]
         if not self.is_whole() or list(map(type, modules)) != self.classes or any(each.training for each in modules):
+            return False
+        if any(readable(each, *names) is None for each, names in zip(modules, self._parameters, strict=True)):
             return False
         bare = all(map(is_unhooked, modules[1:]))
         return bare and not foreign_forward(self.module) and not self._class_forwards.changed()
@@ -166,12 +170,9 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
     """The norm of rows of this size and dtype that the module computes; None if it is none, or has hooks."""
     if module._modules or not is_unhooked(module) or not set(module._parameters) <= {"weight", "bias"}:
         return None
-    weights = [weight for weight in module._parameters.values() if weight is not None]
-    if (
-        dtype not in DTYPES
-        or size > MAX_SIZE
-        or any(type(w) is not nn.Parameter or w.shape != (size,) for w in weights)
-    ):
+    own = readable(module, *module._parameters)
+    weights = [weight for weight in own or () if weight is not None]
+    if own is None or dtype not in DTYPES or size > MAX_SIZE or any(w.shape != (size,) for w in weights):
         return None
     if any(weight.dtype != dtype or not weight.is_contiguous() for weight in weights):
         return None
@@ -205,9 +206,10 @@ def _probe_norm(module: nn.Module, size: int, dtype: torch.dtype, eps: float, de
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
-    rows = (random(1, 24, size) * torch.logspace(-3, 1, 24)[:, None]).to(device, dtype)
+    magnitudes = torch.logspace(-3, 1, 24, dtype=torch.float32, device="cpu")
+    rows = (random(1, 24, size) * magnitudes[:, None]).to(device, dtype)
     try:
         probe = copy.deepcopy(module)
         for name, weight in probe._parameters.items():
@@ -406,5 +408,5 @@ def activation_part(call: Call) -> ActivationPart | None:
 @torch.no_grad()
 def _is_activation(module: nn.Module, name: str) -> bool:
     """Whether the module's class computes the activation in fp32, over the range where activations differ."""
-    x = torch.linspace(-8, 8, 513)
+    x = torch.linspace(-8, 8, 513, dtype=torch.float32, device="cpu")
     return are_close(type(module).forward(module, x), ACTIVATIONS[name](x), 1e-6)

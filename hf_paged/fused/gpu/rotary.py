@@ -116,7 +116,7 @@ def _probe(
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     dim, count = like[0].shape[-1], angles.shape[-1]
     heads = [random(1, 7, number, dim).to(like[0]) for number in (4, 2)[: len(like)]]

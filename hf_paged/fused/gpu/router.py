@@ -215,8 +215,9 @@ def _probed(call: Call, place: Place, product: Product, bias: Bias | None, used:
         args[place] = given
     else:
         kwargs[place] = given
-    tensor = None if bias is None else torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(0))
-    if bias is not None and tensor is not None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(logits.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    if bias is not None:
         old = bias.of(probe, tuple(args), kwargs)
         tensor = tensor.to(old)
         if isinstance(bias.place, int):
@@ -247,7 +248,7 @@ def _copy(call: Call, product: Product) -> tuple[nn.Module, list[Any], dict[str,
     probe: Any = copy.deepcopy(call.module)
     for module in probe.modules():
         vars(module).pop("forward", None)  # those that record
-    weight = torch.eye(num_experts, size, device=call.input.device)
+    weight = torch.eye(num_experts, size, dtype=torch.float32, device=call.input.device)
     if product.child:
         dtype = next((p.dtype for p in probe._modules[product.child].parameters()), call.input.dtype)
         layer = nn.Linear(size, num_experts, bias=False, device=call.input.device, dtype=dtype)
@@ -272,12 +273,13 @@ def _logits(num_experts: int, top_k: int) -> torch.Tensor:
     """Rows of distinct logits within +-4, which are exact in bf16 for up to 512 experts; and two of close ones, and of
     very low ones, of which top_k + 1 differ."""
     generator = torch.Generator().manual_seed(0)
-    places = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(16)])
+    ids: Any = {"dtype": torch.int64, "device": "cpu"}
+    places = torch.stack([torch.randperm(num_experts, generator=generator, **ids) for _ in range(16)])
     unit = max(1, 1 << (num_experts - 1).bit_length()) / 8
-    last = torch.tensor([[90.0], [-120.0]]).repeat(1, num_experts)
-    different = torch.arange(min(top_k + 1, num_experts))
+    last = torch.tensor([[90.0], [-120.0]], dtype=torch.float32, device="cpu").repeat(1, num_experts)
+    different = torch.arange(min(top_k + 1, num_experts), dtype=torch.float32, device="cpu")
     last[0, : top_k + 1], last[1, : top_k + 1] = 128 - different, -64 - different / 2
-    return torch.cat([(places - num_experts // 2) / unit, last])
+    return torch.cat([(places - num_experts // 2).float() / unit, last])
 
 
 def _rules(probe: nn.Module, top_k: int, may_have_bias: bool, used: Used) -> Iterator[Rule]:

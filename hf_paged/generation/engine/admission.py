@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.layers import longest_length
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.prompts import as_prompt
@@ -52,7 +53,7 @@ class Admission:
         model: Any,
         adapters: Adapters,
         config: SchedulerConfig,
-        managers: list[BlockManager],
+        manager: BlockManager,
         max_length: int | None,
         ids_in_use: Container[str],
     ) -> None:
@@ -60,11 +61,15 @@ class Admission:
         self._model = model
         self._adapters = adapters
         self._config = config
-        self._managers = managers
-        self._max_length = max_length
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
+        self.use_memory(manager, max_length)
+
+    def use_memory(self, manager: BlockManager, max_length: int | None) -> None:
+        """Admit requests from now on that fit in another memory."""
+        self._manager = manager
+        self._max_length = max_length
 
     def request(self, prompt_ids: Any, generation_config: Any, options: RequestOptions, tokenizer: Any) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""
@@ -83,15 +88,17 @@ class Admission:
         return self._made(prepared, generation_config, options, choice)
 
     def longest_request(self, num_beams: int) -> int:
-        """The greatest `max_length` that is safe for any request: each group of layers needs blocks for all of it."""
-        blocks = min(manager.allocator.num_blocks for manager in self._managers) - (num_beams - 1)
-        limits = (blocks * self._managers[0].block_size, position_limit(self._model), self._max_length)
+        """The greatest `max_length` that is safe for any request."""
+        manager, size = self._manager, self._manager.block_size
+        blocks = manager.allocator.num_blocks - (num_beams - 1) * len(manager.groups)
+        longest = longest_length(manager.groups, blocks, size, max(blocks, 0) * size)
+        limits = (longest, position_limit(self._model), self._max_length)
         return min(limit for limit in limits if limit is not None)
 
     def _check_size(self, prepared: PreparedRequest) -> None:
         config, length = prepared.generation_config, len(prepared.prompt_token_ids)
         check_length(self._model, length, config.max_length, self._max_length)
-        check_fits(length, prepared.max_length, config.num_beams if prepared.uses_beams else 1, self._managers)
+        check_fits(length, prepared.max_length, config.num_beams if prepared.uses_beams else 1, self._manager)
 
     def _made(
         self, prepared: PreparedRequest, generation_config: Any, options: RequestOptions, choice: AdapterChoice

@@ -128,9 +128,9 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner, follow_weights: Callable[..., None]
+        self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner, follow_weights: Callable[[], None]
     ) -> None:
-        """follow_weights: drops cached prefixes if the weights have changed."""
+        """follow_weights: called before each step; takes note of changes of the model."""
         self._scheduler = scheduler
         self._runner = runner
         self._follow_weights = follow_weights
@@ -347,9 +347,8 @@ class EngineCore:
         try:
             self._settle_and(self._begin_step)
             if self._scheduler.has_unfinished():
-                if self._scheduler.may_admit:
-                    self._follow_weights(contents=self._scheduler.is_idle)
                 with torch.no_grad():
+                    self._follow_weights()
                     self._stepper.step()
         finally:
             try:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
-from hf_paged.errors import EngineError
+from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.engine.admission import Admission, RequestOptions, one_each, options_of_each
 from hf_paged.generation.engine.core import EngineCore
 from hf_paged.generation.engine.outputs import RequestOutput
-from hf_paged.generation.engine.parallel import FollowingRunner, check_parallel, make_runner
+from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.prompts import as_prompt, as_prompts
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sizing import open_memory
+from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.streams import RequestStream, progress_bar
 from hf_paged.generation.sampling.request import Request
@@ -33,7 +33,9 @@ from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
+from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.state import state_of
+from hf_paged.model.support import examine, refuse_unsupported
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -91,20 +93,22 @@ class Engine(EngineCore):
         opened = open_memory(model, self.cache_config, self.scheduler_config, prepack, fuse)
         self._model = opened.model.model
         self._memory = opened.memory
-        self._host_managers = opened.host_managers
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        scheduler = Scheduler(self.scheduler_config, opened.memory.managers, opened.host_managers or None)
+        scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager)
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, cuda_graphs)
         runner.warm_up(self.scheduler_config, warmup)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
-        super().__init__(self.scheduler_config, scheduler, runner, self._drop_stale_prefixes)
+        self._structure = self._weights.structure
+        self._asked, self._wanted = asked, (prepack, fuse, cuda_graphs)
+        self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
+        super().__init__(self.scheduler_config, scheduler, runner, self._follow_model)
         self._admission = Admission(
             self._model,
             self._adapters,
             self.scheduler_config,
-            opened.memory.managers,
+            opened.memory.manager,
             opened.max_length,
             self._requests,
         )
@@ -135,9 +139,10 @@ class Engine(EngineCore):
         (None = the model's); its attribute `seed` seeds the request's own random numbers. priority: lower runs first;
         equal ones run in order of arrival. streamer: a streamer of transformers, fed as by `generate`: the prompt now,
         the tokens in the thread that runs the step. adapter: name of the PEFT adapter for this request, independent of
-        the model's active adapters and of other requests; "__base__" = no adapter; None = the adapters that are active
-        now, until the request ends. cache_salt: requests share cached prefixes only with requests of the same salt and
-        adapter. attention_mask: of a padded prompt, [length], 0 for padding at its ends. deadline: seconds after which
+        the model's active adapters and of other requests; "__base__" = the base model without adapters; None = the
+        adapters that are active in the PEFT model now, until the request ends, so not the base model. cache_salt:
+        requests share cached prefixes only with requests of the same salt and adapter. attention_mask: of a padded
+        prompt, [length], 0 for padding at its ends. deadline: seconds after which
         the request ends with finish_reason "deadline", waiting included. (The config's `max_time` ends a running
         request after its next token, and a waiting one at once.) logprobs: k, to also have the k most likely tokens at
         each generated position in the outputs (not with beams). prompt_logprobs: k, to have the log-probabilities of
@@ -290,9 +295,7 @@ class Engine(EngineCore):
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         if cache is None:
-            raise ValueError(
-                "there is no prefix cache: prefix_caching=False, or the model has sliding windows or recurrent states"
-            )
+            raise ValueError("there is no prefix cache: prefix_caching=False, or the model has recurrent states")
         from transformers import GenerationConfig
 
         options = RequestOptions(adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
@@ -389,6 +392,65 @@ class Engine(EngineCore):
             self._scheduler.forget_prefixes()
             self._weights_epoch = epoch
 
+    def _follow_model(self) -> None:
+        """Before each step: take note of changes of the model."""
+        if self._scheduler.may_admit:
+            self._drop_stale_prefixes(contents=self._scheduler.is_idle)
+        self._runner.look()
+        try:
+            if self._weights.structure != self._structure or self._opened is None:
+                self._structure = self._weights.structure
+                self._follow_structure()
+        except (UnsupportedModelError, ValueError, RankError) as error:
+            self._opened = None
+            self._fail_all(f"the modules of the model have changed: {error}", error)
+            return
+        try:
+            if self._runner.follow_model():
+                self._stepper.settle()
+                self._stepper.is_async = bool(self.scheduler_config.async_scheduling) and self._runner.is_packed
+                self._scheduler.begin_anew(shares_prefixes=self._runner.is_plain)
+        except UnsupportedModelError as error:
+            self._fail_all(str(error), error)
+
+    def _fail_all(self, error: str, exception: BaseException) -> None:
+        for request in list(self._requests.values()):
+            self._fail(request, error, exception)
+
+    def _follow_structure(self) -> None:
+        """The model has other modules: bind it anew. If its K/V differs, all requests are computed again."""
+        opened = self._opened
+        refuse_unsupported(self._model)
+        examined = examine(self._model)
+        report = examined.bare if examined.bare.native else examined.present
+        if opened is not None and opened.fits(report):
+            self._runner.follow_structure()
+            return
+        if isinstance(self._runner, DrivingRunner):
+            raise RankError("its layers keep other K/V, and the engine runs on several ranks; make a new engine")
+        self._stepper.settle()
+        self._scheduler.recompute_all()
+        self._let_memory_go()
+        asked, (prepack, fuse, graphs) = self._asked, self._wanted
+        if not report.native:  # what the caller has insisted on does not exist any more
+            asked, prepack, fuse, graphs = replace(asked, async_scheduling=None), None, None, None
+        config = asked.for_device(device_of(self._model).type)
+        opened = open_memory(self._model, self.cache_config, config, prepack, fuse)
+        config = opened.usable(asked, config)
+        steps = graphed_steps(opened.model, config.max_num_seqs, graphs)
+        self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps)
+        self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager)
+        self._admission.use_memory(opened.memory.manager, opened.max_length)
+        self._stepper.is_async = bool(config.async_scheduling)
+        self._memory, self._opened, self.scheduler_config = opened.memory, opened, config
+
+    def _let_memory_go(self) -> None:
+        """Free the K/V tensors. No request holds blocks."""
+        if self._scheduler.prefix_cache is not None:
+            self._scheduler.prefix_cache.clear()  # pins hold blocks
+        self._runner.close()
+        self._memory.release()
+
     # -- several ranks ------------------------------------------------------------------------------------------
 
     @property
@@ -407,6 +469,13 @@ class Engine(EngineCore):
             raise RuntimeError("this engine takes the requests itself: run_worker() is for ranks above 0 (is_driver)")
         self._check_open()
         self._runner.follow(on_pause)
+
+    def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
+        """Have `call` called with the reason when a rank fails, ends or hangs, also while no step runs. In any thread.
+
+        Nothing for a model on one rank.
+        """
+        self._runner.when_ranks_fail(call)
 
     # -- figures, the end ---------------------------------------------------------------------------------------
 
@@ -434,7 +503,7 @@ class Engine(EngineCore):
         A snapshot for tools that show or measure sharing. Empty for a request that holds no block.
         """
         with self._lock:
-            group, manager = self._scheduler.get(request_id), self._memory.managers[0]
+            group, manager = self._scheduler.get(request_id), self._memory.manager
             seqs = [] if group is None else [seq for seq in group.live if seq.seq_id in manager]
             return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
 
@@ -454,13 +523,10 @@ class Engine(EngineCore):
                     pass
                 for request in list(self._requests.values()):
                     self._abort(request)
-                if self._scheduler.prefix_cache is not None:
-                    self._scheduler.prefix_cache.clear()  # pins hold blocks
                 self._delivery.clear()
                 self._closed = True
             self._end_streams()
-            self._runner.close()
-            self._memory.release()
+            self._let_memory_go()
             self._weights.release_views()
 
     def __enter__(self) -> Engine:

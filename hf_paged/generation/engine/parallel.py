@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import RankError
+from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
 from hf_paged.generation.engine.runner import Packed, Runner, StepResult
@@ -22,15 +22,16 @@ from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
+from hf_paged.model.sequential import RowModel
 from hf_paged.model.state import state_of, unwrapped
 
 
 class _Event(Enum):
-    """What the driver tells the other ranks besides plans."""
+    """What the driver tells the other ranks besides plans: a message of one byte."""
 
-    PAUSE = "a pause has begun"
-    COMPARE = "compare what you have got"
-    CLOSE = "the engine is closed"
+    PAUSE = b"p"
+    COMPARE = b"="  # what each rank has got
+    CLOSE = b"c"
 
 
 def check_parallel(model: Any, asked: SchedulerConfig, cuda_graphs: bool | None, warmup: bool | None) -> None:
@@ -49,18 +50,27 @@ def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, cud
     ranks = opened.ranks
     if ranks is None:
         graphs = graphed_steps(opened.model, max_num_seqs, cuda_graphs)
-        return Runner(opened.model, opened.memory, opened.host_pools, adapters, graphs)
+        return Runner(opened.model, opened.memory, opened.host_pool, adapters, graphs)
     return (DrivingRunner if ranks.is_driver else FollowingRunner)(opened, adapters, ranks)
 
 
 class _RankRunner(Runner):
     def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
-        super().__init__(opened.model, opened.memory, opened.host_pools, adapters)
+        super().__init__(opened.model, opened.memory, opened.host_pool, adapters)
         self._ranks = ranks
         self._weights = state_of(opened.model.model).weights
 
+    def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
+        self._ranks.when_failed(call)
+
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Not implemented: kernels are compiled when a step needs them. (True is refused, see `check_parallel`.)"""
+
+    def _make_rows(self, reason: str) -> RowModel:
+        raise UnsupportedModelError(
+            f"{reason}; one sequence at a time is not computed on several ranks: take it out, or use "
+            "model.generate(..., cache_implementation='paged') on every rank"
+        )
 
 
 class DrivingRunner(_RankRunner):
@@ -85,7 +95,7 @@ class DrivingRunner(_RankRunner):
         forwards = [forward for forward, _ in self._packed]
         if forwards or output.moves_blocks:
             plan = StepPlan(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
-            self._ranks.send(plan)
+            self._ranks.send(plan.to_bytes())
         with self._ranks.guard():
             super().prepare(output)
 
@@ -101,15 +111,15 @@ class DrivingRunner(_RankRunner):
             return super()._run_with(choice, compute)
 
     def pause(self) -> None:
-        self._ranks.send(_Event.PAUSE)
+        self._ranks.send(_Event.PAUSE.value)
 
     def check_integrity(self) -> None:
-        self._ranks.send(_Event.COMPARE)
+        self._ranks.send(_Event.COMPARE.value)
         self._ranks.check_same_messages()
 
     def close(self) -> None:
         with suppress(RankError):
-            self._ranks.send(_Event.CLOSE)
+            self._ranks.send(_Event.CLOSE.value)
         self._ranks.close(is_done=True)
         super().close()
 
@@ -132,17 +142,21 @@ class FollowingRunner(_RankRunner):
             with self._ranks.guard():
                 self._obey(message, on_pause)
 
-    def _obey(self, message: StepPlan | _Event, on_pause: Callable[[], Any] | None) -> None:
-        if isinstance(message, StepPlan):
-            if message.weights_epoch != self._epoch:
-                self._epoch = message.weights_epoch
+    def _obey(self, message: bytearray, on_pause: Callable[[], Any] | None) -> None:
+        event = _Event(bytes(message)) if len(message) == 1 else None
+        if event is None:
+            plan = StepPlan.from_bytes(message)
+            if plan.weights_epoch != self._epoch:
+                self._epoch = plan.weights_epoch
                 self._weights.changed()
             super().check_model()
-            self.carry_out(message)
-        elif message is _Event.PAUSE:
+            self.look()
+            self.follow_model()
+            self.carry_out(plan)
+        elif event is _Event.PAUSE:
             if on_pause is not None:
                 on_pause()
-        elif message is _Event.COMPARE:
+        elif event is _Event.COMPARE:
             self._ranks.check_same_messages()
         else:
             self._is_done = True

@@ -1,16 +1,19 @@
 """One step as plain data: all that a process needs to compute it on its own device (SOSP'23 section 4.6).
 
-With tensor parallelism the driver sends each plan to the other ranks. A plan refers to blocks, never to sequences,
-requests or tensors of a device.
+With tensor parallelism the driver sends each plan to the other ranks, as numbers alone: nothing in it can be run. A
+plan refers to blocks, never to sequences, requests or tensors of a device.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from itertools import chain
 
 import numpy as np
 
+from hf_paged.cache.block_manager import BlockCopy
 from hf_paged.generation.engine.tables import Copies
 from hf_paged.kernels.metadata import StepArrays
 
@@ -29,51 +32,13 @@ class Forward:
     wanted: np.ndarray | None
     adapters: bytes | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle all arrays as one buffer: one after another takes four times as long, and the other ranks wait."""
-        step = self.step
-        arrays = [*(getattr(step, name) for name in _ARRAYS), *step.block_tables, *step.slots, self.tokens]
-        if self.wanted is not None:
-            arrays.append(self.wanted)
-        forms = [(array.dtype.char, array.shape) for array in arrays]
-        data = bytearray()
-        for array in arrays:
-            data += array.tobytes()
-            data += bytes(-len(data) % _ALIGNMENT)
-        numbers = [getattr(step, name) for name in _NUMBERS]
-        return _forward, (forms, data, len(step.block_tables), numbers, self.adapters)
-
-
-_ALIGNMENT = 8  # bytes, of the largest elements
-_ARRAYS = ("positions", "seq_lens", "query_start_loc")
-_NUMBERS = [field.name for field in fields(StepArrays) if field.name not in (*_ARRAYS, "block_tables", "slots")]
-
-
-def _forward(
-    forms: list[tuple[str, tuple[int, ...]]], data: bytearray, groups: int, numbers: list[Any], adapters: bytes | None
-) -> Forward:
-    """The pickled Forward. Its arrays share the memory of `data`."""
-    arrays: list[np.ndarray] = []
-    start = 0
-    for dtype, shape in forms:
-        arrays.append(np.ndarray(shape, dtype, data, start))
-        start += -(-arrays[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
-    tables, rest = len(_ARRAYS), len(_ARRAYS) + 2 * groups
-    step = StepArrays(
-        **dict(zip(_ARRAYS, arrays)),
-        block_tables=arrays[tables : tables + groups],
-        slots=arrays[tables + groups : rest],
-        **dict(zip(_NUMBERS, numbers, strict=True)),
-    )
-    return Forward(arrays[rest], step, arrays[rest + 1] if len(arrays) > rest + 1 else None, adapters)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """A step, to be carried out in this order: `swap_out`, `swap_in`, `block_copies`, then the forwards.
 
-    The lists of copies are those of a SchedulerOutput, with one entry for each layer group. weights_epoch: increases
-    when the driver has noticed a change of its weights.
+    The lists of copies are those of a SchedulerOutput. weights_epoch: increases when the driver has noticed a change of
+    its weights.
     """
 
     swap_out: Copies
@@ -82,5 +47,76 @@ class StepPlan:
     forwards: list[Forward]
     weights_epoch: int
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepPlan, (self.swap_out, self.swap_in, self.block_copies, self.forwards, self.weights_epoch)
+    def to_bytes(self) -> bytes:
+        """A row of int64 (how many follow; lengths, copies, figures), then arrays, each at a multiple of 8 bytes."""
+        numbers = [self.weights_epoch, len(self.forwards)]
+        for copies in (self.swap_out, self.swap_in, self.block_copies):
+            numbers.append(len(copies))
+            numbers += chain.from_iterable(copies)
+        data: list[bytes] = []
+        for each in self.forwards:
+            step = each.step
+            numbers += (len(each.tokens), len(step.seq_lens), len(step.block_tables))
+            numbers += (table.shape[1] for table in step.block_tables)
+            numbers += (_NONE if some is None else len(some) for some in (each.wanted, each.adapters))
+            numbers += (getattr(step, name) for name in _FIGURES)
+            wanted = () if each.wanted is None else (each.wanted,)
+            data += (_bytes(array, np.int64) for array in (each.tokens, step.positions, *step.slots, *wanted))
+            data += (_bytes(array, np.int32) for array in (step.seq_lens, step.query_start_loc, *step.block_tables))
+            data.append(_padded(each.adapters or b""))
+        return b"".join((struct.pack(f"={1 + len(numbers)}q", len(numbers), *numbers), *data))
+
+    @classmethod
+    def from_bytes(cls, data: bytearray) -> StepPlan:
+        """The plan of `to_bytes`. Its arrays share the memory of `data`."""
+        (count,) = struct.unpack_from("=q", data)
+        numbers = iter(struct.unpack_from(f"={count}q", data, _ALIGNMENT))
+        epoch, num_forwards = next(numbers), next(numbers)
+        swap_out, swap_in, block_copies = (_copies(numbers) for _ in range(3))
+        forwards, start = [], _ALIGNMENT * (1 + count)
+        for _ in range(num_forwards):
+            forward, start = _forward(numbers, data, start)
+            forwards.append(forward)
+        return cls(swap_out, swap_in, block_copies, forwards, epoch)
+
+
+_ALIGNMENT = 8  # bytes, of the largest elements
+_NONE = -1  # in place of a length
+_ARRAYS = ("positions", "seq_lens", "query_start_loc", "block_tables", "slots")
+_FIGURES = [field.name for field in fields(StepArrays) if field.name not in _ARRAYS]
+
+
+def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    return _padded(array.astype(dtype, copy=False).tobytes())
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % _ALIGNMENT)
+
+
+def _copies(numbers: Iterator[int]) -> list[BlockCopy]:
+    return [BlockCopy(next(numbers), next(numbers)) for _ in range(next(numbers))]
+
+
+def _forward(numbers: Iterator[int], data: bytearray, start: int) -> tuple[Forward, int]:
+    """A forward whose arrays begin at byte `start`, and where they end."""
+
+    def array(dtype: type, *shape: int) -> np.ndarray:
+        nonlocal start
+        made: np.ndarray = np.ndarray(shape, dtype, data, start)
+        start += -(-made.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return made
+
+    num_tokens, num_seqs, groups = next(numbers), next(numbers), next(numbers)
+    widths = [next(numbers) for _ in range(groups)]
+    num_wanted, num_adapters = next(numbers), next(numbers)
+    figures = {name: next(numbers) for name in _FIGURES}
+    shares = bool(figures.pop("shares"))
+    tokens, positions = array(np.int64, num_tokens), array(np.int64, num_tokens)
+    slots = [array(np.int64, num_tokens) for _ in widths]
+    wanted = None if num_wanted == _NONE else array(np.int64, num_wanted)
+    seq_lens, starts = array(np.int32, num_seqs), array(np.int32, num_seqs + 1)
+    tables = [array(np.int32, num_seqs, width) for width in widths]
+    adapters = None if num_adapters == _NONE else array(np.uint8, num_adapters).tobytes()
+    step = StepArrays(positions, seq_lens, starts, tables, slots, **figures, shares=shares)
+    return Forward(tokens, step, wanted, adapters), start

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.generation.validation import check_prompts, is_integer, position_limit, shown
+from hf_paged.generation.validation import check_prompts, is_integer, position_limit, refuse_placeholders, shown
 
 
 def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
@@ -43,8 +43,14 @@ def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer
     """Token ids without padding.
 
     attention_mask: 1 for a token of the prompt, 0 for padding, which may appear only at the ends. Raises ValueError for
-    an invalid prompt, and for padding tokens without a mask.
+    an invalid prompt, for padding tokens without a mask, and for placeholders of images or sound.
     """
+    ids = _token_ids(model, prompt_ids, attention_mask, tokenizer)
+    refuse_placeholders(model, ids)
+    return ids
+
+
+def _token_ids(model: Any, prompt_ids: Any, attention_mask: Any, tokenizer: Any) -> list[int]:
     if _is_plain_prompt(model, prompt_ids) and attention_mask is None:
         ids: list[int] = prompt_ids[:]
     else:
@@ -52,7 +58,8 @@ def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer
         check_prompts(model, given, "prompt_ids")
         given = given.to(torch.int64)
         if attention_mask is not None:
-            return _without_padding(given, attention_mask)[0].tolist()
+            kept: list[int] = _without_padding(given, attention_mask)[0].tolist()
+            return kept
         ids = given[0].tolist()
     pads = _pad_tokens(model, tokenizer)
     for name, token in (("begins", ids[0]), ("ends", ids[-1])):
@@ -89,7 +96,7 @@ def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
         wrong = [token for token in ids if not is_integer(token) or not -(2**63) <= token < 2**63]
         if wrong:
             raise ValueError(f"{shown(wrong[0])} in the prompt is not a token id; integers are needed")
-        prompt_ids = torch.tensor(ids, dtype=torch.int64)
+        prompt_ids = torch.tensor(ids, dtype=torch.int64, device="cpu")
     if prompt_ids.ndim == 1:
         prompt_ids = prompt_ids[None]
     if prompt_ids.ndim == 2 and prompt_ids.shape[0] > 1:
@@ -100,7 +107,7 @@ def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
 def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
     """ids int64 [1, length]; attention_mask [length] or [1, length], a tensor or a list."""
     try:
-        mask = torch.as_tensor(attention_mask, device=ids.device).reshape(-1)
+        mask = torch.as_tensor(attention_mask, dtype=torch.float64, device=ids.device).reshape(-1)
         is_binary = bool(((mask == 0) | (mask == 1)).all())
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"attention_mask={shown(attention_mask)}: ones and zeros are needed, one a token") from None
@@ -115,7 +122,7 @@ def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
     first, last = int(kept[0]), int(kept[-1])
     if last - first + 1 != len(kept):
         raise ValueError(
-            f"attention_mask={shown(mask.tolist())} has zeros between ones; padding may appear only at the ends"
+            f"attention_mask={shown(mask.long().tolist())} has zeros between ones; padding may appear only at the ends"
         )
     return ids[:, first : last + 1]
 

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel model: the driver's messages to the others, and the end of all if one fails.
+"""The ranks of a tensor-parallel model: the driver's messages to the others, and the end of all if one fails or hangs.
 
 Rank 0 drives: it alone schedules and samples, and broadcasts each step's plan (SOSP'23 section 4.6). torch.distributed
 carries the messages, with gloo beside whatever backend the forwards use. Knows messages; never what is in a plan.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
+import signal
+import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +31,19 @@ FIRST_BYTES = 1 << 15
 GRACE_SECONDS = 3.0
 """From the failure of another rank until a rank that still waits for it in a collective operation ends its process."""
 
-_NOTICE_BYTES = 1024
+BEAT_SECONDS = 2.0
+"""Between two signs of life of a process."""
+
+SILENCE_SECONDS = 15.0
+"""Without a sign of life until a process counts as one that hangs. Longer than a thread ever waits for its turn."""
+
+STEP_SECONDS = 600.0
+"""A step that takes longer never ends, although all processes are alive: an operation on a device hangs."""
+
+_NOTICE_BYTES = 1024  # a kind and a text
+_BEAT, _BYE, _FAILURE, _END = b"b", b"e", b"f", b"."
 _HEAD = 8
-_FOREVER = timedelta(days=3650)  # an idle driver sends nothing; a rank that ends is noticed at once
-_BYE = b""
+_FOREVER = timedelta(days=3650)  # an idle driver sends no message
 
 log = logging.getLogger("hf_paged")
 
@@ -75,9 +86,10 @@ def ranks_of(model: Any) -> Ranks | None:
 class Ranks:
     """The processes of one engine. Each has one object, made by all of them together.
 
-    A rank that fails, or whose process ends, ends the engine on all: `failure` says why, and `send`, `receive` and
-    `guard` raise RankError from then on. A thread for each other rank (on the driver; elsewhere for the driver) waits
-    for its notice, so that the end of a process is noticed without a message from it.
+    A rank that fails, hangs, or whose process ends, ends the engine on all: `failure` says why, and `send`, `receive`
+    and `guard` raise RankError from then on. The driver exchanges signs of life with each other rank: a thread speaks,
+    another one listens. A process that is not heard of for SILENCE_SECONDS hangs; the driver kills it if it is on the
+    same machine, because nothing else ends an operation of gloo that waits for it.
     """
 
     def __init__(self, group: Any) -> None:
@@ -89,22 +101,26 @@ class Ranks:
         # members make depends on the groups that each of them has.
         is_part = self.size < distributed.get_world_size()
         self._messages, self._notices = (
-            distributed.new_group(members, timeout=_FOREVER, backend="gloo", use_local_synchronization=is_part)
-            for _ in range(2)
+            distributed.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=is_part)
+            for timeout in (_FOREVER, timedelta(seconds=SILENCE_SECONDS))
         )
         self.failure: str | None = None
-        self._has_failed = threading.Event()
+        self._callbacks: list[Callable[[str], Any]] = []
+        self._is_over = threading.Event()  # a failure, or the end
         self._lock = threading.Lock()
         self._is_closed = False
-        self._is_waiting = False  # in an operation that ends only if the other ranks take part
+        self._began: float | None = None  # an operation that ends only if the other ranks take part
         self._sent: list[Any] = []  # operations and buffers of the last message
         self._last, self._count = b"", 0  # the last message, and how many there have been
-        peers = range(1, self.size) if self.is_driver else (0,)
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(peer,), name=f"hf-paged-rank-{peer}", daemon=True)
-            for peer in peers
-        ]
-        for thread in self._watchers:
+        self._processes = self._gather(_this_process())
+        self._speakers, self._listeners = (
+            [
+                threading.Thread(target=work, args=(peer,), name=f"hf-paged-rank-{peer}", daemon=True)
+                for peer in (range(1, self.size) if self.is_driver else (0,))
+            ]
+            for work in (self._speak, self._listen)
+        )
+        for thread in (*self._speakers, *self._listeners):
             thread.start()
 
     @property
@@ -115,34 +131,38 @@ class Ranks:
 
     def smallest(self, call: Callable[[], int]) -> int:
         """The smallest of the values that `call` returns on the ranks. If it raises on one of them, all raise."""
-        value, error = None, None
+        value, error = 0, None
         try:
             value = call()
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
-        answers: list[Any] = [None] * self.size
-        distributed.all_gather_object(answers, (value, None if error is None else str(error)), group=self._messages)
+        text = b"" if error is None else _FAILURE + str(error).encode()
+        answers = self._gather(struct.pack("=q", value) + text)
         if error is not None:
             raise error
-        for rank, (_, text) in enumerate(answers):
-            if text is not None:
-                raise ValueError(f"rank {rank}: {text}")
-        return min(answer for answer, _ in answers)
+        for rank, answer in enumerate(answers):
+            if text := answer[_HEAD:]:
+                raise ValueError(f"rank {rank}: {text[1:].decode(errors='replace')}")
+        return min(struct.unpack_from("=q", answer)[0] for answer in answers)
 
     def check_same_messages(self) -> None:
         """On every rank: raises AssertionError on the driver unless all have got the same messages."""
-        seen = (self._count, zlib.crc32(self._last))
-        answers: list[Any] | None = [None] * self.size if self.is_driver else None
-        distributed.gather_object(seen, answers, group_dst=0, group=self._messages)
-        assert answers is None or answers == [seen] * self.size, f"the ranks have followed different plans: {answers}"
+        seen = self._gather(struct.pack("=qq", self._count, zlib.crc32(self._last)))
+        assert not self.is_driver or len(set(seen)) == 1, f"the ranks have followed different plans: {seen}"
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        """The first bytes, about a thousand, of the data of each rank."""
+        own = _notice(data + _END)
+        answers = torch.zeros(self.size, _NOTICE_BYTES, dtype=torch.uint8, device="cpu")
+        self._wait(distributed.all_gather(list(answers), own, group=self._messages, async_op=True))
+        return [bytes(memoryview(answer.numpy())).rstrip(b"\0")[:-1] for answer in answers]
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def send(self, message: Any) -> None:
+    def send(self, data: bytes) -> None:
         """Send a message to the other ranks, without waiting until they have it."""
         with self.guard():
             self._finish_sending()
-            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
             self._note(data)
             first = bytearray(FIRST_BYTES)
             first[:_HEAD] = len(data).to_bytes(_HEAD, "little")
@@ -154,20 +174,20 @@ class Ranks:
             tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
             self._sent = [(self._broadcast(tensor), tensor) for tensor in tensors]
 
-    def receive(self) -> Any:
+    def receive(self) -> bytearray:
         """The next message of the driver."""
         with self.guard():
-            first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+            first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
             self._wait(self._broadcast(first))
             content = memoryview(first.numpy())
             length = int.from_bytes(content[:_HEAD], "little")
-            data = bytes(content[_HEAD : _HEAD + length])
+            data = bytearray(content[_HEAD : _HEAD + length])
             if length > len(data):
-                rest = torch.empty(length - len(data), dtype=torch.uint8)
+                rest = torch.empty(length - len(data), dtype=torch.uint8, device="cpu")
                 self._wait(self._broadcast(rest))
-                data += bytes(memoryview(rest.numpy()))
+                data += memoryview(rest.numpy())
             self._note(data)
-        return pickle.loads(data)
+        return data
 
     def _broadcast(self, tensor: torch.Tensor) -> Any:
         # The group's own method: `distributed.broadcast` takes 0.1 ms more on either side, in every step.
@@ -192,7 +212,7 @@ class Ranks:
             self._wait(work)
         self._sent = []
 
-    def _note(self, data: bytes) -> None:
+    def _note(self, data: bytes | bytearray) -> None:
         self._last, self._count = data, self._count + 1
 
     # -- failures -----------------------------------------------------------------------------------------------
@@ -210,20 +230,28 @@ class Ranks:
     def guard(self) -> Iterator[None]:
         """What is done inside, every rank does: an error in it, Ctrl-C included, ends the engine on all ranks."""
         self.check()
-        self._is_waiting = True
+        before = self._began
+        self._began = before or time.monotonic()
         try:
             yield
         except RankError:
             raise
         except BaseException as error:
             if isinstance(error, RuntimeError):  # perhaps from an operation with a rank that has failed and says why
-                self._has_failed.wait(GRACE_SECONDS / 2)
+                self._is_over.wait(GRACE_SECONDS / 2)
             if self.failure is None:
                 self.fail(f"rank {self.rank}: {type(error).__name__}: {error}")
                 raise
             raise RankError(self._ended) from error
         finally:
-            self._is_waiting = False
+            self._began = before
+
+    def when_failed(self, call: Callable[[str], Any]) -> None:
+        """`call` gets the reason when a rank has failed, in any thread."""
+        with self._lock:
+            self._callbacks.append(call)
+        if self.failure is not None:
+            call(self._ended)
 
     def fail(self, reason: str) -> None:
         """End the engine on all ranks; the first reason counts."""
@@ -231,37 +259,52 @@ class Ranks:
             if self.failure is not None or self._is_closed:
                 return
             self.failure = reason
-        self._has_failed.set()
+        self._is_over.set()
         log.error("the engine ends on rank %d: %s", self.rank, reason)
-        self._notify(reason.encode()[:_NOTICE_BYTES])
+        for call in self._callbacks:
+            call(self._ended)
         if distributed.get_backend(self._forwards) != "gloo":
             self._forwards.abort()  # gloo's operations cannot be ended
-        if not self.is_driver:
-            threading.Thread(target=self._end_process, name="hf-paged-end", daemon=True).start()
+        threading.Thread(target=self._end_process, name="hf-paged-end", daemon=True).start()
 
     def _end_process(self) -> None:
-        """An operation of gloo that waits for a rank which does not take part ends only with its process."""
-        time.sleep(GRACE_SECONDS)
-        if self._is_waiting:
+        """An operation of gloo that waits for a rank which does not take part ends only with its process, or with this
+        one: the driver's, which others wait for, ends later."""
+        time.sleep(2 * GRACE_SECONDS if self.is_driver else GRACE_SECONDS)
+        if self._began is not None:
             log.error("rank %d ends its process, because it waits for a rank that has failed", self.rank)
             os._exit(1)
 
-    def _notify(self, text: bytes) -> None:
-        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
-        notice[: len(text)] = torch.frombuffer(bytearray(text) or bytearray(1), dtype=torch.uint8)[: len(text)]
-        for peer in range(1, self.size) if self.is_driver else (0,):
-            with suppress(RuntimeError):  # that rank has ended
-                distributed.send(notice, group_dst=peer, group=self._notices)
+    def _speak(self, peer: int) -> None:
+        """Signs of life, and at the end how it is."""
+        with suppress(RuntimeError, ValueError):  # that rank has ended; ValueError: the groups are being destroyed
+            while not self._is_over.wait(BEAT_SECONDS):
+                distributed.send(_notice(_BEAT), group_dst=peer, group=self._notices)
+                if self.is_driver and self._began is not None and time.monotonic() - self._began > STEP_SECONDS:
+                    self.fail(f"a step has not ended within {STEP_SECONDS:g} seconds")
+            last = _BYE if self.failure is None else _FAILURE + self.failure.encode()
+            distributed.send(_notice(last), group_dst=peer, group=self._notices)
 
-    def _watch(self, peer: int) -> None:
-        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+    def _listen(self, peer: int) -> None:
+        notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8, device="cpu")
+        heard = time.monotonic()
         try:
-            distributed.recv(notice, group_src=peer, group=self._notices)
-            reason = bytes(memoryview(notice.numpy())).rstrip(b"\0").decode(errors="replace")
-        except (RuntimeError, ValueError):  # ValueError: the process groups are being destroyed
-            reason = f"rank {peer} has ended without closing its engine"
-        if reason:
-            self.fail(reason)
+            while True:
+                distributed.recv(notice, group_src=peer, group=self._notices)
+                heard = time.monotonic()
+                text = bytes(memoryview(notice.numpy())).rstrip(b"\0")
+                if text[:1] == _BYE:
+                    return
+                if text[:1] == _FAILURE:
+                    self.fail(text[1:].decode(errors="replace"))
+                    return
+        except (RuntimeError, ValueError):
+            if time.monotonic() - heard < SILENCE_SECONDS / 2:
+                self.fail(f"rank {peer} has ended without closing its engine")
+                return
+        self.fail(f"rank {peer} hangs: nothing has been heard of it for {SILENCE_SECONDS:g} seconds")
+        if self.is_driver and not self._is_closed:
+            _kill(self._processes[peer])
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -269,17 +312,40 @@ class Ranks:
         """is_done: whether the driver has sent its last message, or this rank has got it. Otherwise all end."""
         if not is_done:
             self.fail(f"rank {self.rank} has closed its engine before the driver")
+        with suppress(RuntimeError):  # a rank has ended meanwhile
+            self._finish_sending()
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._is_over.set()
+        for thread in self._speakers:
+            thread.join(GRACE_SECONDS)
         if self.failure is not None:
             return  # the groups may be in use by threads that wait
-        with suppress(RuntimeError):  # a rank has ended meanwhile
-            self._finish_sending()
-        self._notify(_BYE)
-        for thread in self._watchers:
+        for thread in self._listeners:
             thread.join(GRACE_SECONDS)
-        if not any(thread.is_alive() for thread in self._watchers):
+        if not any(thread.is_alive() for thread in (*self._speakers, *self._listeners)):
             distributed.destroy_process_group(self._messages)
             distributed.destroy_process_group(self._notices)
+
+
+def _notice(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text[:_NOTICE_BYTES].ljust(_NOTICE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _this_process() -> bytes:
+    """Names this process, and the place in which its number means it."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{os.getpid()} {machine} {os.stat('/proc/self/ns/pid').st_ino}".encode()
+    except OSError:  # not on this system
+        return b""
+
+
+def _kill(process: bytes) -> None:
+    """Nothing if it runs elsewhere, or has ended."""
+    number, *place = process.split()
+    if place == _this_process().split()[1:]:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(int(number), signal.SIGKILL)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.sequence import Plan, Sequence
 from hf_paged.generation.engine.tables import SchedulerOutput
@@ -26,9 +27,11 @@ from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
+from hf_paged.model.state import state_of
 from hf_paged.model.warmup import warm_up
 
 
@@ -91,35 +94,54 @@ class Packed(NamedTuple):
 
 
 class Runner:
-    """One model over one PagedMemory, with host pools (one a layer group) to swap to.
+    """One model over one PagedMemory, with a host pool to swap to, if any.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward; a RowModel computes one
-    sequence after the other. `graphs` replay the steps that they can.
+    sequence after the other. `graphs` replay the steps that they can. While code of others runs in the model, a
+    RowModel takes the place of the PackedModel.
     """
 
     def __init__(
         self,
         model: PackedModel | RowModel,
         memory: PagedMemory,
-        host_pools: list[HostPool],
+        host_pool: HostPool | None,
         adapters: Adapters,
         graphs: GraphedSteps | None = None,
     ) -> None:
-        self._model = model
-        self.memory = memory
-        self._host_pools = host_pools
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
+        self.use_memory(model, memory, host_pool, graphs)
+
+    def use_memory(
+        self,
+        model: PackedModel | RowModel,
+        memory: PagedMemory,
+        host_pool: HostPool | None,
+        graphs: GraphedSteps | None = None,
+    ) -> None:
+        """Run the steps from now on over another memory."""
+        self._model = self._bound = model
+        self._rows = model if isinstance(model, RowModel) else None
+        self._foreign = foreign_code(model.model)
+        self.is_plain = True  # no code of others runs in the model
+        self.memory = memory
+        self._host_pool = host_pool
         self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
-        # Inference mode saves a twentieth of a step on a CPU. A model with an attention of its own may keep tensors.
-        # (`inference_mode(False)` would turn gradients on.)
-        self._grad_mode = torch.inference_mode if isinstance(model, PackedModel) else torch.no_grad
+        self._weights = state_of(model.model).weights
         self._device = device_of(model.model)
-        devices = {self._device, *memory.bytes_per_block_by_device}
+        devices = {self._device, *memory.pool.bytes_per_block_by_device}
         self._cuda_devices = [device for device in devices if device.type == "cuda"]
         self._made_for = _dtype_and_device(model.model)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the last step
+
+    def _without_gradients(self) -> AbstractContextManager[None]:
+        """Inference mode, which saves a twentieth of a step on a CPU, if the model supports it for certain: one with an
+        attention of its own may keep tensors, and weights of classes of their own may refuse views."""
+        # (`inference_mode(False)` would turn gradients on.)
+        supported = self.is_packed and self._weights.are_plain
+        return torch.inference_mode() if supported else torch.no_grad()
 
     def check_model(self) -> None:
         """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory."""
@@ -131,14 +153,57 @@ class Runner:
                 "change the model back, or close the engine and make a new one"
             )
 
+    def look(self) -> None:
+        """Before a step: take note of changes of the model's modules, weights, hooks and functions."""
+        self._foreign.look()
+
+    def follow_model(self) -> bool:
+        """After `look`: choose how the model is computed from now on. Returns whether that has changed.
+
+        K/V of computed tokens stays valid, but a prompt that is computed in part must be begun again. Raises
+        UnsupportedModelError, and nothing has changed, if the model with the code of others cannot be computed.
+        """
+        reason = self._foreign.reason
+        if (reason is None) == self.is_plain:
+            return False
+        if reason is None:
+            self._model = self._bound
+        else:
+            self._rows = self._model = self._rows or self._make_rows(reason)
+        self.is_plain = reason is None
+        if self._rows is not None:
+            self._rows.is_incremental = self._rows.depends_on_split or not self.is_plain
+        return True
+
+    def follow_structure(self) -> None:
+        """The model has other modules, whose K/V fits the memory."""
+        if isinstance(self._bound, PackedModel):
+            self._bound.follow_structure()
+            self._model, self._rows, self.is_plain = self._bound, None, True
+
+    def _make_rows(self, reason: str) -> RowModel:
+        model = self._bound.model
+        if self.graphs is not None and self.graphs.required:
+            raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
+        with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
+            rows = RowModel(model, self.memory, bare_copy(model) if self._foreign.inside else None)
+        return rows
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self._model, PackedModel)
+
+    def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
+        """`call` gets the reason, in any thread, when another process fails without which no step can run."""
+
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Before the first step: see `model.warmup`."""
-        warm_up(self._model, self.graphs, limits, wanted)
+        warm_up(self._bound, self.graphs, limits, wanted)
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted forward can be repeated: the recurrent states of a RowModel cannot be rolled back."""
-        return isinstance(self._model, PackedModel)
+        """Whether an interrupted forward can be repeated."""
+        return not isinstance(self._model, RowModel) or self._model.can_repeat
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Perform the work before the forward: swaps, block copies, and forks and ends of sequences that have states.
@@ -146,26 +211,25 @@ class Runner:
         If this raises, the contents of the blocks that were to be moved are undefined.
         """
         self._follow_last_step()
-        with self._grad_mode():
+        with self._without_gradients():
             if isinstance(self._model, RowModel):
                 self._follow(self._model, output)
             if output.moves_blocks:
                 self._move_blocks(output)
 
     def _move_blocks(self, step: SchedulerOutput | StepPlan) -> None:
-        for index, group in enumerate(self.memory.groups):
-            if self._host_pools:
-                self._host_pools[index].swap_out(step.swap_out[index])
-                self._host_pools[index].swap_in(step.swap_in[index])
-                self.blocks_swapped_out += len(step.swap_out[index])
-                self.blocks_swapped_in += len(step.swap_in[index])
-            if step.block_copies[index]:
-                group.pool.copy_blocks(step.block_copies[index])
+        if self._host_pool is not None:
+            self._host_pool.swap_out(step.swap_out)
+            self._host_pool.swap_in(step.swap_in)
+            self.blocks_swapped_out += len(step.swap_out)
+            self.blocks_swapped_in += len(step.swap_in)
+        if step.block_copies:
+            self.memory.pool.copy_blocks(step.block_copies)
 
     def carry_out(self, plan: StepPlan) -> None:
         """Do what a driver has planned: move blocks and write K/V. The driver alone needs the logits."""
         self._follow_last_step()
-        with self._grad_mode():
+        with self._without_gradients():
             self._move_blocks(plan)
             for forward in plan.forwards:
                 compute = partial(self._compute, forward)
@@ -185,7 +249,7 @@ class Runner:
             compute = partial(self._run_packed, sampled)
         if not output.scheduled:
             return StepResult([], None)
-        with self._grad_mode():
+        with self._without_gradients():
             return self._run_by_adapters(output.scheduled, compute)
 
     def _follow_last_step(self) -> None:
@@ -212,8 +276,8 @@ class Runner:
         self.wait()
         if self.graphs is not None:
             self.graphs.close()
-        if isinstance(self._model, RowModel):
-            self._model.clear()
+        if self._rows is not None:
+            self._rows.clear()
 
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
@@ -226,6 +290,8 @@ class Runner:
         for choice, part in parts.items():
             try:
                 results.append(self._run_with(choice, partial(compute, part)))
+            except LayersChanged:
+                raise  # nothing is wrong with these adapters
             except Exception as error:  # any failure is attributed to these adapters; other requests continue
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
@@ -260,13 +326,13 @@ class Runner:
         num_late = sum([seq.num_pending for seq in seqs])
         if missing.count(1) < len(seqs) or num_late not in (0, len(seqs)):
             return None
-        managers = self.memory.managers
+        manager = self.memory.manager
         step = self._decode_arrays.step(
             seqs,
             [seq.num_computed_tokens for seq in seqs],
-            [partial(_block_table, manager) for manager in managers],
-            [manager.rewrites for manager in managers],
-            [manager.sliding_window is None for manager in managers],
+            [partial(_block_table, manager, group) for group in range(len(manager.groups))],
+            manager.rewrites,
+            [group.kind.window for group in manager.groups],
         )
         if not num_late:
             return Packed(np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64), step, seqs)
@@ -298,8 +364,9 @@ class Runner:
             if end == len(known) + seq.num_pending:  # `seq.num_tokens`, hundreds of times in a step
                 seqs.append(seq)
                 rows.append(len(tokens) - 1)
+        manager = self.memory.manager
         step = step_arrays(
-            [[manager.block_table(seq.seq_id) for seq, _ in plan] for manager in self.memory.managers],
+            [[_block_table(manager, group, seq) for seq, _ in plan] for group in range(len(manager.groups))],
             [seq.num_computed_tokens + count for seq, count in plan],
             [count for _, count in plan],
             self.memory.block_size,
@@ -339,7 +406,7 @@ class Runner:
             end = seq.num_computed_tokens + count
             logits = None
             for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
-                ids = torch.tensor(seq.token_ids[start:stop], device=self._device)
+                ids = to_device(np.array(seq.token_ids[start:stop], dtype=np.int64), self._device)
                 inner = _inner(seq, start, stop)
                 logits = model.forward(seq.seq_id, ids, start, keep=stop - inner.start if inner else 1)
                 if inner:
@@ -351,8 +418,8 @@ class Runner:
         return StepResult(seqs, torch.stack(rows) if rows else None, prompts=prompts)
 
 
-def _block_table(manager: BlockManager, seq: Sequence) -> array[int]:
-    return manager.block_table(seq.seq_id)
+def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]:
+    return manager.block_table(seq.seq_id, group)
 
 
 def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
@@ -389,7 +456,7 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
     place = {seq: index for index, (seq, _) in enumerate(plan)}
     order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])
     joined = torch.cat(logits)
-    in_order = joined[torch.tensor(order, device=joined.device)]
+    in_order = joined[to_device(np.array(order, dtype=np.int64), joined.device)]
     return StepResult([seqs[row] for row in order], in_order, failed, prompts)
 
 

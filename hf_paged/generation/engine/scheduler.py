@@ -22,7 +22,7 @@ _by_order = attrgetter("order")
 
 
 class Scheduler:
-    """Queues of sequence groups over the block managers of all layer groups.
+    """Queues of sequence groups over a block manager.
 
     Invariants: every unfinished group is in exactly one of *waiting* (holds no block), *running* (on the device) and
     *swapped* (in host memory), each ordered by (priority, arrival): lower numbers first. Victims are taken from the
@@ -33,28 +33,15 @@ class Scheduler:
     an append to `token_ids`, as the caller decides. Before `update`, no scheduled token is pending any more. `abort`,
     `add` and `force_preempt` belong between steps.
 
-    `managers` has one entry for each layer group; `host_managers`, if given, are the swap space of each. Prefix
-    caching needs one manager without a sliding window.
+    `host_manager`, if given, is the swap space.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        managers: list[BlockManager],
-        host_managers: list[BlockManager] | None = None,
+        manager: BlockManager,
+        host_manager: BlockManager | None = None,
     ) -> None:
-        if not managers:
-            raise ValueError("managers=[]: at least one block manager is needed")
-        if host_managers is not None and len(host_managers) != len(managers):
-            raise ValueError(f"{len(host_managers)} host managers for {len(managers)} managers; give one for each")
-        self.config = config
-        self.managers = managers
-        self.host_managers = host_managers
-        shares = config.prefix_caching and len(managers) == 1 and managers[0].sliding_window is None
-        self.prefix_cache = PrefixCache(managers[0]) if shares else None
-        self._prefixes = Prefixes(self.prefix_cache, managers[0])
-        self._tables = Tables(managers, host_managers or [])
-        self._sliding = [manager for manager in managers if manager.sliding_window is not None]
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[SequenceGroup] = []
         self._running: list[SequenceGroup] = []
@@ -65,10 +52,20 @@ class Scheduler:
             SeqStatus.SWAPPED: self._swapped,
         }
         self._arrivals = itertools.count()
-        self._token_budget = config.token_budget
-        self._output = SchedulerOutput.for_managers(len(managers))  # of the next step, as far as it is known
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
+        self.use_tables(config, manager, host_manager)
+
+    def use_tables(self, config: SchedulerConfig, manager: BlockManager, host_manager: BlockManager | None) -> None:
+        """Go on over other managers. No group holds blocks: see `recompute_all`."""
+        self.config = config
+        self.manager = manager
+        self.host_manager = host_manager
+        self.prefix_cache = PrefixCache(manager) if config.prefix_caching else None
+        self._prefixes = Prefixes(self.prefix_cache, manager)
+        self._tables = Tables(manager, host_manager)
+        self._token_budget = config.token_budget
+        self._output = SchedulerOutput()  # of the next step, as far as it is known
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -239,7 +236,7 @@ class Scheduler:
             budget = self._resume_swapped(budget)
             if not self._swapped:
                 self._admit(budget)
-        output, self._output = self._output, SchedulerOutput.for_managers(len(self.managers))
+        output, self._output = self._output, SchedulerOutput()
         return output
 
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
@@ -283,11 +280,11 @@ class Scheduler:
         places = self.config.max_num_seqs - sum(group.width for group in self._running)
         while waiting and budget > 0 and waiting[0].width <= places:
             group = waiting[0]
-            hits = self._prefixes.match(group)
-            if self._tables.fits(group, hits, self._watermark):
+            prefix = self._prefixes.match(group)
+            if self._tables.fits(group, prefix, self._watermark):
                 places -= group.width
-                self._tables.start(group.live[0], hits)
-                self._prefixes.adopt(group, hits)
+                self._tables.start(group.live[0], prefix)
+                self._prefixes.adopt(group, prefix)
                 self._output.admitted.append(group)
                 budget -= self._start(group, budget)
             elif self._running:
@@ -362,6 +359,15 @@ class Scheduler:
         blocks."""
         self._prefixes.forget((*self._running, *self._swapped))
 
+    def begin_anew(self, *, shares_prefixes: bool) -> None:
+        """The model is computed in another way: begin prompts again that are computed in part, and drop all cached
+        prefixes. shares_prefixes: whether prefixes are cached from now on. Between two steps."""
+        for group in (*self._running, *self._swapped):
+            if any(seq.num_computed_tokens < seq.num_prompt_tokens for seq in group.live):
+                self._start_over(group)
+        self.forget_prefixes()
+        self._prefixes.is_on = shares_prefixes
+
     def recompute_all(self) -> None:
         """Free the K/V of all running and swapped groups, which then wait as after a preemption. Between two steps."""
         for group in (*self._running, *self._swapped):
@@ -371,16 +377,16 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput) -> None:
         """Record that the step is computed. Sequences that have ended meanwhile are skipped."""
-        block_size = self.managers[0].block_size
-        shares, sliding = self.prefix_cache is not None, self._sliding
+        manager = self.manager
+        block_size, shares, drops = manager.block_size, self.prefix_cache is not None, manager.drops_blocks
         for seq, num_tokens in output.scheduled:
             if seq.finish_reason is not None or seq.group.status is not SeqStatus.RUNNING:
                 continue
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
             if shares and num_computed // block_size > seq.num_registered_blocks:
                 self._prefixes.register(seq)
-            for manager in sliding:
-                manager.drop_outside_window(seq.seq_id)
+            if drops:
+                manager.drop_unseen(seq.seq_id)
 
     def discard_plan(self) -> None:
         """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that
@@ -388,7 +394,7 @@ class Scheduler:
         for status, queue in self._queues.items():
             queue[:] = sorted((group for group in self._groups.values() if group.status is status), key=_by_order)
         finished = self._output.finished_seq_ids
-        self._output = SchedulerOutput.for_managers(len(self.managers))
+        self._output = SchedulerOutput()
         self._output.finished_seq_ids.extend(finished)
 
     def rollback(self, output: SchedulerOutput) -> None:

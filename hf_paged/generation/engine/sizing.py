@@ -14,6 +14,7 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.kv_pool import KVPool
+from hf_paged.cache.layers import FULL, Kind, LayerSize, Layout, Window, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
@@ -21,10 +22,11 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
 from hf_paged.model.state import state_of, unwrapped
-from hf_paged.model.support import SupportReport, refuse_unsupported
+from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
@@ -47,7 +49,7 @@ DeviceBytes = Mapping[torch.device, int]
 
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
-    """What an engine needs to run: the model bound to its memory, and the swap space of each layer group.
+    """What an engine needs to run: the model bound to its memory, and the swap space.
 
     max_length: longer sequences would depend on other sequences of the batch (None: no limit). shares_prefixes: whether
     the blocks of a prefix hold all of its state (a recurrent state is not in them). ranks: the other processes with
@@ -56,11 +58,16 @@ class OpenedMemory:
 
     model: PackedModel | RowModel
     memory: PagedMemory
-    host_managers: list[BlockManager]
-    host_pools: list[HostPool]
+    host_manager: BlockManager | None
+    host_pool: HostPool | None
     max_length: int | None
     shares_prefixes: bool
+    report: SupportReport
     ranks: Ranks | None = None
+
+    def fits(self, report: SupportReport) -> bool:
+        """Whether a packed model of this report can go on with the model and the memory of this one."""
+        return isinstance(self.model, PackedModel) and _kept_by(report) == _kept_by(self.report)
 
     def usable(self, asked: SchedulerConfig, config: SchedulerConfig) -> SchedulerConfig:
         """`config` without what this model cannot do. Raises ValueError if `asked`, the caller's, insists on it."""
@@ -101,11 +108,15 @@ def _open(
     prepack: bool | None,
     fuse: bool | None,
 ) -> OpenedMemory:
-    report = refuse_unsupported(model)
+    refuse_unsupported(model)
+    examined = examine(model)
     if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
-    bound = _bind(model, report, cache_config, prepack, fuse)
-    _measure(bound, scheduler_config)
+    # Code of others that is in the model now may be taken out later.
+    report = examined.bare if examined.bare.native else examined.present
+    tried = model if foreign_code(model).inside is None else bare_copy(model)
+    bound = _bind(model, report, cache_config, prepack, fuse, tried)
+    _measure(bound, scheduler_config, tried)
     ranks = ranks_of(model)
     try:
         host_blocks = _size(bound, cache_config, scheduler_config, ranks)
@@ -114,23 +125,30 @@ def _open(
             ranks.close(is_done=False)
         raise
     memory = bound.memory
-    host_managers, pools = [], []
+    host_manager, host_pool = None, None
     if host_blocks:
-        host_managers = [
-            BlockManager(BlockAllocator(host_blocks), cache_config.block_size, sliding_window=manager.sliding_window)
-            for manager in memory.managers
-        ]
-        pools = [HostPool(group.pool, host_blocks) for group in memory.groups]
+        host_manager = BlockManager(BlockAllocator(host_blocks), cache_config.block_size, groups=memory.groups)
+        host_pool = HostPool(memory.pool, host_blocks)
     shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
-    return OpenedMemory(bound, memory, host_managers, pools, report.native_length, shares_prefixes, ranks)
+    if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
+        bound.is_fixed = True
+    return OpenedMemory(bound, memory, host_manager, host_pool, report.native_length, shares_prefixes, report, ranks)
+
+
+def _kept_by(report: SupportReport) -> tuple[object, ...]:
+    """What the memory of a model depends on."""
+    return report.native, report.native_length, [replace(layer, reason="") for layer in report.layers]
 
 
 def _bind(
-    model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None, fuse: bool | None
+    model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None, fuse: bool | None, tried: Any
 ) -> PackedModel | RowModel:
+    """tried: the model or its `bare_copy`, on which things are tried."""
     if report.native:
-        memory = PagedMemory(cache_config.block_size, 1, windows=window_groups(report))
-        return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse))
+        layout = layout_for(report, cache_config.block_size)
+        memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout)
+        # The runner looks before each step.
+        return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse), look=lambda: None)
     for name, switch in (("fuse", fuse), ("prepack", prepack)):
         if switch:
             raise ValueError(
@@ -141,7 +159,7 @@ def _bind(
             f"{type(model).__name__} is computed one sequence at a time (hf_paged.check says why), which the engine "
             f"does on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
         )
-    return RowModel(model, PagedMemory(cache_config.block_size, 1))
+    return RowModel(model, PagedMemory(cache_config.block_size, 1), tried)
 
 
 def _size(
@@ -150,16 +168,15 @@ def _size(
     """Give the memory as many blocks as fit on every rank; returns the number of host blocks."""
     model, memory = bound.model, bound.memory
     smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
-    sizes = memory.bytes_per_block_by_device
+    sizes = memory.pool.bytes_per_block_by_device
     bytes_per_block = sum(sizes.values())
-    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, sizes))
+    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, sizes))
     host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
     _report_size(cache_config, num_blocks, sizes)
-    for group in memory.groups:
-        _resize(group.pool, num_blocks, bytes_per_block)
-        group.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
-        if _is_default_size(cache_config) and device_of(model).type == "cpu":
-            group.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
+    _resize(memory.pool, num_blocks, bytes_per_block)
+    memory.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
+    if _is_default_size(cache_config) and device_of(model).type == "cpu":
+        memory.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
     swaps = scheduler_config.preemption == "swap" or (cache_config.swap_bytes and scheduler_config.preemption == "auto")
     if swaps and not host_blocks:
         raise ValueError(
@@ -199,26 +216,21 @@ def draws_dropout(model: Any) -> bool:
     return any(layer.p > 0 for layer in layers) or bool(getattr(config, "attention_dropout", 0.0))
 
 
-def window_groups(
-    report: SupportReport, max_length: int | None = None
-) -> tuple[tuple[frozenset[int] | None, int | None], ...]:
-    """Layers by the window after which their blocks can be freed; a single group, None, if no block can ever be freed.
-
-    A window of `max_length` or more is none.
-    """
-    by_window: dict[int | None, set[int]] = {}
+def layout_for(report: SupportReport, block_size: int, max_length: int | None = None) -> Layout:
+    """How the layers of a native model share blocks. A window of `max_length` or more is none."""
+    layers: list[tuple[int, Kind, LayerSize]] = []
     for layer in report.layers:
+        if layer.num_kv_heads is None:
+            continue  # it reads another layer's K/V, or keeps none
         window = layer.sliding_window
-        if window is not None and max_length is not None and window >= max_length:
-            window = None
-        by_window.setdefault(window, set()).add(layer.index)
-    if set(by_window) == {None}:
-        return ((None, None),)
-    return tuple((frozenset(layers), window) for window, layers in by_window.items())
+        kind = FULL if window is None or (max_length is not None and window >= max_length) else Window(window)
+        key, value = (layer.num_kv_heads * (dim or 0) for dim in (layer.head_dim, layer.v_head_dim))
+        layers.append((layer.index, kind, LayerSize(key, value, layer.device)))
+    return layout_of(tuple(layers), block_size)
 
 
 @torch.no_grad()
-def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> None:
+def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> None:
     """Run one forward, in which every layer allocates its K/V. On a GPU the forward is as large as a step may be, so
     that memory that is free afterwards is free in every step.
     """
@@ -228,27 +240,33 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -
         limit = getattr(bound.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
         count = min(scheduler_config.token_budget, limit)
     if count > memory.block_size:
-        blocks = -(-count // memory.block_size)
-        for group in memory.groups:
-            group.pool.resize(blocks)
-            group.manager.allocator.grow(blocks)
+        blocks = -(-count // memory.block_size) * len(memory.groups)
+        memory.pool.resize(blocks)
+        memory.manager.allocator.grow(blocks)
     memory.append([(-1, count)])
     ids = torch.zeros(count, dtype=torch.int64, device=device)
     if isinstance(bound, PackedModel):
         metadata, positions = memory.step_metadata([-1], [count], device)
-        bound.forward(ids, positions, metadata, torch.tensor([count - 1], device=device))
+        packed = bound if tried is bound.model else PackedModel(tried, memory)
+        packed.forward(ids, positions, metadata, ids[:1] + count - 1)
     else:
-        bound.forward(-1, ids, 0)
+        bound.forward(-1, ids, 0, tried=tried)
         bound.free(-1)
     memory.free(-1)
 
 
-def _num_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig, sizes: DeviceBytes) -> int:
+def _num_blocks(
+    model: Any,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    memory: PagedMemory,
+    sizes: DeviceBytes,
+) -> int:
     if cache_config.num_blocks is not None:
-        return cache_config.num_blocks
+        return cache_config.num_blocks * len(memory.groups)
     num_blocks = blocks_in_memory(cache_config, sizes)
     if cache_config.memory is None and cache_config.memory_fraction is None:
-        num_blocks = min(num_blocks, _max_blocks(model, cache_config, scheduler_config))
+        num_blocks = min(num_blocks, _max_blocks(model, scheduler_config, memory))
     return num_blocks
 
 
@@ -256,7 +274,7 @@ def blocks_in_memory(cache_config: CacheConfig, sizes: DeviceBytes, *, idle: Dev
     """Blocks that `memory` (of all devices together), or `memory_fraction` or the default share of what is free on each
     device, holds: at least one.
 
-    sizes: bytes of one block, K and V of every layer, on each device. idle: bytes of a pool that will be reused, which
+    sizes: bytes of one block on each device. idle: bytes of a pool that will be reused, which
     count as free memory. Raises ValueError if not even one fits.
     """
     if cache_config.memory_bytes is not None:
@@ -277,11 +295,11 @@ def _room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: i
     return int(free * share), size, f"{share:g} of {free} free bytes on {device}"
 
 
-def _max_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
+def _max_blocks(model: Any, scheduler_config: SchedulerConfig, memory: PagedMemory) -> int:
     """The number of blocks that a full batch of sequences of the maximum length could use."""
     length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
     tokens = min(scheduler_config.max_num_seqs * length, MAX_DEFAULT_TOKENS)
-    return -(-tokens // cache_config.block_size) + scheduler_config.max_num_seqs
+    return (-(-tokens // memory.block_size) + scheduler_config.max_num_seqs) * len(memory.groups)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -300,7 +318,7 @@ def _num_host_blocks(
 ) -> int:
     if scheduler_config.preemption == "recompute":
         return 0
-    bytes_per_block = sum(bytes_per_host_block(group.pool) for group in memory.groups)
+    bytes_per_block = bytes_per_host_block(memory.pool)
     if cache_config.swap_bytes is not None:
         return cache_config.swap_bytes // bytes_per_block
     return min(num_blocks, int(host_memory().available * SWAP_FRACTION) // bytes_per_block)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.block_manager import NULL_BLOCK
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import SeqStatus, SequenceGroup
@@ -64,14 +64,15 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The blocks of a layer group. cached: those that only the prefix cache keeps, in the order of their eviction.
-    pinned: those of prefixes that `cache_prefix` keeps. Blocks from num_touched on have never been used."""
+    """The blocks of the engine. windows: of each layer group, None for all tokens. cached: blocks that only the prefix
+    cache keeps, in the order of their eviction. pinned: those of prefixes that `cache_prefix` keeps. Blocks from
+    num_touched on have never been used."""
 
     num_blocks: int
     num_touched: int
     block_size: int
     bytes_per_block: int
-    sliding_window: int | None
+    windows: list[int | None]
     cached: list[int]
     pinned: list[int]
     num_host_blocks: int
@@ -96,7 +97,7 @@ class EngineSnapshot:
 
     number: int
     time: float
-    pools: list[PoolView]
+    pool: PoolView
     requests: list[RequestView]
     num_waiting: int
     events: list[Event]
@@ -167,7 +168,7 @@ class Watch:
             and not latest.requests
             and not scheduler.has_unfinished()
             and latest.steps == self._stepper.steps
-            and [len(pool.cached) for pool in latest.pools] == [m.allocator.num_cached for m in scheduler.managers]
+            and len(latest.pool.cached) == scheduler.manager.allocator.num_cached
         )
 
     def stop(self) -> None:
@@ -181,7 +182,7 @@ class Watch:
         return EngineSnapshot(
             number=self._num_snapshots,
             time=now,
-            pools=[self._pool(index) for index in range(len(scheduler.managers))],
+            pool=self._pool(),
             requests=self._views(now),
             num_waiting=scheduler.num_waiting,
             events=list(self._events),
@@ -201,8 +202,8 @@ class Watch:
             self._add("swap_in", group.request_id, [])
         for group in output.admitted:
             self._add("admit", group.request_id, self._hits(group))
-        if copies := output.block_copies[0]:
-            self._add("copy", None, [block_id for copy in copies for block_id in copy])
+        if output.block_copies:
+            self._add("copy", None, [block_id for copy in output.block_copies for block_id in copy])
 
     def _add(self, kind: str, request_id: str | None, blocks: list[int]) -> None:
         self._num_events += 1
@@ -210,26 +211,31 @@ class Watch:
 
     def _hits(self, group: SequenceGroup) -> list[int]:
         """The cached blocks with which the group began, if it still has them."""
-        manager = self._scheduler.managers[0]
+        manager = self._scheduler.manager
         if not group.live or not group.num_cached_tokens or group.live[0].seq_id not in manager:
             return []
-        return list(manager.block_table(group.live[0].seq_id)[: group.num_cached_tokens // manager.block_size])
+        num_blocks = group.num_cached_tokens // manager.block_size
+        tables = manager.block_tables(group.live[0].seq_id)
+        return [block_id for table in tables for block_id in table[:num_blocks] if block_id != NULL_BLOCK]
 
     # -- what there is ------------------------------------------------------------------------------------------
 
-    def _pool(self, index: int) -> PoolView:
-        manager, cache = self._scheduler.managers[index], self._scheduler.prefix_cache
-        hosts = self._scheduler.host_managers
-        host = None if hosts is None else hosts[index].allocator
-        pins = [] if cache is None else cache.pins
+    def _pool(self) -> PoolView:
+        manager, cache, host_manager = (
+            self._scheduler.manager,
+            self._scheduler.prefix_cache,
+            self._scheduler.host_manager,
+        )
+        host = None if host_manager is None else host_manager.allocator
+        tables = [] if cache is None else [table for pin in cache.pins for table in manager.block_tables(pin)]
         return PoolView(
             num_blocks=manager.allocator.num_blocks,
             num_touched=manager.allocator.num_touched,
             block_size=manager.block_size,
-            bytes_per_block=self._runner.memory.groups[index].pool.bytes_per_block,
-            sliding_window=manager.sliding_window,
+            bytes_per_block=self._runner.memory.pool.bytes_per_block,
+            windows=[group.kind.window for group in manager.groups],
             cached=manager.allocator.cached_blocks,
-            pinned=[block_id for pin in pins for block_id in manager.block_table(pin)],
+            pinned=[block_id for table in tables for block_id in table if block_id != NULL_BLOCK],
             num_host_blocks=0 if host is None else host.num_blocks,
             num_host_used=0 if host is None else host.num_used,
         )
@@ -247,17 +253,15 @@ class Watch:
         return views
 
     def _view(self, group: SequenceGroup, request: Request, now: float) -> RequestView:
-        managers: Sequence[BlockManager] = ()
-        if group.status is SeqStatus.RUNNING:
-            managers = self._scheduler.managers
-        elif group.status is SeqStatus.SWAPPED:
-            managers = self._scheduler.host_managers or ()
+        manager = {SeqStatus.RUNNING: self._scheduler.manager, SeqStatus.SWAPPED: self._scheduler.host_manager}.get(
+            group.status
+        )
         sequences = [
             SequenceView(
                 seq.seq_id,
                 seq.num_tokens,
                 seq.num_computed_tokens,
-                [manager.block_table(seq.seq_id)[:] for manager in managers if seq.seq_id in manager],
+                [table[:] for table in manager.block_tables(seq.seq_id)] if manager and seq.seq_id in manager else [],
             )
             for seq in group.live
         ]

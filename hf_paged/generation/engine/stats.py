@@ -11,7 +11,7 @@ from hf_paged.generation.engine.stepper import Stepper
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine at one moment. Block counts are sums over layer groups: free + used + cached == num_blocks.
+    """The engine at one moment. free + used + cached == num_blocks.
 
     used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
     blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
@@ -58,7 +58,7 @@ def collect_counters(runner: Runner, scheduler: Scheduler, stepper: Stepper, pro
     """The counters that EngineStats and an EngineSnapshot have in common, by their names there."""
     cache = scheduler.prefix_cache
     return {
-        "cow_copies": sum(manager.num_copies for manager in scheduler.managers),
+        "cow_copies": scheduler.manager.num_copies,
         "preemptions_recompute": scheduler.num_preemptions_recompute,
         "preemptions_swap": scheduler.num_preemptions_swap,
         "blocks_swapped_out": runner.blocks_swapped_out,
@@ -83,14 +83,14 @@ def collect_stats(
     """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
     part."""
     stats = runner.memory.stats()
-    allocators = [manager.allocator for manager in scheduler.managers]
+    allocator, host = scheduler.manager.allocator, scheduler.host_manager
     return EngineStats(
         num_blocks=stats.num_blocks,
-        blocks_free=sum(a.num_free for a in allocators),
+        blocks_free=allocator.num_free,
         blocks_used=stats.blocks_used,
         blocks_shared=stats.blocks_shared,
-        blocks_cached=sum(a.num_cached for a in allocators),
-        blocks_swapped=sum(m.allocator.num_used for m in scheduler.host_managers or ()),
+        blocks_cached=allocator.num_cached,
+        blocks_swapped=0 if host is None else host.allocator.num_used,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_arriving,
         num_swapped=scheduler.num_swapped,

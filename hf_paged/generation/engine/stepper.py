@@ -12,6 +12,7 @@ from math import isnan
 
 import torch
 
+from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
@@ -49,7 +50,8 @@ class Stepper:
     Each request that gets tokens in a step is added to `changed`, also if the step fails later. `fail` ends a request
     with an error message and the exception that caused it, and finishes it in the scheduler.
 
-    With `is_async`, a step is scheduled and launched before the host knows the tokens of the last one. Requests with
+    With `is_async` a step is scheduled and launched before the host knows the tokens of the last one (it may change
+    between steps). Requests with
     one sequence get each token a step later; if it turns out to be their last, the row computed for the next token is
     dropped. All other requests are decided on the host, step by step. No request is preempted for a token that may
     never be generated: when blocks are short, the host waits for the tokens first.
@@ -70,7 +72,8 @@ class Stepper:
         self._requests = requests
         self._changed = changed
         self._fail = fail
-        self._is_async = is_async
+        self.is_async = is_async
+        self._is_retried = False  # whether the last step met other modules than the model had
         self._sampled: SampledTokens | None = None  # in the last step; the host has not read them yet
         self._due = DueRows([])  # of the last step, if all of its sequences were due
         self._logits: torch.Tensor | None = None  # workspace, fp32 [max_rows so far, vocab]
@@ -83,14 +86,15 @@ class Stepper:
         """Run one step. A failure ends the requests concerned; interrupts and errors in scheduling are raised too."""
         self._stage, self.output = _Stage.SCHEDULE, None
         try:
-            if not self._is_async:
+            if not self.is_async:
                 self._accept()  # tokens that an interrupted step has left
             output = self.output = self._schedule()
             self._move_blocks(output)
             result = self._forward(output)
             self._accept()  # of the last step, while the device computes this one
+            self._is_retried = False
             self._sample(output, result)
-            if not self._is_async:
+            if not self.is_async:
                 self._accept()
         except BaseException as error:
             stage = self._stage
@@ -267,6 +271,9 @@ class Stepper:
         output = self.output
         if output is not None:
             self._scheduler.rollback(output)
+        if isinstance(error, LayersChanged) and not self._is_retried:
+            self._is_retried = True  # the engine looks at the model before the next step
+            return
         if not isinstance(error, Exception) and self._can_retry(stage):
             return
         cause = _described(error, stage)

@@ -1,4 +1,4 @@
-"""Makes every change to a block table, for all layer groups at once, on the device and in host memory.
+"""Makes every change to a block table, on the device and in host memory.
 
 Decides nothing and knows no queue. What the device has to do is added to lists of the caller, which are parts of a
 SchedulerOutput. Standard library only.
@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
+from hf_paged.cache.prefix_cache import CachedPrefix
 from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
 
-Copies = list[list[BlockCopy]]
+Copies = list[BlockCopy]
 Preemption = Literal["recompute", "swap"]
 
 
@@ -22,15 +23,14 @@ Preemption = Literal["recompute", "swap"]
 class SchedulerOutput:
     """One step as data, to be carried out in this order: `swap_out`, `swap_in`, `block_copies`, then the forward.
 
-    The three lists of copies have one entry for each manager (layer group): `swap_out` from device to host blocks,
-    `swap_in` from host to device blocks, `block_copies` from device to device blocks. A scheduled sequence samples
-    in this step if the step computes the last of its tokens: before `update`, `num_new_tokens` is then
-    `seq.num_uncomputed_tokens`.
+    `swap_out` has copies from device to host blocks, `swap_in` from host to device blocks, `block_copies` from device
+    to device blocks. A scheduled sequence samples in this step if the step computes the last of its tokens: before
+    `update`, `num_new_tokens` is then `seq.num_uncomputed_tokens`.
     """
 
-    block_copies: Copies
-    swap_out: Copies
-    swap_in: Copies
+    block_copies: Copies = field(default_factory=list)
+    swap_out: Copies = field(default_factory=list)
+    swap_in: Copies = field(default_factory=list)
     scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
     preempted: list[tuple[SequenceGroup, Preemption]] = field(default_factory=list)  # since the last step
     failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
@@ -39,13 +39,9 @@ class SchedulerOutput:
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
 
-    @classmethod
-    def for_managers(cls, count: int) -> SchedulerOutput:
-        return cls([[] for _ in range(count)], [[] for _ in range(count)], [[] for _ in range(count)])
-
     @property
     def moves_blocks(self) -> bool:
-        return any(map(any, (self.swap_out, self.swap_in, self.block_copies)))
+        return bool(self.swap_out or self.swap_in or self.block_copies)
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -53,80 +49,81 @@ class SchedulerOutput:
 
 
 class Tables:
-    """One block table for each sequence and layer group: in `managers`, or in `hosts` while it is swapped out.
+    """The block tables of each sequence: in `manager`, or in `host` while it is swapped out.
 
-    Invariant: a sequence without a parent has a table in every manager or in every host, or in none. A sequence that
-    still has a parent has no table, and is skipped when its group is freed or moved.
+    Invariant: a sequence without a parent has tables in the manager or in the host, or none. A sequence that still has
+    a parent has none, and is skipped when its group is freed or moved.
     """
 
-    def __init__(self, managers: list[BlockManager], hosts: list[BlockManager]) -> None:
-        self.managers = managers
-        self.hosts = hosts
+    def __init__(self, manager: BlockManager, host: BlockManager | None) -> None:
+        self.manager = manager
+        self.host = host
         self._has_warned = False  # of a full swap memory
 
     # -- is there room? -----------------------------------------------------------------------------------------
 
     def check_fits_alone(self, group: SequenceGroup) -> None:
         """Raises ValueError if the tokens of the group do not fit even in an empty cache."""
-        for manager in self.managers:
-            needed, total = _blocks_needed(group, manager), manager.allocator.num_blocks
-            if needed > total:
-                raise ValueError(
-                    f"a prompt of {group.num_prompt_tokens} tokens needs {needed} blocks of {manager.block_size}, "
-                    f"but the cache has {total}; give the cache more memory or shorten the prompt"
-                )
+        needed, total = self._blocks_needed(group), self.manager.allocator.num_blocks
+        if needed > total:
+            raise ValueError(
+                f"a prompt of {group.num_prompt_tokens} tokens needs {needed} blocks of {self.manager.block_size}, "
+                f"but the cache has {total}; give the cache more memory or shorten the prompt"
+            )
 
-    def fits(self, group: SequenceGroup, hits: list[int], watermark: float) -> bool:
-        """Whether a group without blocks can start with the cached blocks `hits` and leave a share `watermark` free."""
-        for manager in self.managers:
-            # Unreferenced blocks count as available until they are adopted.
-            idle_hits = sum([manager.allocator.ref_count(block_id) == 0 for block_id in hits])
-            if not _leaves_free(manager, _blocks_needed(group, manager) - len(hits) + idle_hits, watermark):
-                return False
-        return True
+    def fits(self, group: SequenceGroup, prefix: CachedPrefix | None, watermark: float) -> bool:
+        """Whether a group without blocks can start with a cached prefix and leave a share `watermark` free."""
+        needed = self._blocks_needed(group)
+        if prefix is not None:
+            # Idle blocks count as available until they are adopted.
+            needed += prefix.num_idle - prefix.num_held
+        return self._leaves_free(needed, watermark)
 
     def fits_swapped(self, group: SequenceGroup, watermark: float) -> bool:
         """Whether a swapped group, with one more token for each sequence, fits and leaves a share `watermark` free."""
+        assert self.host is not None
         seq_ids = _with_table(group.live)
-        for manager, host in zip(self.managers, self.hosts):
-            needed = host.num_blocks_of(seq_ids) + host.num_blocks_to_append_all((seq_id, 1) for seq_id in seq_ids)
-            if not _leaves_free(manager, needed, watermark):
-                return False
-        return True
+        appended = self.host.num_blocks_to_append_all((seq_id, 1) for seq_id in seq_ids)
+        return self._leaves_free(self.host.num_blocks_of(seq_ids) + appended, watermark)
+
+    def _leaves_free(self, needed: int, watermark: float) -> bool:
+        allocator = self.manager.allocator
+        return needed + int(watermark * allocator.num_blocks) <= allocator.num_available
+
+    def _blocks_needed(self, group: SequenceGroup) -> int:
+        """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches. A prompt that does
+        not fit at once is computed in small chunks."""
+        size = self.manager.block_size
+        own = [-(-seq.num_tokens // size) - seq.branch_at // size for seq in group.live]
+        return sum(each.kind.most_blocks(count, size) for each in self.manager.groups for count in own)
 
     def has_room(self, plan: Plan) -> bool:
         """Whether there are blocks for the plan, copies of shared blocks included."""
-        num_tokens = sum([count for _, count in plan])
-        for manager in self.managers:
-            available = manager.allocator.num_available
-            # No need to count exactly if there are enough blocks for the worst case: a new and a copied one each.
-            if num_tokens // manager.block_size + 2 * len(plan) > available:
-                needed = manager.num_blocks_to_append_all((seq.seq_id, count) for seq, count in plan)
-                if needed > available:
-                    return False
-        return True
+        manager = self.manager
+        available = manager.allocator.num_available
+        # No need to count exactly if there are enough blocks for the worst case: a new and a copied one each.
+        worst = sum([count for _, count in plan]) // manager.block_size + 2 * len(plan)
+        if worst * len(manager.groups) <= available:
+            return True
+        return manager.num_blocks_to_append_all((seq.seq_id, count) for seq, count in plan) <= available
 
     def room(self, seq: Sequence) -> int:
-        """Upper bound on the tokens that can be appended to `seq`; a copy of its last block is not counted."""
-        return min(
-            -manager.num_tokens(seq.seq_id) % manager.block_size + manager.allocator.num_available * manager.block_size
-            for manager in self.managers
-        )
+        """Upper bound on the tokens that can be appended to `seq`; copies of its last blocks are not counted."""
+        manager = self.manager
+        new = manager.allocator.num_available // len(manager.groups)
+        return -manager.num_tokens(seq.seq_id) % manager.block_size + new * manager.block_size
 
     # -- changes ------------------------------------------------------------------------------------------------
 
-    def start(self, seq: Sequence, hits: list[int]) -> None:
-        """Make a table that begins with the blocks `hits` of the prefix cache."""
-        for manager in self.managers:
-            manager.adopt(seq.seq_id, hits)
+    def start(self, seq: Sequence, prefix: CachedPrefix | None) -> None:
+        """Make tables that begin with a cached prefix."""
+        self.manager.adopt(seq.seq_id, [()] * len(self.manager.groups) if prefix is None else prefix.tables)
 
     def append(self, plan: Plan, copies: Copies) -> bool:
         """Append slots for the whole plan, or return False and change nothing."""
         if not self.has_room(plan):
             return False
-        appends = [(seq.seq_id, count) for seq, count in plan]
-        for manager, manager_copies in zip(self.managers, copies):
-            manager_copies += manager.append_all(appends)
+        copies += self.manager.append_all([(seq.seq_id, count) for seq, count in plan])
         return True
 
     def append_part(self, plan: Plan, copies: Copies) -> Plan:
@@ -140,8 +137,7 @@ class Tables:
 
     def take_back(self, seq: Sequence) -> None:
         """Undo the appends of tokens that were not computed."""
-        for manager in self.managers:
-            manager.crop(seq.seq_id, seq.num_computed_tokens)
+        self.manager.crop(seq.seq_id, seq.num_computed_tokens)
 
     def copy(self, parent: Sequence, forks: list[tuple[int, int]]) -> Sequence:
         """A new sequence with the same tokens and blocks."""
@@ -162,42 +158,36 @@ class Tables:
         group.has_branches = any(seq.parent is not None for seq in group.live)
 
     def _fork(self, parent: Sequence, child: Sequence, forks: list[tuple[int, int]]) -> None:
-        for manager in self.managers:
-            manager.fork(parent.seq_id, child.seq_id)
+        self.manager.fork(parent.seq_id, child.seq_id)
         forks.append((parent.seq_id, child.seq_id))
 
     def free(self, seqs: Iterable[Sequence]) -> None:
-        seq_ids = _with_table(seqs)
-        for manager in self.managers:
-            for seq_id in seq_ids:
-                manager.free(seq_id)
+        for seq_id in _with_table(seqs):
+            self.manager.free(seq_id)
 
     def free_swapped(self, seqs: Iterable[Sequence], swap_out: Copies) -> None:
         """Free host blocks, and drop the pending copies into them from `swap_out`."""
-        seq_ids = _with_table(seqs)
-        for host, copies in zip(self.hosts, swap_out):
-            for seq_id in seq_ids:
-                host.free(seq_id)
-            # The blocks may be allocated again before the step that would have filled them.
-            copies[:] = [copy for copy in copies if host.allocator.ref_count(copy.dst)]
+        host = self.host
+        assert host is not None
+        for seq_id in _with_table(seqs):
+            host.free(seq_id)
+        # The blocks may be allocated again before the step that would have filled them.
+        swap_out[:] = [copy for copy in swap_out if host.allocator.ref_count(copy.dst)]
 
     def swap_out(self, group: SequenceGroup, copies: Copies) -> bool:
         """Move the whole group to host memory, or return False and change nothing. Warns once of too little room."""
         seq_ids = _with_table(group.live)
-        pairs = list(zip(self.managers, self.hosts))
-        if not pairs:
+        if self.host is None:
             return False
-        if any(manager.num_blocks_of(seq_ids) > host.allocator.num_available for manager, host in pairs):
-            self._warn_of_full_swap(group)
+        if self.manager.num_blocks_of(seq_ids) > self.host.allocator.num_available:
+            self._warn_of_full_swap(group, self.host.allocator.num_blocks)
             return False
-        for (manager, host), manager_copies in zip(pairs, copies):
-            manager_copies += manager.move_to(host, seq_ids)
+        copies += self.manager.move_to(self.host, seq_ids)
         return True
 
-    def _warn_of_full_swap(self, group: SequenceGroup) -> None:
+    def _warn_of_full_swap(self, group: SequenceGroup, total: int) -> None:
         if not self._has_warned:
             self._has_warned = True
-            total = min(host.allocator.num_blocks for host in self.hosts)
             warnings.warn(
                 f"the swap memory of {total} blocks has no room for request {group.request_id!r}, which is computed "
                 "again instead (reported once); raise swap_memory, or use preemption='recompute'",
@@ -206,43 +196,28 @@ class Tables:
             )
 
     def swap_in(self, group: SequenceGroup, copies: Copies) -> None:
-        seq_ids = _with_table(group.live)
-        for manager, host, manager_copies in zip(self.managers, self.hosts, copies):
-            manager_copies += host.move_to(manager, seq_ids)
+        assert self.host is not None
+        copies += self.host.move_to(self.manager, _with_table(group.live))
         for seq in group.live:
             seq.num_registered_blocks = 0  # they have moved to other blocks
 
     # -- diagnostics ---------------------------------------------------------------------------------------------
 
     def usage(self) -> str:
-        return ", ".join(f"{m.allocator.num_used} of {m.allocator.num_blocks} blocks in use" for m in self.managers)
+        allocator = self.manager.allocator
+        return f"{allocator.num_used} of {allocator.num_blocks} blocks in use"
 
     def check_integrity(self, running: list[SequenceGroup], swapped: list[SequenceGroup], pins: set[object]) -> None:
         """Raises AssertionError unless exactly these groups (and `pins`) have tables, covering what is computed."""
-        for groups, managers, others in ((running, self.managers, pins), (swapped, self.hosts, set())):
+        for groups, manager, others in ((running, self.manager, pins), (swapped, self.host, set())):
+            if manager is None:
+                continue
             seqs = [seq for group in groups for seq in group.live if seq.parent is None]
-            for manager in managers:
-                manager.check_integrity()
-                assert set(manager.seq_ids) - others == {seq.seq_id for seq in seqs}, "tables of others, or none"
-                for seq in seqs:
-                    assert manager.num_tokens(seq.seq_id) == seq.num_computed_tokens
+            manager.check_integrity()
+            assert set(manager.seq_ids) - others == {seq.seq_id for seq in seqs}, "tables of others, or none"
+            for seq in seqs:
+                assert manager.num_tokens(seq.seq_id) == seq.num_computed_tokens
 
 
 def _with_table(seqs: Iterable[Sequence]) -> list[int]:
     return [seq.seq_id for seq in seqs if seq.parent is None]
-
-
-def _leaves_free(manager: BlockManager, needed: int, watermark: float) -> bool:
-    allocator = manager.allocator
-    return needed + int(watermark * allocator.num_blocks) <= allocator.num_available
-
-
-def _blocks_needed(group: SequenceGroup, manager: BlockManager) -> int:
-    """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches."""
-    size, window = manager.block_size, manager.sliding_window
-    needed = 0
-    for seq in group.live:
-        own = -(-seq.num_tokens // size) - seq.branch_at // size
-        # With a sliding window, a prefill in small chunks needs no more blocks than the window covers.
-        needed += own if window is None else min(own, -(-window // size) + 1)
-    return needed

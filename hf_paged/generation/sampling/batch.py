@@ -171,7 +171,7 @@ def _extend_histories(done: list[DueRow], tokens: torch.Tensor, failed: Failures
     no request has a history."""
     if not any([request.keeps_history for request, _, _ in done]):  # noqa: C419 (a generator takes twice as long)
         return None
-    stopped = torch.zeros(len(tokens), device=tokens.device)
+    stopped = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
     ended = {request for request, _ in failed}
     for row, (request, _, _) in enumerate(done):
         if request.keeps_history and request not in ended:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import inf, isnan
 
+import numpy as np
 import torch
 
 from hf_paged.generation.engine.outputs import CompletionOutput, Lists
@@ -12,6 +13,7 @@ from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
 from hf_paged.generation.sampling.processors import process_together
 from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Delivered, ForkingRequest, Reorder
+from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import largest, sample_tokens, to_host
 
 
@@ -58,7 +60,7 @@ class BeamRequest(ForkingRequest):
             return Reorder([], [])
         self._logprobs = [[*self._logprobs[c.parent], logprob_of[c.parent, c.token]] for c in running]
         if self.keeps_history:
-            parents = torch.tensor([c.parent for c in running], device=self.device)
+            parents = to_device(np.array([c.parent for c in running], dtype=np.int64), self.device)
             self._extend_history((c.token for c in running), parents)
         if self._chains is not None:
             self._fork_chains(c.parent for c in running)
@@ -75,7 +77,7 @@ class BeamRequest(ForkingRequest):
 
     def _candidates(self, raw: torch.Tensor, scores: torch.Tensor) -> tuple[list[Candidate], list[float]]:
         """The best or the drawn continuations, with the log-probabilities of their tokens before the processors."""
-        running_scores = torch.tensor(self.search.running_scores, device=scores.device)
+        running_scores = to_device(np.array(self.search.running_scores, dtype=np.float32), scores.device)
         width = scores.shape[1]
         invalid = raw.new_zeros(1)
         if self.config.do_sample:
@@ -89,16 +91,16 @@ class BeamRequest(ForkingRequest):
         indices, sums, values, invalids = to_host(chosen, totals, logprobs, invalid.expand(len(chosen)))
         if any(map(isnan, values)):
             raise ArithmeticError(NOT_FINITE)
-        if isnan(invalids[0]):
+        if isnan(invalids[0]) or max(sums) == -inf:
             raise ArithmeticError(NOTHING_LEFT)
         return [Candidate(index // width, index % width, total) for index, total in zip(indices, sums)], values
 
     def _stopped(self, candidates: list[Candidate]) -> list[bool]:
         stopped = [self._reason(candidate.token) is not None for candidate in candidates]
         if self.criteria:
-            parents = torch.tensor([c.parent for c in candidates], device=self.device)
-            tokens = torch.tensor([[c.token] for c in candidates], device=self.device)
-            rows = torch.cat([self._rows().index_select(0, parents), tokens], dim=1)
+            chosen = np.array([(c.parent, c.token) for c in candidates], dtype=np.int64).T
+            parents, tokens = to_device(np.ascontiguousarray(chosen), self.device)
+            rows = torch.cat([self._rows().index_select(0, parents), tokens[:, None]], dim=1)
             stopped = [a or b for a, b in zip(stopped, self.criteria(rows, None).tolist())]
         return stopped
 

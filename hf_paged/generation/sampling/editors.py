@@ -6,12 +6,13 @@ is kept up to date by the new ones. Knows processors and tokens; never logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from copy import copy
 from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.generation import logits_process
 
 from hf_paged.generation.sampling.edits import Edit, Ids, Op
@@ -34,6 +35,27 @@ def editor_of(processor: Any, width: int) -> Editor | None:
     has to be transformers' own or ours, not a subclass, or for its settings."""
     make = _EDITORS.get(type(processor))
     return None if make is None else make(processor, width)
+
+
+_on_host: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+
+
+def read_settings(processors: Iterable[Any]) -> None:
+    """Copy the tensors that transformers' processors keep on a device, for which the host waits, so that `editor_of`,
+    which is called in a step, does not wait."""
+    for processor in processors:
+        if type(processor) in _EDITORS:
+            for value in vars(processor).values():
+                if isinstance(value, torch.Tensor):
+                    _host(value)
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    if tensor not in _on_host:
+        _on_host[tensor] = tensor.cpu()
+    return _on_host[tensor]
 
 
 class _Stateless:
@@ -185,7 +207,8 @@ class _Watermark(_Stateless):
     def edit(self, token_ids: Sequence[int]) -> Edit | None:
         if len(token_ids) < self._processor.context_width:
             return None
-        ids = self._processor._get_greenlist_ids(torch.tensor(token_ids[-self._processor.context_width :])).numpy()
+        context = torch.tensor(token_ids[-self._processor.context_width :], dtype=torch.int64, device="cpu")
+        ids = self._processor._get_greenlist_ids(context).numpy()
         return Edit(Op.ADD, ids, np.full(len(ids), self._processor.bias, dtype=np.float32))
 
 
@@ -222,7 +245,7 @@ def _listed(tensor: Any) -> list[int] | None:
     """The different ids in a tensor of integers."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
         return None
-    return list(dict.fromkeys(tensor.reshape(-1).tolist()))
+    return list(dict.fromkeys(_host(tensor).reshape(-1).tolist()))
 
 
 def _banned(tensor: Any, width: int, is_due: Callable[[int], bool]) -> Editor | None:
@@ -275,6 +298,7 @@ def _forced_eos(processor: Any, width: int) -> Editor | None:
 def _repetition(processor: Any, width: int) -> Editor | None:
     start = getattr(processor, "prompt_ignore_length", None)
     if isinstance(start, torch.Tensor):
+        start = _host(start)
         if len(set(start.tolist())) != 1:  # it has one for each row of the request
             return None
         start = int(start[0])
@@ -284,7 +308,7 @@ def _repetition(processor: Any, width: int) -> Editor | None:
 def _encoder_repetition(processor: Any, width: int) -> Editor | None:
     prompts = processor.encoder_input_ids
     tokens = _listed(prompts)
-    if tokens is None or not _all_within(tokens, width) or not (prompts == prompts[:1]).all():
+    if tokens is None or not _all_within(tokens, width) or len(set(map(tuple, _host(prompts).tolist()))) != 1:
         return None
     return _Fixed(Edit(Op.SCALE, _ids(tokens), None, processor.penalty), lambda length: True)
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from hf_paged.kernels.metadata import to_device
+from hf_paged.kernels.sampling import divide_
 
 Ids = NDArray[np.int64]
 Words = NDArray[np.int32]
@@ -56,20 +57,19 @@ def apply_edits(scores: torch.Tensor, rows: Sequence[Sequence[Edit]]) -> None:
     """
     queues = {row: deque(edits) for row, edits in enumerate(rows) if edits}
     while queues:
-        op, factor = min((queue[0].op, queue[0].factor) for queue in queues.values())
+        op = min(queue[0].op for queue in queues.values())
         chosen: list[tuple[int, Edit]] = []
         for row, queue in queues.items():
-            while queue and (queue[0].op, queue[0].factor) == (op, factor):
+            while queue and queue[0].op == op:
                 chosen.append((row, queue.popleft()))
                 if op not in (Op.FILL, Op.KEEP):
                     break  # the next edit must see the result of this one
-        _apply(scores, op, factor, chosen)
+        _apply(scores, op, chosen)
         queues = {row: queue for row, queue in queues.items() if queue}
 
 
-def _apply(scores: torch.Tensor, op: Op, factor: float, chosen: list[tuple[int, Edit]]) -> None:
-    """Carry out edits of one op and factor. `factor` stays a number of the host: CUDA divides by one in another way
-    than by a tensor, and the bits are to be those of transformers."""
+def _apply(scores: torch.Tensor, op: Op, chosen: list[tuple[int, Edit]]) -> None:
+    """Carry out edits of one op."""
     if op is Op.KEEP:
         masks: dict[int, Words] = {}
         for row, edit in chosen:
@@ -87,13 +87,23 @@ def _apply(scores: torch.Tensor, op: Op, factor: float, chosen: list[tuple[int, 
     else:
         before = flat.index_select(0, index)
         if op is Op.SCALE:
-            after = torch.where(before < 0, before * factor, before / factor)
+            factor, is_negative = _factor(chosen, scores.device), before < 0
+            grown = before * factor
+            after = torch.where(is_negative, grown, divide_(before, factor))
         elif op is Op.GROW:
-            grown = (before.abs() * factor).masked_fill(~before.isfinite(), 0.0)
+            grown = (before.abs() * _factor(chosen, scores.device)).masked_fill(~before.isfinite(), 0.0)
             after = before + grown
         else:
             after = before + to_device(np.concatenate([_values(edit) for _, edit in chosen]), scores.device)
         flat.index_copy_(0, index, after)
+
+
+def _factor(chosen: list[tuple[int, Edit]], device: torch.device) -> float | torch.Tensor:
+    """The factor of all edits, or fp32 [number of their ids]."""
+    factors = [edit.factor for _, edit in chosen]
+    if factors.count(factors[0]) == len(factors):
+        return factors[0]
+    return to_device(np.repeat(np.array(factors, dtype=np.float32), [len(edit.ids) for _, edit in chosen]), device)
 
 
 def _values(edit: Edit) -> NDArray[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import isnan
 
+import numpy as np
 import torch
 
 from hf_paged.generation.engine.outputs import CompletionOutput
@@ -12,6 +13,7 @@ from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.sampling.processors import Chain, process_together
 from hf_paged.generation.sampling.request import NOT_FINITE, NOTHING_LEFT, Delivered, Fork, ForkingRequest, Sample
 from hf_paged.generation.sampling.scores import TopTokens
+from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import logprobs_of, sample_tokens, sample_top_p, to_host
 
 
@@ -35,7 +37,7 @@ class GroupRequest(ForkingRequest):
         # Finished samples are drawn for too (with the first row's logits), because transformers' loop uses up random
         # numbers for them.
         rows = [0 if s.seq is None else row_of[s.seq.seq_id] for s in self.samples]
-        raw = logits[torch.tensor(rows, device=logits.device)]
+        raw = logits[to_device(np.array(rows, dtype=np.int64), logits.device)]
         chains = self.chains(raw.shape[1], draws=True)
         scores = self._processed(chains, raw) if self.processors else raw
         if chains[0].top_p is not None and not chains[0].own:

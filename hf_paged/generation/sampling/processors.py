@@ -56,12 +56,11 @@ def chain_of(
     width: int,
     *options: object,
     callers: Sequence[Any] = (),
-    on_cpu: bool = False,
     is_drawn: bool = False,
 ) -> Chain:
     """width: number of scores in a row. options: whatever else must be equal for two requests to be sampled together.
-    callers: those of the processors that are the caller's objects, whose settings may change at any time. on_cpu: the
-    scores are on a CPU. is_drawn: native code draws the tokens, and the scores have no other use."""
+    callers: those of the processors that are the caller's objects, whose settings may change at any time.
+    is_drawn: native code draws the tokens, and the scores have no other use."""
     if not all(is_known(processor) for processor in processors):
         return Chain(processors, ((),), (), True, object())
     first = len(processors)
@@ -76,7 +75,7 @@ def chain_of(
             editors[-1].append(editor)
         elif is_drawn and first == len(processors) and is_drawn_through(processor):
             top_p = processor
-        elif (key := warper_key(processor, on_cpu=on_cpu)) is not None:
+        elif (key := warper_key(processor)) is not None:
             keys.append(key)
             warpers.append(processor)
             editors.append([])

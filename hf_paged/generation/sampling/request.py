@@ -25,6 +25,7 @@ from hf_paged.generation.engine.outputs import (
 )
 from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.sampling.editors import read_settings
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores, of_one_request
 from hf_paged.generation.sampling.scores import PromptScores
 from hf_paged.kernels.metadata import to_device
@@ -127,6 +128,8 @@ class Request:
         self.keeps_history = bool(self.processors or self.criteria)
         self.num_rows = prepared.num_rows
         self.device = prepared.device
+        if self.device.type != "cpu":
+            read_settings(self.processors)
         self.length = self.prompt_length  # tokens the host knows; the history may have one more
         self._history: torch.Tensor | None = None
         self._history_length = self.length
@@ -193,7 +196,6 @@ class Request:
             *options,
             self.keeps_processed,
             callers=self._own_processors,
-            on_cpu=self.device.type == "cpu",
             is_drawn=draws and not self.keeps_processed,
         )
         if not chain.own and not self.criteria:
@@ -218,7 +220,7 @@ class Request:
             room = max(64, self._history_length // 2)
             history = torch.cat([history, history.new_zeros(history.shape[0], room)], dim=1)
         if not isinstance(tokens, torch.Tensor):
-            tokens = torch.tensor(list(tokens), device=self.device)
+            tokens = to_device(np.fromiter(tokens, dtype=np.int64), self.device)
         history[:, self._history_length] = tokens
         self._history = history
         self._history_length += 1
@@ -300,7 +302,7 @@ class SingleRequest(Request):
     def begin_stream(self) -> None:
         streamer, self.streamer = self.streamer, None  # nothing more for it, if it fails
         if streamer is not None:
-            streamer.put(torch.tensor([self.prompt_token_ids]))
+            streamer.put(torch.tensor([self.prompt_token_ids], dtype=torch.int64, device="cpu"))
             self.streamer = streamer
 
     def tell_streamer(self) -> None:
@@ -309,7 +311,8 @@ class SingleRequest(Request):
         while self.streamer is not None and self._num_streamed < len(tokens) - skipped:
             self._num_streamed += 1  # first, so that Ctrl-C in the streamer does not repeat the token
             try:
-                self.streamer.put(torch.tensor([tokens[skipped + self._num_streamed - 1]]))
+                token = tokens[skipped + self._num_streamed - 1]
+                self.streamer.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
             except Exception as error:  # the streamer is the caller's code: its failure ends this request alone
                 self._streamer_failed(error)
 

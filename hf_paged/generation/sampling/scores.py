@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from hf_paged.generation.engine.outputs import TopLogprobs
+from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import ToHost, logprobs_of, top_logprobs
 
 _ROWS = 256  # processed at once: a row of fp32 scores is as long as the vocabulary
@@ -53,7 +55,8 @@ class PromptScores:
         for start in range(max(self._known - 1 - first, 0), len(logits), _ROWS):
             scores = logits[start : start + _ROWS].float()
             place = first + start + 1
-            tokens = torch.tensor(self._prompt[place : place + len(scores)], device=scores.device)
+            own = np.array(self._prompt[place : place + len(scores)], dtype=np.int64)
+            tokens = to_device(own, scores.device)
             top = TopTokens(scores, [self._num_top] * len(scores)).read()
             self.logprobs[place : place + len(scores)] = logprobs_of(scores, tokens).tolist()
             self.top_logprobs[place : place + len(scores)] = top

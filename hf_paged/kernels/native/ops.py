@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.kernels import buffers
+from hf_paged.kernels.buffers import as_plain
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import Call, Prompts, Span, Step, WriteStrides
@@ -87,7 +89,8 @@ class _Plan:
         long = _long_sequences(metadata, sizes)
         every = np.arange(metadata.num_seqs, dtype=np.int32)
         self._few, self._long = (every, every[:0]) if long is None else (every[~long], every[long])
-        tables, lens, starts = metadata.block_tables, metadata.seq_lens.data_ptr(), metadata.query_start_loc.data_ptr()
+        tables, *lists = map(as_plain, (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc))
+        lens, starts = (tensor.data_ptr() for tensor in lists)
         self.prompts = Prompts(lens, starts, self._long.ctypes.data, len(self._long)) if len(self._long) else None
         step = self._step = Step(
             tables.data_ptr(),
@@ -109,7 +112,7 @@ class _Plan:
             what = ("the query rows", "the length", "a block id")[fault % 4 - 1]
             raise ValueError(f"{what} of sequence {fault // 4} is out of bounds")
         # The memory of a tensor is freed without running Python: a finalizer would swallow Ctrl-C.
-        self._memory = torch.empty(library.hfp_plan_bytes(ctypes.byref(step)), dtype=torch.uint8)
+        self._memory = buffers.empty((library.hfp_plan_bytes(ctypes.byref(step)),), torch.uint8)
         self.handle = self._memory.data_ptr()
         library.hfp_plan(self.handle, ctypes.byref(step))
         self._workspace_bytes: dict[tuple[int, ...], int] = {}
@@ -155,7 +158,7 @@ def workspace(num_bytes: int) -> int:
     """The address of `num_bytes` bytes, aligned to 64, that are valid until this thread's next call."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < num_bytes:
-        buffer = _local.buffer = torch.empty(num_bytes + num_bytes // 2, dtype=torch.uint8)
+        buffer = _local.buffer = buffers.empty((num_bytes + num_bytes // 2,), torch.uint8)
     return buffer.data_ptr()
 
 
@@ -178,22 +181,26 @@ def paged_attention(
     share: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention`. share: blocks that several sequences hold are read once for all of them."""
+    given = query
+    query, key_cache, value_cache = map(as_plain, (query, key_cache, value_cache))
     dtype = query.dtype
+    if not query.is_cpu:
+        raise ValueError(f"impl='native' needs tensors on a CPU; query is on {query.device}")
     if not (dtype == key_cache.dtype == value_cache.dtype) or dtype not in _DTYPES:
         raise ValueError(
             f"impl='native' needs query and caches of one dtype, fp32, bf16 or fp16; these are {dtype}, "
             f"{key_cache.dtype} and {value_cache.dtype}"
         )
     if out is None:
-        out = torch.empty((*query.shape[:2], value_cache.shape[3]), dtype=dtype)
-    lse = torch.full(query.shape[:2], -torch.inf) if return_lse else None
+        out = buffers.empty((*query.shape[:2], value_cache.shape[3]), dtype)
+    lse = buffers.empty(query.shape[:2], torch.float32).fill_(-torch.inf) if return_lse else None
     if query.stride(2) != 1:
         query = query.contiguous()
-    target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    target = out if out.stride(2) == 1 else buffers.empty(out.shape, dtype)
     if sinks is not None:
-        sinks = sinks.to(torch.float32).contiguous()
+        sinks = as_plain(sinks.to(torch.float32)).contiguous()
     if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
+        alibi_slopes = as_plain(alibi_slopes.to(torch.float32)).contiguous()
     call, plan, num_bytes = attention_call(
         query, key_cache, value_cache, metadata, target, key=key, value=value, sliding_window=sliding_window,
         chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, share=share,
@@ -211,7 +218,7 @@ def paged_attention(
         return out, lse
     if key is not None and value is not None and plan.prompts is None and sinks is None and alibi_slopes is None:
         written = call.held[:2]
-        if share and target is out and written[0] is key and written[1] is value:  # they were used as they are
+        if share and target is out and query is given and written[0] is key and written[1] is value:  # used as they are
             options = scale, sliding_window, chunk_size, softcap
             layout = layout_of((query, key_cache, value_cache, key, value), options)
             metadata.scratch[REPEATABLE] = Repeatable(call, layout, query, plan)
@@ -250,7 +257,7 @@ class Repeatable:
             or layout_of((query, key_cache, value_cache, key, value), options) != self._layout
         ):
             return None
-        out = torch.empty(self._shape, dtype=self._dtype)
+        out = buffers.empty(self._shape, self._dtype)
         call = self._call
         call.query, call.out = query.data_ptr(), out.data_ptr()
         call.key, call.value = key_cache.data_ptr(), value_cache.data_ptr()
@@ -293,7 +300,11 @@ def attention_call(
     new_kv: tuple[Any, ...] = _NO_NEW_KV
     slots = None
     if key is not None and value is not None:
-        key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), metadata.slot_mapping.contiguous()
+        key, value, slots = (
+            _as_in(key_cache, key),
+            _as_in(value_cache, value),
+            as_plain(metadata.slot_mapping).contiguous(),
+        )
         strides = _write_strides(key, value, key_cache, value_cache)
         new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, strides)
     call = Call(
@@ -318,7 +329,10 @@ def write_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """See `ops.write_kv`."""
-    key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), slot_mapping.contiguous()
+    if not key_cache.is_cpu:
+        raise ValueError(f"impl='native' needs tensors on a CPU; key_cache is on {key_cache.device}")
+    key_cache, value_cache = as_plain(key_cache), as_plain(value_cache)
+    key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), as_plain(slot_mapping).contiguous()
     _library().hfp_write_kv(
         key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
         *key.shape[:2], key_cache.shape[1], ctypes.byref(_write_strides(key, value, key_cache, value_cache)),
@@ -328,6 +342,7 @@ def write_kv(
 
 def _as_in(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x in the dtype of the cache, with a contiguous last dimension."""
+    x = as_plain(x)
     if x.dtype != cache.dtype:
         x = x.to(cache.dtype)
     return x if x.stride(2) == 1 else x.contiguous()
@@ -346,15 +361,17 @@ def _write_strides(
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
     """See `ops.copy_blocks`."""
+    if not copies.is_cpu:
+        raise ValueError(f"impl='native' needs tensors on a CPU; copies is on {copies.device}")
     spans: list[Span] = []
-    for source, target in zip(caches, into):
+    for source, target in zip(map(as_plain, caches), map(as_plain, into)):
         size = source.element_size()
         source_block, target_block = source.stride(0) * size, target.stride(0) * size
         first, run = _runs(source, target)
         for from_, to in first:
             addresses = source.data_ptr() + from_ * size, target.data_ptr() + to * size
             spans.append(Span(addresses[0], source_block, addresses[1], target_block, run * size))
-    copies = copies.contiguous()
+    copies = as_plain(copies).contiguous()
     _library().hfp_copy_blocks(
         (Span * len(spans))(*spans), len(spans), copies.data_ptr(), copies.shape[0], torch.get_num_threads()
     )
@@ -374,14 +391,38 @@ def _runs(source: torch.Tensor, target: torch.Tensor) -> tuple[list[tuple[int, i
     return first, run
 
 
+def _checked(scores: torch.Tensor, *dtypes: torch.dtype, **lists: Sequence[Any]) -> torch.Tensor:
+    """Rows of scores as the kernels below read them. Raises ValueError if they are others, or if one of the lists has
+    not one item for each row."""
+    scores = as_plain(scores)
+    if scores.ndim != 2 or scores.dtype not in dtypes or not scores.is_cpu or scores.stride(1) != 1:
+        raise ValueError(
+            f"scores {tuple(scores.shape)} of {scores.dtype} on {scores.device}, strides {scores.stride()}: contiguous "
+            f"rows [num_rows, vocab] of {' or '.join(map(str, dtypes))} on a CPU are needed"
+        )
+    for name, items in lists.items():
+        if len(items) != len(scores):
+            raise ValueError(f"{len(items)} {name} for {len(scores)} rows")
+    return scores
+
+
+def _states(generators: Sequence[torch.Generator]) -> dict[torch.Generator, torch.Tensor]:
+    """The state of each generator. Raises ValueError for one of another device, whose state is laid out otherwise."""
+    for generator in generators:
+        if generator.device.type != "cpu":
+            raise ValueError(f"a generator on {generator.device} cannot draw on a CPU")
+    return {generator: generator.get_state() for generator in generators}
+
+
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely token of each row, the first of equal ones, and its log-probability, in two passes over the row.
 
     logits [num_rows, vocab] of a supported dtype, last dimension contiguous -> tokens int64 [num_rows],
     log-probabilities fp32 [num_rows], NaN for rows with NaN.
     """
+    logits = _checked(logits, *_DTYPES)
     rows, vocab = logits.shape
-    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    tokens, logprobs = buffers.empty((rows,), torch.int64), buffers.empty((rows,), torch.float32)
     _library().hfp_greedy(
         logits.data_ptr(), _DTYPES[logits.dtype], logits.stride(0), rows, vocab, tokens.data_ptr(),
         logprobs.data_ptr(), torch.get_num_threads(),
@@ -396,10 +437,11 @@ def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Te
     probs fp32 [num_rows, vocab], last dimension contiguous -> tokens int64 [num_rows]. Concurrent calls are serialised.
     A thread that uses one of the generators through torch's own functions meanwhile may get the same random numbers.
     """
+    probs = _checked(probs, torch.float32, generators=generators)
     rows, vocab = probs.shape
-    tokens = torch.empty(rows, dtype=torch.int64)
+    tokens = buffers.empty((rows,), torch.int64)
     with _drawing:
-        states = {generator: generator.get_state() for generator in generators}
+        states = _states(generators)
         addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
         _library().hfp_draw(
             probs.data_ptr(), probs.stride(0), rows, vocab, addresses, len(states) == rows, tokens.data_ptr(),
@@ -419,17 +461,18 @@ def draw_top_p(
     Also returns the rows whose token is arbitrary, because it depends on how torch orders equal scores and rounds: each
     with a generator that is what the row's own was before it. As for the rest, see `draw`.
     """
+    scores = _checked(scores, torch.float32, top_ps=top_ps, generators=generators)
     rows, vocab = scores.shape
-    tokens = torch.empty(rows, dtype=torch.int64)
-    removed = torch.tensor([1 - top_p for top_p in top_ps], dtype=torch.float32)
+    tokens = buffers.empty((rows,), torch.int64)
+    removed = np.array([1 - top_p for top_p in top_ps], dtype=np.float32)
     threads = torch.get_num_threads()
-    weights = torch.empty(threads, vocab)
+    weights = buffers.empty((threads, vocab), torch.float32)
     with _drawing:
-        states = {generator: generator.get_state() for generator in generators}
+        states = _states(generators)
         addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
-        before = torch.empty(rows, _library().hfp_generator_bytes(), dtype=torch.uint8)
+        before = buffers.empty((rows, _library().hfp_generator_bytes()), torch.uint8)
         _library().hfp_draw_top_p(
-            scores.data_ptr(), scores.stride(0), rows, vocab, removed.data_ptr(), weights.data_ptr(), addresses,
+            scores.data_ptr(), scores.stride(0), rows, vocab, removed.ctypes.data, weights.data_ptr(), addresses,
             before.data_ptr(), len(states) == rows, tokens.data_ptr(), threads,
         )  # fmt: skip
         for generator, state in states.items():
@@ -449,11 +492,14 @@ def keep_largest(scores: torch.Tensor, counts: Sequence[int]) -> int:
     scores fp32 [num_rows, vocab], last dimension contiguous. Returns the number of rows with NaN, which stay as they
     are.
     """
+    scores = _checked(scores, torch.float32, counts=counts)
+    if not all(1 <= count <= scores.shape[1] for count in counts):
+        raise ValueError(f"counts={list(counts)}: 1 to {scores.shape[1]} are possible")
     rows, vocab = scores.shape
-    ks, threads = torch.tensor(counts), torch.get_num_threads()
-    scratch = torch.empty(threads, _library().hfp_keep_largest_scratch(vocab))
+    ks, threads = np.array(counts, dtype=np.int64), torch.get_num_threads()
+    scratch = buffers.empty((threads, _library().hfp_keep_largest_scratch(vocab)), torch.float32)
     bad: int = _library().hfp_keep_largest(
-        scores.data_ptr(), scores.stride(0), rows, vocab, ks.data_ptr(), scratch.data_ptr(), threads
+        scores.data_ptr(), scores.stride(0), rows, vocab, ks.ctypes.data, scratch.data_ptr(), threads
     )
     return bad
 
@@ -464,10 +510,11 @@ def draws_like_torch() -> bool:
 
     Both are torch internals, so a self-test decides once per process.
     """
-    probs = torch.softmax(torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)), dim=-1)
+    scores = buffers.empty((3, 1000), torch.float32).normal_(generator=torch.Generator().manual_seed(0))
+    probs = torch.softmax(scores, dim=-1)
     mine, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
     for generator in (mine, theirs):
-        torch.rand(5, generator=generator)  # an odd number of words
+        buffers.empty((5,), torch.float32).uniform_(generator=generator)  # an odd number of words
     tokens = draw(probs, [mine] * len(probs))
     expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
     return tokens.tolist() == expected and mine.get_state().equal(theirs.get_state())

@@ -14,9 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, Projection
 from hf_paged.kernels.triton.gate import activate, sigmoid
 from hf_paged.kernels.triton.launch import INTERPRET, Launch, RowLaunches, Target, next_power_of_2, target_of
+from hf_paged.kernels.triton.tuning import has_little_memory, has_wide_products
 
 _launches = RowLaunches()
 
@@ -54,8 +56,8 @@ def assign_launch(index: torch.Tensor, num_experts: int, result: Assignment) -> 
 
 def assign(index: torch.Tensor, num_experts: int) -> Assignment:
     """index [num_tokens, top_k], int64 or int32, contiguous: the experts of each token."""
-    pairs = torch.empty(index.numel(), dtype=torch.int32, device=index.device)
-    result = Assignment(pairs, torch.empty(num_experts + 1, dtype=torch.int32, device=index.device))
+    pairs = buffers.empty((index.numel(),), torch.int32, index.device)
+    result = Assignment(pairs, buffers.empty((num_experts + 1,), torch.int32, index.device))
     tensors: dict[str, torch.Tensor | None] = {"index": index, **result._asdict()}
     options = index.numel(), num_experts
     _launches.run(num_experts, index.device, tensors, options, lambda: assign_launch(index, num_experts, result))
@@ -68,31 +70,45 @@ def assign(index: torch.Tensor, num_experts: int) -> Assignment:
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Pairs (bm), columns (bn) and inputs (bk) of one iteration, and how the kernel is compiled. With a gate, a tile
-    has bn / 2 gates and as many ups."""
+    has bn / 2 gates and as many ups.
+
+    group: tiles whose columns are computed together, so that the rows and weights that they read stay in the L2 cache;
+    None: all of one column after the other.
+    """
 
     bm: int
     bn: int
     bk: int
     num_warps: int
     num_stages: int
+    group: int | None = None
 
 
-SIZES = ("small", "large")
+SIZES = ("small", "large", "wide")
 
 
 def tile_of(target: Target, element_size: int, size: str) -> Tile:
-    """A fixed table. small: experts have few pairs, and reading their weights takes all the time."""
-    is_small = size == "small"
+    """A fixed table, not measured. small: experts have few pairs, and reading their weights takes all the time. wide:
+    each has many, and the matrix units wait for what tiles read of the L2 cache, a byte for each bm * bn / (bm + bn)
+    FLOP."""
     if element_size == 4:  # fp32 does not use the matrix units; small tiles fit into registers
-        return Tile(16, 32, 32, 4, 2) if is_small else Tile(32, 64, 32, 8, 2)
+        return Tile(16, 32, 32, 4, 2) if size == "small" else Tile(32, 64, 32, 8, 2, 8 if size == "wide" else None)
+    if size == "small":
+        return Tile(16, 128, 64, 4, 2 if target.backend == "hip" else 4)
     if target.backend == "hip":
-        return Tile(16, 128, 64, 4, 2) if is_small else Tile(64, 128, 64, 8, 2)
-    return Tile(16, 128, 64, 4, 4) if is_small else Tile(64, 128, 64, 4, 4)
+        return Tile(64, 128, 64, 8, 2, 8 if size == "wide" else None)
+    if size == "large":
+        return Tile(64, 128, 64, 4, 4)
+    if has_wide_products(target):
+        return Tile(128, 256, 64, 8, 4, 8)
+    return Tile(128, 128, 64, 8, 3 if has_little_memory(target) else 4, 8)
 
 
 def size_for(num_pairs: int, num_experts: int) -> str:
-    """The tiles for so many pairs: small up to an average of 16 for each expert."""
-    return "small" if num_pairs <= 16 * num_experts else "large"
+    """The tiles for so many pairs: small up to an average of 16 for each expert, wide from 256 on, with which the last
+    tiles of the experts leave a fifth of the rows empty."""
+    average = num_pairs / num_experts
+    return "small" if average <= 16 else "large" if average < 256 else "wide"
 
 
 def _num_tiles(num_pairs: int, num_experts: int, bm: int) -> int:
@@ -165,14 +181,22 @@ def product_kernel(
     rows, weight, bias, out, pairs, starts, alpha, limit,
     NUM_EXPERTS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     TRANSPOSED: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, j): tile t of all experts' tiles of BM pairs, and columns [j * BN, ...) of its result.
+    """Program (t, j): tile t of all experts' tiles of BM pairs, and columns [j * BN, ...) of its result. With GROUP,
+    programs in the order in which they start compute all columns of so many tiles before those of the next ones.
 
     ACTIVATION, GATE: a GateKind, with which a column is that of a gate and an up; or None. EXPERTS: a power of two, at
     least NUM_EXPERTS. Programs after the last tile return. UPCAST: multiply in fp32, for the interpreter.
     """
-    expert, start, end = _pairs_of(starts, tl.program_id(0), NUM_EXPERTS, EXPERTS, BM)
+    tile, column = tl.program_id(0), tl.program_id(1)
+    if GROUP is not None:
+        place, columns_of_group = tile + column * tl.num_programs(0), GROUP * tl.num_programs(1)
+        first = place // columns_of_group * GROUP
+        count = tl.minimum(tl.num_programs(0) - first, GROUP)
+        tile = first + place % columns_of_group % count
+        column = place % columns_of_group // count
+    expert, start, end = _pairs_of(starts, tile, NUM_EXPERTS, EXPERTS, BM)
     if start == end:
         return
     dtype: tl.constexpr = out.dtype.element_ty
@@ -185,7 +209,7 @@ def product_kernel(
     weight += expert * (OUTPUTS * INPUTS)
     if bias is not None:
         bias += expert * OUTPUTS
-    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    columns = column * BN + tl.arange(0, BN)
     valid = columns < size
     if GATE is None or not GATE[0]:
         acc = tl.zeros([BM, BN], tl.float32)
@@ -194,7 +218,7 @@ def product_kernel(
         both_valid = valid
     else:
         acc = tl.zeros([BM, 2 * BN], tl.float32)
-        both = tl.program_id(1) * (2 * BN) + tl.arange(0, 2 * BN)
+        both = column * (2 * BN) + tl.arange(0, 2 * BN)
         both_valid = both < OUTPUTS
     for k in tl.range(0, INPUTS, BK, num_stages=STAGES):
         dims = k + tl.arange(0, BK)
@@ -243,6 +267,7 @@ def product_launch(
         "TRANSPOSED": projection.is_transposed, "GATE": None if gate is None else tuple(gate.kind[1:]),
         "ACTIVATION": None if gate is None else gate.kind.activation,
         "EXPERTS": next_power_of_2(num_experts), "BM": tile.bm, "BN": bn, "BK": tile.bk, "STAGES": tile.num_stages,
+        "GROUP": tile.group,
         "UPCAST": INTERPRET and rows.dtype != torch.float32,
     }  # fmt: skip
     grid = (_num_tiles(num_pairs, num_experts, tile.bm), triton.cdiv(out.shape[1], bn))
@@ -263,7 +288,8 @@ def product(
     than that for so many pairs.
     """
     num_pairs, num_experts = assignment.pairs.numel(), projection.weight.shape[0]
-    out = rows.new_empty(num_pairs, projection.outputs // (1 if gate is None else 2))
+    size_of_result = projection.outputs // (1 if gate is None else 2)
+    out = buffers.empty((num_pairs, size_of_result), rows.dtype, rows.device)
     tile = tile_of(target_of(rows.device), rows.element_size(), size or size_for(num_pairs, num_experts))
     tensors = {
         "rows": rows, "weight": projection.weight, "bias": projection.bias, "out": out, **assignment._asdict(),
@@ -312,7 +338,7 @@ def combine(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
     results [num_pairs, n], weights [num_tokens, top_k], both contiguous. weights: of the results' dtype, or fp32.
     """
-    out = results.new_empty(weights.shape[0], results.shape[1])
+    out = buffers.empty((weights.shape[0], results.shape[1]), results.dtype, results.device)
     tensors: dict[str, torch.Tensor | None] = {"results": results, "weights": weights, "out": out}
     options = weights.shape[1], results.shape[1]
     _launches.run(len(out), out.device, tensors, options, lambda: combine_launch(results, weights, out))

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
 
@@ -69,7 +70,7 @@ def gate_launch(gate: torch.Tensor, up: torch.Tensor | None, out: torch.Tensor, 
 def gated(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
     """activation(gate) * up, or activation(gate). gate, up [num_rows, size], contiguous in their last dimension, of one
     dtype; activation: one of `rows.ACTIVATIONS`."""
-    out = gate.new_empty(gate.shape)
+    out = buffers.empty(gate.shape, gate.dtype, gate.device)
     num_rows, size = gate.shape
     if num_rows and size:
         tensors: dict[str, torch.Tensor | None] = {"gate": gate, "up": up, "out": out}

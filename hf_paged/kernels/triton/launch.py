@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 
+from hf_paged.kernels.buffers import as_plain
+
 # Triton reads TRITON_INTERPRET when a kernel is decorated: set it before the first import.
 INTERPRET: bool = triton.knobs.runtime.interpret
 
@@ -61,11 +63,13 @@ class Launch:
         """Run on `device`, where the tensors are. Triton itself would run on the process's current device.
 
         Returns triton's compiled kernel, which can be run again on equally aligned tensors; None in the interpreter.
+        Raises ValueError for a tensor that has no memory of its own.
         """
+        args = {name: as_plain(arg) if isinstance(arg, torch.Tensor) else arg for name, arg in self.args.items()}
         if is_current(device):
-            return self.kernel[self.grid](**self.args, **self.options)
+            return self.kernel[self.grid](**args, **self.options)
         with torch.cuda.device(device):
-            return self.kernel[self.grid](**self.args, **self.options)
+            return self.kernel[self.grid](**args, **self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +140,9 @@ class RowLaunches:
         present = given.values()
         # The arguments for a single row do not have its strides, which are arbitrary.
         key = num_rows == 1, device, options, *given, *map(_stride_of, present), *map(_dtype_of, present)
-        is_aligned = functools.reduce(or_, map(_address_of, present)) % 16 == 0
-        ready = self._kept.get(key) if is_aligned else None
+        addresses = list(map(_address_of, present))
+        is_aligned = functools.reduce(or_, addresses) % 16 == 0
+        ready = self._kept.get(key) if is_aligned and 0 not in addresses else None
         if ready is not None and is_current(device):
             ready.run_on(given, num_rows)
             return

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.rows import Norm, NormKind
 from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
@@ -128,8 +129,8 @@ def add_norm(
     size: at most `rows.MAX_SIZE`. bias [size]: added to the sum that is returned, not to what is normalised: the sum is
     going to be added to by a product whose bias it is.
     """
-    total = None if residual is None else rows.new_empty(rows.shape)
-    out = None if after is None else rows.new_empty(rows.shape)
+    total = None if residual is None else buffers.empty(rows.shape, rows.dtype, rows.device)
+    out = None if after is None else buffers.empty(rows.shape, rows.dtype, rows.device)
     results = Rows(total, out)
     if rows.shape[0]:
         first, last = before or _NONE, after or _NONE

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import REPEATABLE, SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton import tuning as triton_tuning
 from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, stride_unit, target_of
@@ -53,8 +54,8 @@ def paged_attention(
     """See `ops.paged_attention`. Raises ValueError if the last dimension of a tensor is not contiguous."""
     is_ordinary = sinks is None and alibi_slopes is None and out is None and not return_lse
     if out is None:
-        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
-    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
+        out = buffers.empty((*query.shape[:2], value_cache.shape[-1]), query.dtype, query.device)
+    lse = buffers.empty(query.shape[:2], torch.float32, query.device) if return_lse else None
     launches = attention_launches(
         query, key_cache, value_cache, metadata, scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes,
         out, lse, target_of(query.device),
@@ -194,8 +195,8 @@ def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, targ
             bm=tile.bm, many=tile.many, bn=tile.bn,
         )  # fmt: skip
         device = metadata.seq_lens.device
-        partial_out = torch.empty(plan.num_slots * tile.bm * common["V_HEAD_DIM"], dtype=torch.float32, device=device)
-        partial_lse = torch.empty(plan.num_slots * tile.bm, dtype=torch.float32, device=device)
+        partial_out = buffers.empty((plan.num_slots * tile.bm * common["V_HEAD_DIM"],), torch.float32, device)
+        partial_lse = buffers.empty((plan.num_slots * tile.bm,), torch.float32, device)
         metadata.scratch[key] = plan, partial_out, partial_lse
     plan, partial_out, partial_lse = metadata.scratch[key]
     planned = {

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import MIN_SHARED_KEYS, SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton.launch import Launch
 from hf_paged.kernels.triton.tile import lower_bound, tile_rows
@@ -255,7 +256,7 @@ def _aligned_parts(sizes: list[int], device: torch.device) -> list[torch.Tensor]
     """int32 tensors of these sizes in one allocation, each aligned to 16 bytes: Triton compiles a kernel anew for a
     pointer that is not."""
     padded = [-(-size // 4) * 4 for size in sizes]
-    whole = torch.empty(sum(padded), dtype=torch.int32, device=device)
+    whole = buffers.empty((sum(padded),), torch.int32, device)
     return [part[:size] for part, size in zip(whole.split(padded), sizes)]
 
 

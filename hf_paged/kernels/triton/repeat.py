@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.triton.launch import Launch, Ready, is_current
 from hf_paged.kernels.validation import layout_of
 
@@ -57,7 +58,7 @@ class Repeated:
             return None
         if not is_current(self._device):
             return None
-        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        out = buffers.empty(self._shape, self._dtype, self._device)
         tensors = {"out": out, **dict(zip(_INPUTS, inputs))}
         for launch in self._launches:
             launch.run_on(tensors)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.rows import Angles, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 from hf_paged.kernels.triton.norm import scaled
@@ -214,8 +215,8 @@ def rotate(
     into: key cache, value cache and slots. Then the key and the value are written there instead, and the key that is
     returned is None. Other shapes as in `rotate_launch`.
     """
-    query_out = query.new_empty(query.shape)
-    key_out = key.new_empty(key.shape) if into is None else None
+    query_out = buffers.empty(query.shape, query.dtype, query.device)
+    key_out = buffers.empty(key.shape, key.dtype, key.device) if into is None else None
     if query.shape[0]:
         outs = (query_out, key_out, None) if into is None else (query_out, *into[:2])
         slots = None if into is None else into[2]

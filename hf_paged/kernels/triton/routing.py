@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.routing import Router
 from hf_paged.kernels.triton.gate import sigmoid
 from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
@@ -134,8 +135,8 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [num_tokens, num_experts], bias [num_experts], both contiguous -> weights [num_tokens, top_k] of `dtype`,
     and experts int64 [num_tokens, top_k], by falling scores. Of equal scores, the first expert's counts as higher."""
-    weights = logits.new_empty(logits.shape[0], router.top_k, dtype=dtype)
-    index = torch.empty_like(weights, dtype=torch.int64)
+    weights = buffers.empty((logits.shape[0], router.top_k), dtype, logits.device)
+    index = buffers.empty(weights.shape, torch.int64, logits.device)
     if logits.shape[0]:
         tensors: dict[str, torch.Tensor | None] = {"logits": logits, "bias": bias, "weights": weights, "index": index}
         _launches.run(

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels import buffers
 from hf_paged.kernels.triton.launch import Launch, Ready, is_current, next_power_of_2
 
 PIECE = 8192  # scores of a program
@@ -77,10 +78,10 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [num_rows, vocab] of any floating dtype, contiguous in its last dimension -> the most likely tokens (the
     first of equal ones) int64 [num_rows] and their log-probabilities fp32 [num_rows], NaN where the logits are."""
     num_rows, device = logits.shape[0], logits.device
-    best = torch.empty(num_rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
+    best = buffers.empty((num_rows,), torch.int64, device)
+    logprobs = buffers.empty((num_rows,), torch.float32, device)
     size = num_rows * triton.cdiv(logits.shape[1], PIECE)
-    scratch = [torch.empty(size, dtype=dtype, device=device) for dtype in (torch.float32, torch.float32, torch.int32)]
+    scratch = [buffers.empty((size,), dtype, device) for dtype in (torch.float32, torch.float32, torch.int32)]
     if not num_rows:
         return best, logprobs
     key = logits.shape, logits.stride(0), logits.dtype, device, logits.data_ptr() % 16 == 0

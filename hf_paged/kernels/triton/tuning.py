@@ -38,9 +38,21 @@ def small_tile(target: Target, element_size: int, head_dim: int, rows: int) -> T
         if not is_cdna(target):  # RDNA has half of CDNA's registers: keys of more than 256 bytes spill
             return Tile(bm, 16, 4 if bm == 16 else 8, 1, many=bm)
         return Tile(bm, bn, 4, 2 if size <= 256 else 1, many=bm if is_wide or bm == 64 else 32)
-    # With 64 rows, mma.sync (before sm90) keeps the queries in registers, while wgmma reads them from shared memory.
-    fits = size <= (128 if int(target.arch) < 90 else 256)
+    if has_little_memory(target) and element_size == 2 and 128 < size <= 512:
+        bn //= 2  # so that two programs fit a core
+    # With 64 rows, mma.sync keeps the queries in registers, while wgmma and tcgen05 read them from shared memory.
+    fits = size <= (256 if has_wide_products(target) else 128)
     return Tile(bm, bn, 4 if bm < 64 or fits else 8, 3, many=bm if is_wide else 64 if fits or bm == 64 else 32)
+
+
+def has_wide_products(target: Target) -> bool:
+    """Whether a CUDA chip multiplies tiles of shared memory, by wgmma or tcgen05."""
+    return 90 <= int(target.arch) < 120
+
+
+def has_little_memory(target: Target) -> bool:
+    """Whether a core of a CUDA chip has 100 KB of shared memory; others have 164 or 228."""
+    return int(target.arch) in (86, 89) or int(target.arch) >= 120
 
 
 def is_cdna(target: Target) -> bool:
@@ -57,7 +69,7 @@ def large_tile(target: Target, element_size: int, head_dim: int) -> Tile:
     if element_size == 4:  # fp32 does not use the matrix units; small tiles fit into registers
         return Tile(32, 16, 8, 2) if head_dim <= 256 else Tile(16, 16, 8, 2)
     # Three stages: K and V of the next tile are loaded while this one is multiplied.
-    if not 90 <= int(target.arch) < 120:  # neither wgmma nor tcgen05; some have only 100 KB of shared memory
+    if not has_wide_products(target):  # some have only 100 KB of shared memory
         shapes = {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 16, 8, 3), 512: Tile(32, 16, 8, 3)}
     else:
         shapes = {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 3), 512: Tile(32, 32, 8, 3)}

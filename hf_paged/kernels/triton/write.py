@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.triton.launch import Launch, next_power_of_2, stride_unit
 
 
@@ -124,7 +126,7 @@ _COPY_WORDS = 1024
 @functools.lru_cache(maxsize=64)
 def _cache_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
     # A pool's tensors keep their addresses, so their table is sent to the device once, not every step.
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return to_device(np.array(rows, dtype=np.int64), device)
 
 
 def _spans(caches: list[torch.Tensor], device: torch.device) -> list[tuple[int, int, int]]:

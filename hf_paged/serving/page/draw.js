@@ -6,14 +6,11 @@ const mostArrows = 8, mostRings = 40; // more could not be told apart
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// Requests get cool hues; warm ones are for shared blocks.
-function hue(id) {
-  const number = parseInt(id.replace(/\D+/g, "") || "0", 10);
-  return [172 + ((number * 80.3) % 130), number % 3];
-}
+// Seven hues by two shades: 14 requests in a row have colours that can be told apart. Warm hues are for shared blocks.
+const hues = [222, 96, 292, 178, 134, 262, 322];
 export function ownColor(id) {
-  const [angle, shade] = hue(id);
-  return `hsl(${angle} ${color("own-s")} calc(${color("own-l")} + ${9 * (shade - 1)}%))`;
+  const number = parseInt(id.replace(/\D+/g, "") || "0", 10), shade = Math.floor(number / hues.length) % 2 ? 1 : -1;
+  return `hsl(${hues[number % hues.length]} ${color("own-s")} calc(${color("own-l")} + ${15 * shade}%))`;
 }
 export const shareName = (refs) => (refs > 8 ? "share9" : refs > 4 ? "share5" : refs > 2 ? "share3" : "share2");
 
@@ -120,7 +117,8 @@ export class BlockMap {
       }
     } else if (view.cached[block]) {
       pen.strokeStyle = palette.cached;
-      pen.lineWidth = size > 8 ? 1.6 : 1;
+      pen.globalAlpha *= 0.55; // quieter than blocks in use
+      pen.lineWidth = 1;
       path(pen, x + 1, y + 1, size - 2, size - 2, radius);
       pen.stroke();
     } else {

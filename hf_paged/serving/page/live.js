@@ -3,7 +3,7 @@
 import { isAnswering, startChat } from "./chat.js";
 import { $, ask, bytes, count, keys, make, text } from "./common.js";
 import { BlockMap, drawHost } from "./draw.js";
-import { mask, memory, places, read, remember, state } from "./model.js";
+import { mask, memory, places, read, recall, remember, state } from "./model.js";
 import { noteEvents, showBars, showCurves, showLegend, showRequests, showTable, showTiles } from "./panels.js";
 
 const PERIOD = 350; // ms between two questions
@@ -52,7 +52,7 @@ async function lookOnce() {
   } else if (answer.status === 304) {
     const isBusy = state.engine && state.engine.requests.length;
     setStatus(isBusy ? "running" : "idle", isBusy ? "busy" : "");
-    if (state.engine) showTable(state, state.views[state.group]); // texts may have arrived
+    if (state.engine) showTable(state, state.view); // texts may have arrived
   } else {
     setStatus(answer.status === 503 ? "the engine has stopped" : `the server answers ${answer.status}`, "bad");
     return 2000;
@@ -60,13 +60,14 @@ async function lookOnce() {
   return PERIOD;
 }
 
-function receive({ server, engine, latency }) {
+function receive({ server, engine, latency, ended, history }) {
   const isFirst = !state.server;
   if (state.server && state.server.run !== server.run) { // it was started again
     Object.assign(state, { engine: null, history: [], lastEvent: 0, chosen: null, shown: null });
     state.own.clear();
   }
-  Object.assign(state, { server, latency });
+  Object.assign(state, { server, latency, ended });
+  if (history && !state.history.length) recall(state, history);
   $("main").hidden = false;
   text($("model"), `${server.model} · ${server.architecture} · ${server.dtype} on ${server.device} · version ${server.version}`);
   if (isFirst) startChat(server, look);
@@ -75,7 +76,7 @@ function receive({ server, engine, latency }) {
     return;
   }
   state.engine = engine;
-  state.views = engine.pools.map((_, group) => read(engine, group));
+  state.view = read(engine);
   remember(state);
   setStatus(engine.requests.length ? "running" : "idle", engine.requests.length ? "busy" : "");
   for (const [kind, blocks] of Object.entries(noteEvents(engine))) if (blocks.length) map.flash(kind, blocks);
@@ -87,8 +88,7 @@ function receive({ server, engine, latency }) {
 function show() {
   const { engine } = state;
   if (!engine) return;
-  state.group = Math.min(state.group, engine.pools.length - 1);
-  const view = state.views[state.group], held = memory(state);
+  const { view } = state, held = memory(state);
   follow();
   showTiles(state, view, held);
   showMap(view);
@@ -115,18 +115,18 @@ function follow() {
 }
 
 function showMap(view) {
-  const { engine, group } = state, pool = engine.pools[group];
-  view.mask = (id) => mask(engine, group, id);
+  const { engine } = state, { pool } = engine;
+  view.mask = (id) => mask(engine, id);
   map.draw(view);
   const each = map.grid.per > 1 ? `a cell is ${map.grid.per} blocks` : "a cell is a block";
   text($("map-note"), `${count(view.count, "block")} of ${pool.block_size} tokens, ${bytes(view.count * pool.bytes)}; ${each}`);
   $("map").setAttribute("aria-label", `Block map: ${view.used} of ${view.count} blocks in use, ${view.shared} shared, ${pool.cached.length} kept by the prefix cache`);
   $("host").hidden = view.host.length === 0;
   if (view.host.length) drawHost($("host-map"), view.host, map.lit);
-  $("group-label").hidden = engine.pools.length < 2;
-  for (let index = $("group").options.length; index < engine.pools.length; index += 1) {
-    const { window: width } = engine.pools[index];
-    $("group").append(make("option", { value: index }, width ? `with a window of ${width}` : "with full attention"));
+  $("group-label").hidden = pool.windows.length < 2;
+  for (let index = $("group").options.length; index < pool.windows.length; index += 1) {
+    const width = pool.windows[index];
+    $("group").append(make("option", { value: index }, `${index + 1}, ${width ? `with a window of ${width}` : "with full attention"}`));
   }
 }
 
@@ -146,19 +146,19 @@ function hover(id) {
 }
 
 const holder = (block) => {
-  const view = state.views[state.group];
+  const { view } = state;
   return (block >= 0 && view && view.ids[view.owner[block]]) || null;
 };
 
 function describe(block) {
-  const { engine, group } = state, view = state.views[group], pool = engine.pools[group], { per } = map.grid;
+  const { engine, view } = state, { pool } = engine, { per } = map.grid;
   if (per > 1) return describeMany(view, block, Math.min(view.count, block + per));
   if (view.cached[block]) {
     const turn = pool.cached.indexOf(block) + 1;
     return `Block ${block}: kept by the prefix cache\nNo request uses it. It is number ${turn} of ${pool.cached.length} to be evicted.`;
   }
   if (!view.refs[block]) return `Block ${block}: ${block < view.touched ? "free" : "never used"}`;
-  const found = places(engine, group, block), last = (place) => place * view.size + view.fill[block] - 1;
+  const found = places(engine, block), last = (place) => place * view.size + view.fill[block] - 1;
   const lines = found.slice(0, 8).map(({ request, number, place }) => {
     const sequence = request.sequences.length > 1 ? `, sequence ${number + 1}` : "";
     return `${request.id}${sequence}: logical block ${place}, tokens ${place * view.size} to ${last(place)}`;

@@ -4,13 +4,14 @@ import { $, bytes, count, make, millis, percent, post, text } from "./common.js"
 import { color, drawCurve, ownColor, shareName } from "./draw.js";
 import { SPAN, state } from "./model.js";
 
-export function showTiles({ engine, server, latency, history }, view, held) {
+export function showTiles({ engine, server, latency, history, ended }, view, held) {
   const by = (status) => engine.requests.filter((each) => each.status === status).length, last = history[history.length - 1];
   const hits = engine.prefix_query_tokens ? engine.prefix_hit_tokens / engine.prefix_query_tokens : 0;
-  const pair = (values) => (values ? [millis(values[0]), `95 %: ${millis(values[1])}`] : ["–", "nothing lately"]);
+  const pair = (values) => (values ? [millis(values[0]), `p95 ${millis(values[1])}`] : ["–", "nothing lately"]);
   const tiles = [
     ["Tokens per second", last.rate.toFixed(0), `${engine.generated_tokens.toLocaleString("en")} so far`],
     ["Running requests", String(by("running")), `${engine.waiting} waiting · ${by("swapped")} swapped`],
+    ["Finished requests", ended.finished.toLocaleString("en"), `${ended.failed} failed · ${ended.refused} refused`],
     ["Blocks in use", percent(view.used / view.count), `${view.used} of ${view.count} · ${view.shared} shared`],
     ["From prefix cache", server.prefix_caching ? percent(hits) : "off", `${count(engine.prefix_evictions, "block")} evicted`],
     ["Preemptions", String(engine.preemptions_swap + engine.preemptions_recompute), `${engine.preemptions_swap} by swapping`],
@@ -85,7 +86,7 @@ export function showBars(held, server) {
 export function showCurves({ history }) {
   const last = history[history.length - 1], share = (value) => `${(100 * value).toFixed(0)} %`;
   const line = (label, of, stroke, more = {}) => ({ label, color: color(stroke), values: history.map((each) => [each.time, of(each)]), ...more });
-  const pair = (name) => [line("95 %", (each) => each[name] && each[name][1], "soft", { dash: [3, 3] }), line("median", (each) => each[name] && each[name][0], "accent")];
+  const pair = (name) => [line("p95", (each) => each[name] && each[name][1], "soft", { dash: [3, 3] }), line("median", (each) => each[name] && each[name][0], "accent")];
   const figures = [
     ["tokens per second", last.rate.toFixed(0), [line("generated", (each) => each.rate, "accent", { area: true })], (value) => value.toFixed(0), 10],
     ["blocks", share(last.used), [line("with cached", (each) => each.cached, "cached", { dash: [3, 3] }), line("in use", (each) => each.used, "accent", { area: true }), line("shared", (each) => each.shared, "share3", { area: true })], share, 0.895],
@@ -112,6 +113,8 @@ export function showRequests({ engine }, choose, hover) {
   const rows = [...engine.requests].sort((a, b) => rank[a.status] - rank[b.status]), box = $("requests");
   const number = (name) => (name === "waiting" ? engine.waiting : rows.filter((each) => each.status === name).length);
   text($("requests-note"), rows.length ? Object.keys(rank).map((name) => `${number(name)} ${name}`).join(", ") : "none at the moment");
+  $("invite").hidden = rows.length > 0;
+  text($("invite"), `Nothing is running. Ask the model below, or send a request to ${location.origin}/v1 and watch its blocks here.`);
   const known = new Map([...box.children].map((row) => [row.dataset.id, row]));
   rows.forEach((request, index) => {
     const row = known.get(request.id) || newRow(request.id, choose, hover);

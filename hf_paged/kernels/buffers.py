@@ -1,0 +1,47 @@
+"""The memory that native code and devices read and write: buffers for them are made here, and tensors of other code are
+checked here before their address is taken.
+
+torch's own functions take what a call does not name from defaults that any program may change (`set_default_dtype`,
+`set_default_device`, `with torch.device(...)`), and strides and class from a tensor that they imitate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+HOST = torch.device("cpu")
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST, *, pinned: bool = False
+) -> torch.Tensor:
+    """A contiguous tensor with any values. pinned: in memory of the host that a GPU can read.
+
+    Raises RuntimeError if a mode of other code makes a tensor without memory, such as a FakeTensor.
+    """
+    made = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+    if made.is_cpu and type(made) is not torch.Tensor:
+        raise RuntimeError(f"torch makes a {type(made).__name__} here, which has no memory for the kernels")
+    return made
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements are in memory at the tensor's address, and its class computes nothing else than torch."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.data_ptr() != 0
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements without the class that other code has given a tensor.
+
+    Raises ValueError if they are not in memory at the tensor's address: it is on no device, or a wrapper of others.
+    """
+    owner = type(tensor)
+    if owner in (torch.Tensor, nn.Parameter):
+        return tensor
+    if owner.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(f"a {owner.__name__} has no memory that the kernels can read")
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)

@@ -1,0 +1,316 @@
+"""ForeignCode: which code of others runs within a model's forward, and so may depend on how tokens are laid out.
+
+Such code sees a left-padded batch and one new token a row in plain `generate`, but one row of all tokens in a packed
+step. That it computes each token on its own cannot be proven by trying it, so its presence is enough: the model then
+runs with the layout of plain `generate`. Code of torch, transformers and accelerate is trusted, and so is what its
+owner has marked (`tokenwise`). Knows modules and functions; never tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.attention import IMPLEMENTATION, configs_of, own_implementation
+from hf_paged.locks import usable_after_fork
+from hf_paged.model.overrides import is_override
+from hf_paged.model.state import Slot, state_of
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_TRUSTED = frozenset({"torch", "transformers", "accelerate", "hf_paged"})
+# What a function of these does is done by the functions that it wraps or is given.
+_LIBRARY = frozenset(sys.stdlib_module_names)
+# PEFT's other hooks pass what belongs to the rows of one batch, such as the name of each row's adapter.
+_TRUSTED_HOOKS = frozenset({"make_inputs_require_grad"})
+_ATTENTION = ("sdpa_attention", "flash_attention", "flex_attention")  # modules of transformers.integrations
+_COMMON = {"transformers.masking_utils", "transformers.integrations.sdpa_attention"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = (_module._global_forward_hooks, _module._global_forward_pre_hooks)
+_MAX_DEPTH = 8  # of functions in functions
+_SDPA = torch._C._nn.scaled_dot_product_attention
+
+_tokenwise: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def tokenwise(function: _Function) -> _Function:
+    """Mark a hook, or a function that replaces a `forward`, as one that treats each token on its own; returns it.
+
+    A model with hooks or replaced functions runs with the layout of plain `generate`, which is slower, because such
+    code may depend on the batch: `hidden[:, -1]`, a mean over `dim=1`, or `hidden.shape[1]` mean something else where
+    the tokens of all sequences are one row `[1, num_tokens, ...]`. Code that is marked gets such rows. A method is
+    marked for all objects of its class.
+    """
+    _tokenwise.add(_key(function))
+    return function
+
+
+def _key(function: Any) -> Any:
+    return getattr(function, "__func__", function)
+
+
+def stranger(value: Any, home: str = "", depth: int = 0) -> str | None:
+    """The name of the code of others in a callable: its own, what it wraps, or what it is given; None: there is none.
+
+    home: the name of a module that is trusted too.
+    """
+    if depth > _MAX_DEPTH or is_override(value) or _is_marked(value):
+        return None
+    inside: Iterator[Any] = iter(())
+    if isinstance(value, functools.partial):
+        inside = iter((value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, MethodType):
+        own = value.__self__
+        if not isinstance(own, (nn.Module, type)) and not _has_trusted_type(own):
+            return _named(type(own))
+        inside = iter((value.__func__,))
+    elif isinstance(value, FunctionType):
+        if not _is_trusted(value.__globals__.get("__name__", ""), home) and value.__name__ not in _TRUSTED_HOOKS:
+            return _named(value)
+        inside = (cell for cell in map(_content, value.__closure__ or ()) if isinstance(cell, _FUNCTIONS))
+    elif isinstance(value, nn.Module):
+        hook = vars(value).get("_hf_hook")  # accelerate's, whose functions are given the module
+        return next((_named(type(h)) for h in getattr(hook, "hooks", (hook,)) if h and not _has_trusted_type(h)), None)
+    elif isinstance(value, functools._lru_cache_wrapper):
+        inside = iter((value.__wrapped__,))
+    elif callable(value) and not isinstance(value, type) and not _has_trusted_type(value):
+        return _named(type(value))
+    return next((found for each in inside if (found := stranger(each, home, depth + 1)) is not None), None)
+
+
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+
+
+def _is_marked(value: Any) -> bool:
+    try:
+        return _key(value) in _tokenwise
+    except TypeError:  # without hash or weak references
+        return False
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _is_trusted(module: str, home: str) -> bool:
+    top = module.partition(".")[0]
+    return top in _TRUSTED or top in _LIBRARY or module == home
+
+
+def _has_trusted_type(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _TRUSTED | {"builtins", "operator", "types", "typing"}
+
+
+def _named(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+# -- where such code can be ------------------------------------------------------------------------------------------
+
+
+def _in_modules(model: nn.Module) -> str | None:
+    """A hook of a module, or a `forward` set on one."""
+    for module in model.modules():
+        for hooks, kind in zip((module._forward_hooks, module._forward_pre_hooks), ("hook", "pre-hook")):
+            for hook in list(hooks.values()):
+                if found := stranger(hook):
+                    return f"a {type(module).__name__} has a forward {kind} ({found})"
+        if (forward := vars(module).get("forward")) is not None and (
+            found := stranger(forward, type(module).__module__)
+        ):
+            return f"the forward of a {type(module).__name__} is replaced ({found})"
+    return None
+
+
+def _in_classes(model: nn.Module) -> str | None:
+    """A hook of all modules, or a `forward` set on a class of a library."""
+    for hooks in _GLOBAL_HOOKS:
+        for hook in list(hooks.values()):
+            if found := stranger(hook):
+                return f"there is a forward hook on all modules ({found})"
+    for kind in dict.fromkeys(map(type, model.modules())):
+        owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+        if _is_trusted(owner.__module__, "") and (found := stranger(vars(owner)["forward"], owner.__module__)):
+            return f"the forward of {owner.__name__} is replaced ({found})"
+    return None
+
+
+def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
+    """Of transformers' modules that define the model's layers, and of those with what all models call."""
+    names = {kind.__module__ for each in set(map(type, model.modules())) for kind in each.__mro__}
+    names = {name for name in names if name.startswith("transformers.models.")} | _COMMON
+    return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+
+
+def _in_functions(model: nn.Module) -> str | None:
+    """A function in a modeling module that other code has put there, or an attention or mask function."""
+    spaces = _namespaces(model)
+    for space in spaces:
+        for name, value in list(space.items()):
+            if not isinstance(value, type) and callable(value) and (found := stranger(value, space["__name__"])):
+                return f"{name} of {space['__name__']} is replaced ({found})"
+    if torch.nn.functional.scaled_dot_product_attention is not _SDPA:
+        return "torch.nn.functional.scaled_dot_product_attention is replaced"
+    for name in dict.fromkeys(map(own_implementation, configs_of(model))):
+        if found := _in_attention(name, spaces):
+            return found
+    return None
+
+
+def _registries() -> list[dict[str, Any]]:
+    """The mappings from names to attention and mask functions."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    return [each for of in (FUNCTIONS, MASKS) for each in (of._global_mapping, of._local_mapping)]
+
+
+def _in_attention(name: str, spaces: list[dict[str, Any]]) -> str | None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for space in spaces:
+        eager = space.get("eager_attention_forward")
+        if name == "eager" and eager is not None and getattr(eager, "__globals__", None) is not space:
+            return f"eager_attention_forward of {space['__name__']} is replaced"
+        interface = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        function = None if name == "eager" else interface.get(name)
+        homes = {*(f"transformers.integrations.{each}" for each in _ATTENTION), space["__name__"]}
+        if function is not None and not _is_of(function, homes):
+            return f"the attention function {name!r} is not transformers' own"
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if mask is not None and not _is_of(mask, {"transformers.masking_utils"}):
+        return f"the mask function {name!r} is not transformers' own"
+    return None
+
+
+def _is_of(function: Any, homes: set[str]) -> bool:
+    """Whether one of these modules defines the function under its name."""
+    space = getattr(function, "__globals__", {})
+    return (space.get("__name__") in homes and space.get(function.__name__) is function) or is_override(function)
+
+
+# -- the record ------------------------------------------------------------------------------------------------------
+
+_slot: Slot[ForeignCode] = Slot("foreign code", is_released=False)
+
+
+class ForeignCode:
+    """The code of others in one model as of the last look. Holds the model weakly; any thread may look.
+
+    inside: that in hooks and `forward`s of its modules, which `bare_copy` leaves out. around: that in classes,
+    functions of modeling modules, and attention and mask functions. Both in words, None if there is none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._weights = state_of(model).weights
+        self._lock = usable_after_fork(threading.RLock())
+        self._code = -1  # `Weights.code` of the last examination
+        self._spaces: list[dict[str, Any]] = []
+        self._fields: tuple[list[dict[str, Any]], list[str]] = [], []
+        self._known: list[Any] = []
+        self.inside: str | None = None
+        self.around: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the model may compute something else for packed rows; None: nothing of others runs in it."""
+        found = self.inside or self.around
+        return found and f"{found}, which may depend on how tokens are laid out (see hf_paged.tokenwise)"
+
+    def look(self) -> str | None:
+        """The present `reason`. Called in every step, so it must be fast."""
+        with self._lock:
+            self._weights.look()
+            if self._weights.code != self._code or not self._is_same():
+                self._examine()
+            reason = self.reason
+        return reason
+
+    def refuse(self) -> None:
+        """Raises UnsupportedModelError if there is such code now."""
+        if reason := self.look():
+            raise UnsupportedModelError(f"since this call began, {reason}")
+
+    def _is_same(self) -> bool:
+        try:
+            return [*self._small(), self._spaces if self.around is None else self._ids()] == self._known
+        except Exception:  # comparing what other code has put there may raise anything
+            return False
+
+    def _small(self) -> list[Any]:
+        return [
+            torch.nn.functional.scaled_dot_product_attention is _SDPA,
+            *map(list, _GLOBAL_HOOKS),
+            list(map(dict.get, *self._fields)),
+        ]
+
+    def _ids(self) -> list[list[int]]:
+        """In place of the functions, if some are of others: they could keep the model alive."""
+        return [list(map(id, space.values())) for space in self._spaces]
+
+    def _examine(self) -> None:
+        model = self._model()
+        if model is None:
+            return
+        self._code = self._weights.code
+        owners = [vars(module) for module in [*model.modules()][1:] if vars(module).get("config") is not None]
+        configs = list(map(vars, configs_of(model)))
+        self._fields = [*owners, *configs], ["config"] * len(owners) + [IMPLEMENTATION] * len(configs)
+        self._spaces = [*_namespaces(model), *_registries()]
+        small, copies, ids = self._small(), list(map(dict, self._spaces)), self._ids()
+        self.inside = _in_modules(model)
+        self.around = _in_classes(model) or _in_functions(model)
+        self._known = [*small, copies if self.around is None else ids]
+
+
+def foreign_code(model: nn.Module) -> ForeignCode:
+    """The record of a transformers model, as of its last look."""
+    return _slot.get(model) or _slot.setdefault(model, ForeignCode(model))
+
+
+def bare_copy(model: nn.Module) -> Any:
+    """A copy of the model without hooks and `forward`s of others, to try things on: it shares tensors and configs.
+
+    Other attributes that are neither modules nor refer to them directly are shared too.
+    """
+    copies = {id(module): object.__new__(type(module)) for module in model.modules()}
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return copies.get(id(value), value)
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, mapped(value.__self__))
+        if isinstance(value, functools.partial):
+            keywords = {name: mapped(each) for name, each in value.keywords.items()}
+            return functools.partial(mapped(value.func), *map(mapped, value.args), **keywords)
+        if type(value) in (list, tuple):
+            return type(value)(map(mapped, value))
+        if type(value) in (dict, OrderedDict):
+            return type(value)((name, mapped(each)) for name, each in value.items())
+        return value
+
+    for module in model.modules():
+        own = {name: mapped(value) for name, value in list(vars(module).items())}
+        for name in _HOOKS:
+            own[name] = OrderedDict((key, hook) for key, hook in own[name].items() if stranger(hook) is None)
+        forward = vars(module).get("forward")
+        if is_override(forward) or (forward and stranger(forward, type(module).__module__)):
+            del own["forward"]
+        vars(copies[id(module)]).update(own)
+    return copies[id(model)]

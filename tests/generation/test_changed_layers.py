@@ -1,0 +1,120 @@
+"""Layers that others put into a model under a live engine: answers are those of the model as it is now."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_paged
+from tests.architectures.tiny import redraw, tiny_config, tiny_model
+
+NEW = 8
+CONFIG = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
+
+
+def plain(model: Any, prompt: list[int], count: int = NEW) -> list[int]:
+    config = copy.deepcopy(CONFIG)
+    config.max_new_tokens = count
+    result: list[int] = model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+    return result
+
+
+def another(model: Any, **changes: Any) -> Any:
+    """A model of the same class with other weights, and with these changes of its config."""
+    config = tiny_config(model.config.model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    other = type(model)(config).float().eval()
+    redraw(other, 7)
+    return other
+
+
+def same_place(model: Any) -> None:
+    model.model.layers[1] = another(model).model.layers[1]
+
+
+def more_heads(model: Any) -> None:
+    model.model.layers[1] = another(model, num_key_value_heads=4).model.layers[1]
+
+
+def fewer_layers(model: Any) -> None:
+    del model.model.layers[2]
+
+
+def more_layers(model: Any) -> None:
+    model.config.num_hidden_layers = 5
+    model.model.layers.append(another(model, num_hidden_layers=5).model.layers[4])
+
+
+CHANGES = [same_place, more_heads, fewer_layers, more_layers]
+
+
+def run(engine: hf_paged.Engine) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in engine.generate(PROMPTS, CONFIG)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [*(("llama", change) for change in CHANGES), *((name, more_heads) for name in ("falcon_h1", "gemma3_text"))],
+)
+def test_requests_after_a_change(model_type: str, change: Callable[[Any], None]) -> None:
+    model = tiny_model(model_type)
+    with hf_paged.Engine(model, {"num_blocks": 64, "block_size": 4}) as engine:
+        assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
+        change(model)
+        assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("change", [same_place, more_heads], ids=lambda change: str(change.__name__))
+@pytest.mark.parametrize(("model_type", "is_async"), [("llama", True), ("llama", False), ("falcon_h1", None)])
+def test_running_requests(model_type: str, is_async: bool | None, change: Callable[[Any], None]) -> None:
+    """They go on with the changed model: over the K/V they have, or all of it computed again if it differs in size."""
+    model = tiny_model(model_type)
+    with hf_paged.Engine(model, {"num_blocks": 64, "block_size": 4}, {"async_scheduling": is_async}) as engine:
+        name = engine.add_request(PROMPTS[0], CONFIG)
+        before: list[int] = []
+        while len(before) < 3:
+            before = [*before, *(t for output in engine.step() for t in output.outputs[0].token_ids[len(before) :])]
+        change(model)
+        outputs = [output for _ in range(2 * NEW) for output in engine.step() if output.request_id == name]
+        tokens = list(outputs[-1].outputs[0].token_ids)
+        assert outputs[-1].finished and outputs[-1].error is None and len(tokens) == NEW
+        if change is more_heads:
+            done = next(n for n in (3, 4) if tokens[n:] == plain(model, PROMPTS[0] + tokens[:n], NEW - n))
+            assert tokens[:3] == before and done - len(before) <= bool(is_async)
+        assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
+
+
+def test_layers_that_share_an_index_are_named() -> None:
+    model = tiny_model("llama")
+    with hf_paged.Engine(model, {"num_blocks": 64}) as engine:
+        run(engine)
+        kept = model.model.layers[1]
+        model.model.layers[1] = another(model).model.layers[3]
+        for output in engine.generate(PROMPTS, CONFIG, raise_on_error=False):
+            assert output.error is not None and "2 of its layers keep their K/V as layer 3" in output.error
+        with pytest.raises(hf_paged.UnsupportedModelError, match="layer_idx of its own"):
+            model.generate(torch.tensor(PROMPTS[:1]), generation_config=CONFIG, cache_implementation="paged")
+        model.model.layers[1].self_attn.layer_idx = 1  # as the error says
+        model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+        assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
+        model.model.layers[1] = kept
+        assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.__name__))
+def test_calls_of_generate(change: Callable[[Any], None]) -> None:
+    """The memory that one call leaves to the next is that of the former layers."""
+    model = tiny_model("llama")
+    for _ in range(2):
+        paged = model.generate(torch.tensor(PROMPTS[:1]), generation_config=CONFIG, cache_implementation="paged")
+        assert paged[0, 4:].tolist() == plain(model, PROMPTS[0])
+        change(model)
+        change = same_place

@@ -1,0 +1,114 @@
+"""What the Triton kernels assume of memory: who sees which store, and offsets beyond 2^32. In triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.rows import RotaryKind
+from hf_paged.kernels.triton import launch as triton_launch
+from hf_paged.kernels.triton import ops as triton_ops
+from hf_paged.kernels.triton import plan as triton_plan
+from hf_paged.kernels.triton import split as triton_split
+from hf_paged.kernels.triton.launch import Target
+from hf_paged.kernels.triton.rotary import rotate
+from tests.kernels.cases import Case, make_batch
+
+pytestmark = pytest.mark.skipif(
+    not triton_launch.INTERPRET or torch.cuda.is_available(), reason="needs triton's interpreter on a CPU"
+)
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "MAX_WHOLE_TILES", 0)
+    monkeypatch.setattr(triton_plan, "MIN_TILES", 1)
+
+
+def errors(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], set[bytes]]:
+    """Of a decode step whose parts are combined by the programs that compute them, in several orders of these: the
+    errors, and the different results."""
+    from tests.kernels.weak_memory import WeakMemory
+
+    batch = make_batch(Case(((1, 300), (1, 190)), heads=(2, 1), head_dim=16))
+    expected, found, results = batch.run("reference"), [], set()
+    out = torch.empty_like(expected)
+    plan, step = triton_ops.attention_launches(
+        batch.query, batch.key_cache, batch.value_cache, replace(batch.metadata, shares=False), batch.options["scale"],
+        None, None, None, None, None, out, None, Target("cuda", 90, 3),
+    )  # fmt: skip
+    memory = WeakMemory(monkeypatch)
+    plan.run(out.device)
+    for seed in range(4):  # layers with one plan: the counters must be 0 again
+        memory.seed(seed)
+        step.run(out.device)
+        found.append((out - expected).abs().nan_to_num(9.0).max().item())
+        results.add(out.numpy().tobytes())
+        out.fill_(torch.nan)
+        assert not step.args["arrivals"].any()
+    return found, results
+
+
+@pytest.mark.usefixtures("split")
+def test_parts_are_combined_when_all_of_them_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits in any order of the programs."""
+    found, results = errors(monkeypatch)
+    assert max(found) < 1e-5 and len(results) == 1
+
+
+@pytest.mark.usefixtures("split")
+def test_a_count_without_release_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = Path(triton_split.__file__).read_text()
+    assert source.count('sem="acq_rel"') == 1
+    path = tmp_path / "relaxed_split.py"
+    path.write_text(source.replace('sem="acq_rel"', 'sem="relaxed"'))
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(triton_ops, "split_kernel", module.split_kernel)
+    assert max(errors(monkeypatch)[0]) > 0.01
+
+
+@pytest.mark.usefixtures("split")
+def test_offsets_beyond_32_bits() -> None:
+    """Blocks around 2^31 and 2^32 elements from the beginning. Only the pages of a pool that are used take memory."""
+    heads, dim, size = 1, 16, 16
+    block = size * heads * dim
+    num_blocks = 2**32 // block + 8
+    pools = [torch.empty(num_blocks, size, heads, dim, dtype=torch.float16) for _ in range(2)]
+    ids = [num_blocks - 1, 2**32 // block, 2**32 // block - 1, 2**31 // block, 2**31 // block - 1, 0]
+    length = len(ids) * size - 3
+    places = torch.arange(length)
+    slots = torch.tensor(ids)[places // size] * size + places % size
+    key, value = torch.randn(2, length, heads, dim).half()
+    triton_ops.write_kv(key, value, *pools, slots)
+    rotate(key[-1:], key[-1:], angles=None, kind=RotaryKind(), value=value[-1:], into=(*pools, slots[-1:]))
+    for pool, rows in zip(pools, (key, value)):
+        assert pool.view(-1, heads, dim)[slots].equal(rows)
+    triton_ops.copy_blocks(pools, torch.tensor([[ids[0], num_blocks - 3], [ids[-1], num_blocks - 2]]), pools)
+    assert all(pool[num_blocks - 3].equal(pool[ids[0]]) and pool[num_blocks - 2].equal(pool[0]) for pool in pools)
+    for count in (1, 20):
+        metadata = AttentionMetadata(
+            block_tables=torch.tensor([ids], dtype=torch.int32),
+            seq_lens=torch.tensor([length], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+            slot_mapping=slots[-count:],
+            max_query_len=count,
+            max_seq_len=length,
+        )
+        query = torch.randn(count, 2, dim).half()
+        out = triton_ops.paged_attention(query, *pools, metadata, scale=0.25)
+        scores = torch.einsum("nhd,lhd->hnl", query.float(), key.float().expand(-1, 2, -1)) * 0.25
+        hidden = places[None] > length - count + torch.arange(count)[:, None]
+        expected = torch.einsum(
+            "hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value.float().expand(-1, 2, -1)
+        )
+        torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,269 @@
+"""Code that users put into models: each case returns what takes it out again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+Undo = Callable[[], None]
+PutIn = Callable[[Any], Undo]
+
+
+def hidden_of(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else getattr(result, "logits", result)
+
+
+def replaced(result: Any, hidden: torch.Tensor) -> Any:
+    """The result of a module with other hidden states, or logits."""
+    if isinstance(result, tuple):
+        return (hidden, *result[1:])
+    if hasattr(result, "logits"):
+        result.logits = hidden
+        return result
+    return hidden
+
+
+def vector(like: torch.Tensor) -> torch.Tensor:
+    """A large vector [size] that a steered position gets."""
+    return torch.linspace(-3, 3, like.shape[-1]).sin().mul(30).to(like)
+
+
+def steer_last(hidden: torch.Tensor) -> torch.Tensor:
+    hidden = hidden.clone()
+    hidden[:, -1] += vector(hidden)
+    return hidden
+
+
+def add_mean(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + 2 * hidden.mean(1, keepdim=True).roll(1, -1)
+
+
+def only_prompts(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + vector(hidden) if hidden.shape[1] > 1 else hidden
+
+
+def only_steps(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + vector(hidden) if hidden.shape[1] == 1 else hidden
+
+
+CHANGES = {each.__name__: each for each in (steer_last, add_mean, only_prompts, only_steps)}
+
+PLACES: dict[str, Callable[[Any], nn.Module]] = {
+    "layer": lambda model: model.get_decoder().layers[0],
+    "attention": lambda model: model.get_decoder().layers[1].self_attn,
+    "embedding": lambda model: model.get_input_embeddings(),
+}
+# `generate` asks for the logits of the last position, so that a prompt looks like a step here.
+LAST: dict[str, Callable[[Any], nn.Module]] = {"head": lambda model: model.lm_head, "root": lambda model: model}
+
+
+def forward_hook(change: Callable[[torch.Tensor], torch.Tensor], place: str = "layer") -> PutIn:
+    def put_in(model: Any) -> Undo:
+        def hook(module: nn.Module, args: Any, result: Any) -> Any:
+            return replaced(result, change(hidden_of(result)))
+
+        return (PLACES | LAST)[place](model).register_forward_hook(hook).remove
+
+    return put_in
+
+
+def pre_hook(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
+    def put_in(model: Any) -> Undo:
+        hook = PLACES["layer"](model).register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
+        return hook.remove
+
+    return put_in
+
+
+def kwargs_hook(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
+    def put_in(model: Any) -> Undo:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+        return PLACES["attention"](model).register_forward_pre_hook(hook, with_kwargs=True).remove
+
+    return put_in
+
+
+def global_hook(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
+    def put_in(model: Any) -> Undo:
+        def hook(module: nn.Module, args: Any, result: Any) -> Any:
+            return change(result) if module is model.get_decoder().layers[0].mlp else None
+
+        return nn.modules.module.register_module_forward_hook(hook).remove
+
+    return put_in
+
+
+def own_forward(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
+    def put_in(model: Any) -> Undo:
+        mlp = model.get_decoder().layers[0].mlp
+        own = mlp.forward
+        mlp.forward = functools.wraps(own)(lambda hidden: change(own(hidden)))
+        return lambda: delattr(mlp, "forward")
+
+    return put_in
+
+
+def class_forward(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
+    def put_in(model: Any) -> Undo:
+        patch, owner = pytest.MonkeyPatch(), type(model.get_decoder().layers[0].mlp)
+        own = owner.forward
+        patch.setattr(owner, "forward", functools.wraps(own)(lambda self, hidden: change(own(self, hidden))))
+        return patch.undo
+
+    return put_in
+
+
+HOOKS: dict[str, PutIn] = {
+    **{f"{name} on {place}": forward_hook(CHANGES[name], place) for name in CHANGES for place in PLACES},
+    **{
+        f"{name} on {place}": forward_hook(CHANGES[name], place)
+        for name in ("steer_last", "only_steps")
+        for place in LAST
+    },
+    **{f"pre-hook: {name}": pre_hook(change) for name, change in CHANGES.items()},
+    **{f"with kwargs: {name}": kwargs_hook(change) for name, change in CHANGES.items()},
+    **{f"on all modules: {name}": global_hook(change) for name, change in CHANGES.items()},
+    **{f"forward: {name}": own_forward(change) for name, change in CHANGES.items()},
+    **{f"class: {name}": class_forward(change) for name, change in CHANGES.items()},
+}
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: Any) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    is_causal = mask is None and query.shape[2] > 1
+    out = nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scaling)
+    return out.transpose(1, 2).contiguous()
+
+
+def window_attention(
+    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **kwargs: Any
+) -> Any:
+    """A window of 8 tokens, which five tokens do not show."""
+    q_len, k_len = query.shape[2], key.shape[2]
+    where, back = torch.arange(q_len)[:, None] + k_len - q_len, torch.arange(k_len)
+    seen = (back <= where) & (back > where - 8)
+    if mask is not None:
+        seen = seen & (mask if mask.dtype is torch.bool else mask >= 0)
+    return _sdpa(query, key, value, seen, scaling), None
+
+
+def log_attention(
+    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **kwargs: Any
+) -> Any:
+    """Scaled by the logarithm of the length, beyond eight tokens."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _sdpa(query, key, value, mask, scaling * max(torch.tensor(key.shape[2] / 8).log().item() + 1, 1)), None
+
+
+def window_mask(*args: Any, **kwargs: Any) -> Any:
+    """Transformers' mask without what is eight tokens back or more."""
+    mask = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    q_len, k_len = mask.shape[-2:]
+    return mask & (torch.arange(k_len) > torch.arange(q_len)[:, None] + k_len - q_len - 8)
+
+
+def registered(function: Any, mask: Any = sdpa_mask) -> PutIn:
+    """Under a name of its own."""
+
+    def put_in(model: Any) -> Undo:
+        own = model.config._attn_implementation
+        ALL_ATTENTION_FUNCTIONS.register("users_own", function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register("users_own", mask)
+        model.set_attn_implementation("users_own")
+
+        def undo() -> None:
+            model.set_attn_implementation(own)
+            del AttentionInterface._global_mapping["users_own"]
+            del AttentionMaskInterface._global_mapping["users_own"]
+
+        return undo
+
+    return put_in
+
+
+def in_place_of(mapping: dict[str, Any], name: str, function: Any, implementation: str | None = None) -> PutIn:
+    def put_in(model: Any) -> Undo:
+        patch, own = pytest.MonkeyPatch(), model.config._attn_implementation
+        patch.setitem(mapping, name, function)
+        if implementation is not None:
+            model.set_attn_implementation(implementation)
+
+        def undo() -> None:
+            patch.undo()
+            model.set_attn_implementation(own)
+
+        return undo
+
+    return put_in
+
+
+def eager_of_module(model: Any) -> Undo:
+    space = vars(sys.modules[type(model).__module__])
+    return in_place_of(space, "eager_attention_forward", window_attention, "eager")(model)
+
+
+def of_torch(model: Any) -> Undo:
+    patch, own = pytest.MonkeyPatch(), nn.functional.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return own(query * 3, *args, **kwargs)
+
+    patch.setattr(nn.functional, "scaled_dot_product_attention", attend)
+    return patch.undo
+
+
+def in_one_layer(model: Any) -> Undo:
+    """The config of one layer names another function."""
+    attention = model.get_decoder().layers[1].self_attn
+    shared, patch = attention.config, pytest.MonkeyPatch()
+    patch.setitem(AttentionInterface._global_mapping, "users_own", window_attention)
+    attention.config = copy.copy(shared)
+    attention.config._attn_implementation_internal = "users_own"
+
+    def undo() -> None:
+        attention.config = shared
+        patch.undo()
+
+    return undo
+
+
+def rotary_of_module(model: Any) -> Undo:
+    space, patch = vars(sys.modules[type(model).__module__]), pytest.MonkeyPatch()
+    own = space["apply_rotary_pos_emb"]
+
+    def rotate(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        query, key = own(query, key, *args, **kwargs)
+        return (query * 2 if query.shape[2] > 1 else query), key
+
+    patch.setitem(space, "apply_rotary_pos_emb", functools.wraps(own)(rotate))
+    return patch.undo
+
+
+FUNCTIONS: dict[str, PutIn] = {
+    "registered window": registered(window_attention),
+    "registered log n": registered(log_attention),
+    "registered partial": registered(functools.partial(window_attention)),
+    "registered mask": registered(AttentionInterface._global_mapping["sdpa"], window_mask),
+    "in place of sdpa": in_place_of(AttentionInterface._global_mapping, "sdpa", window_attention),
+    "in place of sdpa's mask": in_place_of(AttentionMaskInterface._global_mapping, "sdpa", window_mask),
+    "in place of sdpa in one file": in_place_of(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", window_attention),
+    "in place of eager": eager_of_module,
+    "in place of torch's": of_torch,
+    "in one layer": in_one_layer,
+    "rotary": rotary_of_module,
+}

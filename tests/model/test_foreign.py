@@ -1,0 +1,410 @@
+"""Hooks, forwards and functions that others put into a model: its results are those of plain `generate`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, UnsupportedModelError
+from hf_paged.model.foreign import bare_copy, foreign_code
+from tests import models
+from tests.model.foreign_code import (
+    FUNCTIONS,
+    HOOKS,
+    PutIn,
+    forward_hook,
+    only_prompts,
+    only_steps,
+    registered,
+    steer_last,
+    window_attention,
+)
+
+CASES = HOOKS | FUNCTIONS
+NEW_TOKENS = 5
+LENGTHS = (13, 5, 9)
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+}
+FEW_BLOCKS = CacheConfig(num_blocks=40, block_size=4)
+CHUNKS = {"max_num_batched_tokens": 8}
+
+
+def config(mode: str = "greedy", **options: Any) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0, **MODES[mode], **options)
+
+
+def called(model: Any, mode: str, **options: Any) -> list[list[int]]:
+    """Texts of a ragged batch."""
+    torch.manual_seed(3)
+    return model.generate(**models.batch(*LENGTHS), generation_config=config(mode), **options).tolist()
+
+
+def alone(model: Any, mode: str = "greedy") -> list[list[int]]:
+    """What plain `generate` continues each prompt with."""
+    rows = []
+    for prompt in models.prompts(*LENGTHS):
+        torch.manual_seed(3)
+        rows.append(model.generate(prompt[None], generation_config=config(mode))[0, len(prompt) :].tolist())
+    return rows
+
+
+def served(engine: Engine, mode: str = "greedy") -> list[list[int]]:
+    if mode == "sampling":
+        options = config(mode)
+        options.seed = 3
+    else:
+        options = config(mode)
+    return [output.outputs[0].token_ids for output in engine.generate(models.prompts(*LENGTHS), options)]
+
+
+@pytest.fixture
+def model() -> Any:
+    return models.build("llama", eos_token_id=None)
+
+
+@pytest.fixture(params=CASES)
+def put_in(request: pytest.FixtureRequest) -> PutIn:
+    return CASES[request.param]
+
+
+# -- the matrix ------------------------------------------------------------------------------------------------------
+
+
+def test_calls(put_in: PutIn, model: Any) -> None:
+    first = called(model, "greedy", cache_implementation="paged")
+    undo = put_in(model)
+    try:
+        expected = called(model, "greedy")
+        with hf_paged.record_calls() as calls:
+            assert called(model, "greedy", cache_implementation="paged") == expected != first
+        assert calls[0].route == "hf_loop" and not hf_paged.check(model).native
+    finally:
+        undo()
+    with hf_paged.record_calls() as calls:
+        assert called(model, "greedy", cache_implementation="paged") == first
+    assert calls[0].route == "packed" and hf_paged.check(model).native
+
+
+def test_a_live_engine(put_in: PutIn, model: Any) -> None:
+    with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
+        first = served(engine)
+        assert first == alone(model)
+        undo = put_in(model)
+        try:
+            assert served(engine) == alone(model) != first
+        finally:
+            undo()
+        assert served(engine) == first
+        engine.check_integrity()
+
+
+def test_a_new_engine(put_in: PutIn, model: Any) -> None:
+    with contextlib.ExitStack() as code:
+        code.callback(put_in(model))
+        expected = alone(model)
+        with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
+            assert served(engine) == expected
+            code.close()
+            assert served(engine) == alone(model) != expected
+            engine.check_integrity()
+
+
+SOME = ["steer_last on layer", "only_prompts on layer", "pre-hook: add_mean", "registered window", "rotary"]
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("mode", ["sampling", "beams"])
+def test_modes(mode: str, case: str, model: Any) -> None:
+    with Engine(model, CacheConfig(num_blocks=80, block_size=4), CHUNKS) as engine:
+        first = called(model, mode, cache_implementation="paged")
+        undo = CASES[case](model)
+        try:
+            assert called(model, mode, cache_implementation="paged") == called(model, mode) != first
+            assert served(engine, mode) == alone(model, mode)
+        finally:
+            undo()
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_windows(family: str, case: str) -> None:
+    """Blocks that have left a window are free, also of a prompt that is computed at once after several steps."""
+    model = models.build(family, eos_token_id=None)
+    with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
+        first = served(engine)
+        undo = CASES[case](model)
+        try:
+            assert called(model, "greedy", cache_implementation="paged") == called(model, "greedy")
+            assert served(engine) == alone(model)
+        finally:
+            undo()
+        assert served(engine) == first
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_bf16(case: str) -> None:
+    model = models.build("llama", eos_token_id=None).bfloat16()
+    with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
+        served(engine)
+        called(model, "greedy", cache_implementation="paged")
+        undo = CASES[case](model)
+        try:
+            assert called(model, "greedy", cache_implementation="paged") == called(model, "greedy")
+            assert served(engine) == alone(model)
+        finally:
+            undo()
+
+
+# -- between the steps of a live engine -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_requests_in_every_state(preemption: str, is_async: bool, model: Any) -> None:
+    """A hook comes when requests run, are half computed, swapped and wait; those that wait are as if it had been there
+    from the beginning."""
+    prompts = models.prompts(40, 6, 30)
+    scheduler = {"max_num_batched_tokens": 16, "preemption": preemption, "async_scheduling": is_async}
+    options = config()
+    with Engine(model, CacheConfig(num_blocks=24, block_size=4), scheduler) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.add_request(prompt, options, request_id=str(number))
+        engine.step()
+        undo = forward_hook(steer_last)(model)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs.update({output.request_id: output for output in engine.step()})
+            engine.check_integrity()
+        found = [outputs[str(number)].outputs[0].token_ids for number in range(3)]
+        assert found == [model.generate(p[None], generation_config=options)[0, len(p) :].tolist() for p in prompts]
+        undo()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_that_comes_between_two_tokens(mode: str, model: Any) -> None:
+    """The text goes on as in `generate` with a streamer that registers the hook after two tokens."""
+    (prompt,) = models.prompts(9)
+
+    class Registering:
+        """A streamer, which gets the prompt first."""
+
+        calls = 0
+
+        def put(self, value: Any) -> None:
+            self.calls += 1
+            if self.calls == 3:
+                forward_hook(steer_last)(model)
+
+        def end(self) -> None: ...
+
+    if mode == "greedy":
+        expected = model.generate(prompt[None], generation_config=config(), streamer=Registering())[0, 9:].tolist()
+        model.get_decoder().layers[0]._forward_hooks.clear()
+        with Engine(model, FEW_BLOCKS) as engine:
+            engine.add_request(prompt, config(), streamer=Registering())
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+        assert outputs[0].outputs[0].token_ids == expected
+    with pytest.raises(UnsupportedModelError, match=r"since this call began, a LlamaDecoderLayer has a forward hook"):
+        options = config(mode)
+
+        class Meddler(hf_paged_processor()):  # type: ignore[misc]
+            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                if input_ids.shape[1] == 11:
+                    forward_hook(steer_last)(model)
+                return scores
+
+        model.get_decoder().layers[0]._forward_hooks.clear()
+        model.generate(
+            prompt[None], generation_config=options, logits_processor=[Meddler()], cache_implementation="paged"
+        )
+
+
+def hf_paged_processor() -> type:
+    from transformers import LogitsProcessor
+
+    return LogitsProcessor
+
+
+def test_no_prefix_is_shared_with_what_a_hook_sees(model: Any) -> None:
+    with Engine(model, FEW_BLOCKS) as engine:
+        first = served(engine)
+        assert served(engine) == first and engine.stats().prefix_cache_hit_tokens > 0
+        undo = forward_hook(only_steps)(model)
+        hits = engine.stats().prefix_cache_hit_tokens
+        assert served(engine) == served(engine) == alone(model)
+        assert engine.stats().prefix_cache_hit_tokens == hits
+        undo()
+        assert served(engine) == first and served(engine) == first
+        assert engine.stats().prefix_cache_hit_tokens > hits
+
+
+# -- what is tried, trusted and kept --------------------------------------------------------------------------------
+
+
+def test_code_of_others_is_not_tried(model: Any) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def count(module: Any, args: Any, result: torch.Tensor) -> None:
+        calls.append(tuple(result.shape))
+
+    model.lm_head.register_forward_hook(count)
+    report = hf_paged.check(model)
+    assert report.supported and not report.native and "a Linear has a forward hook (tests" in report.reason
+    assert "test_code_of_others_is_not_tried.<locals>.count" in str(report) and not calls
+    with Engine(model, FEW_BLOCKS) as engine:
+        assert not calls
+        engine.generate(models.prompts(5), config())
+    assert len(calls) == NEW_TOKENS
+    called(model, "greedy", cache_implementation="paged")
+    assert len(calls) == 2 * NEW_TOKENS
+
+
+def test_a_hook_that_is_marked_runs_packed(model: Any) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    @hf_paged.tokenwise
+    def shift(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(result.shape))
+        return result + 3 * torch.arange(96).cos()
+
+    model.lm_head.register_forward_hook(shift)
+    assert hf_paged.check(model).native
+    with Engine(model, FEW_BLOCKS, {"max_num_batched_tokens": 64}) as engine:
+        shapes.clear()
+        found = served(engine)
+        assert shapes[0] == (1, 3, 96)
+    assert found == alone(model)
+
+
+def test_hooks_of_transformers_and_accelerate_run_packed(model: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model.generate(
+        models.prompts(5)[0][None], max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True
+    )
+    model.enable_input_require_grads()
+    assert any(module._forward_hooks for module in model.modules())
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook(execution_device="cpu"))
+    assert hf_paged.check(model).native and foreign_code(model).reason is None
+
+    class Own(hooks.ModelHook):  # type: ignore[misc]
+        pass
+
+    hooks.add_hook_to_module(model.model.norm, Own())
+    assert "the forward of a LlamaRMSNorm is replaced" in hf_paged.check(model).reason
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compiled_in_place_is_not_foreign(model: Any) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert foreign_code(model).look() is None
+
+
+def test_true_for_cuda_graphs_or_ranks_is_not_ignored(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that cannot leave packed steps ends its requests with an error that says why."""
+
+    def refuse(self: Any, reason: str) -> Any:
+        raise UnsupportedModelError(reason)
+
+    with Engine(model, FEW_BLOCKS) as engine:
+        first = served(engine)
+        monkeypatch.setattr(type(engine._runner), "_make_rows", refuse)
+        undo = forward_hook(steer_last)(model)
+        (output,) = engine.generate(models.prompts(5), config(), raise_on_error=False)
+        assert output.error is not None and output.error.startswith("a LlamaDecoderLayer has a forward hook")
+        undo()
+        assert served(engine) == first
+        engine.check_integrity()
+
+
+def test_functions_are_not_kept_alive() -> None:
+    """An attention function that refers to the model keeps it alive only as long as it is registered."""
+    model = models.build("llama", eos_token_id=None)
+
+    def attend(*args: Any, owner: Any = model, **kwargs: Any) -> Any:
+        return window_attention(*args, **kwargs)
+
+    undo = registered(attend)(model)
+    called(model, "greedy", cache_implementation="paged")
+    undo()
+    gone = weakref.ref(model)
+    del model, attend, undo
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_bare_copy_shares_weights_and_nothing_else(model: Any) -> None:
+    steering, forward = forward_hook(steer_last)(model), model.lm_head.forward
+    model.lm_head.forward = lambda rows: -forward(rows)
+    bare = bare_copy(model)
+    assert not any(module._forward_hooks or "forward" in vars(module) for module in bare.modules())
+    assert model.model.layers[0]._forward_hooks and "forward" in vars(model.lm_head)
+    assert all(a is b for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+    assert not {id(m) for m in model.modules()} & {id(m) for m in bare.modules()}
+    steering()
+    del model.lm_head.forward
+    assert called(bare, "greedy") == called(model, "greedy")
+
+
+@pytest.mark.parametrize("change", [only_steps, only_prompts, steer_last])
+def test_modules_of_others_are_tried(change: Any, model: Any) -> None:
+    """A step of two sequences tells what depends on the number of tokens in a row."""
+
+    class Steered(torch.nn.Module):
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return change(self.layer(*args, **kwargs))
+
+    called(model, "greedy", cache_implementation="paged")
+    model.model.layers[0] = Steered(model.model.layers[0])
+    assert not hf_paged.check(model).native
+    assert called(model, "greedy", cache_implementation="paged") == called(model, "greedy")
+
+
+# -- adapters of rows ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuned() -> Iterator[Any]:
+    peft = pytest.importorskip("peft")
+    model = copy.deepcopy(models.shared("llama"))
+    for number, name in enumerate(("x", "y")):
+        torch.manual_seed(number)
+        options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        if name == "x":
+            wrapped = peft.get_peft_model(model, options, adapter_name=name)
+        else:
+            wrapped.add_adapter(name, options)
+    for parameter in wrapped.parameters():
+        parameter.data = parameter.data.float()
+    yield wrapped.eval()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapter_names(mode: str, tuned: Any) -> None:
+    """The first call has them, so that the model is examined with PEFT's hooks; no trace is left."""
+    rows = {"adapter_names": ["x", "__base__", "y"], **({"num_beams": 3} if mode == "beams" else {})}
+    expected = called(tuned, mode, **rows)
+    assert called(tuned, mode, **rows, cache_implementation="paged") == expected
+    assert not any(module._forward_pre_hooks for module in tuned.modules())
+    assert hf_paged.check(tuned).native
+    assert called(tuned, mode, cache_implementation="paged") == called(tuned, mode) != expected
+    with Engine(tuned, FEW_BLOCKS) as engine:
+        assert served(engine) == alone(tuned)
