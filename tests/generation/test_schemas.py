@@ -23,7 +23,7 @@ def accepts(constraint: constraints.Constraint, text: str) -> bool:
 
 def accepts_tokens(compiled: Compiled, text: str, tools: Any = None) -> bool:
     """Whether a text, written with the tokenizer's tokens, stays within the grammar and may end."""
-    matcher = Matcher(compiled, [2])
+    matcher = Matcher(compiled, [compiled.width])
     for token in (tools or tokenizer())(text, add_special_tokens=False)["input_ids"]:
         if not int(matcher.mask(compiled.width)[token // 32]) >> token % 32 & 1:
             return False
