@@ -92,6 +92,36 @@ def test_running_requests(model_type: str, is_async: bool | None, change: Callab
         assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("change", [same_place, more_heads], ids=lambda change: str(change.__name__))
+def test_a_prefix_kept_after_a_change(change: Callable[[Any], None]) -> None:
+    model, prefix = tiny_model("llama"), list(range(3, 20))
+    with hf_paged.Engine(model, {"num_blocks": 64, "block_size": 4}) as engine:
+        assert engine.cache_prefix(prefix) == 16
+        change(model)
+        assert engine.cache_prefix(prefix) == 16
+        (output,) = engine.generate([[*prefix, 7]], CONFIG)
+        assert output.outputs[0].token_ids == plain(model, [*prefix, 7])
+        assert engine.stats().prefix_cache_hit_tokens == 16 and engine.release_prefix(prefix)
+        assert engine.stats().blocks_used == 0
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_change_whose_following_is_interrupted(error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> None:
+        raise error
+
+    model = tiny_model("llama")
+    with hf_paged.Engine(model, {"num_blocks": 64, "block_size": 4}) as engine:
+        run(engine)
+        more_heads(model)
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr("hf_paged.generation.engine.engine.open_memory", interrupt)
+            run(engine)
+        assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
+        engine.check_integrity()
+
+
 def test_layers_that_share_an_index_are_named() -> None:
     model = tiny_model("llama")
     with hf_paged.Engine(model, {"num_blocks": 64}) as engine:
