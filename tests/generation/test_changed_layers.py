@@ -106,6 +106,22 @@ def test_a_prefix_kept_after_a_change(change: Callable[[Any], None]) -> None:
         engine.check_integrity()
 
 
+def test_figures_count_on_after_a_change() -> None:
+    model, prompt = tiny_model("llama"), list(range(3, 20))
+    samples = GenerationConfig(max_new_tokens=4, do_sample=True, num_return_sequences=2, pad_token_id=0)
+    names = ["prefix_cache_query_tokens", "prefix_cache_hit_tokens", "prefix_cache_evictions", "cow_copies"]
+    with hf_paged.Engine(model, {"num_blocks": 8, "block_size": 4}) as engine:
+        engine.snapshot()  # someone watches
+        figures = [[0] * len(names)]
+        for _ in range(3):
+            for _ in range(2):
+                engine.generate([prompt, prompt[:7][::-1]], samples)
+            more_heads(model)
+            figures.append([getattr(engine.stats(), name) for name in names])
+        assert all(now > before for old, new in zip(figures, figures[1:]) for before, now in zip(old, new)), figures
+        assert sum(len(event.blocks) for event in engine._watch._events if event.kind == "evict") > figures[1][2]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_change_whose_following_is_interrupted(error: type, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any) -> None:
