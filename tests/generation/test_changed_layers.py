@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_figures_count_on_after_a_change() -> None:
                 engine.generate([prompt, prompt[:7][::-1]], samples)
             more_heads(model)
             figures.append([getattr(engine.stats(), name) for name in names])
-        assert all(now > before for old, new in zip(figures, figures[1:]) for before, now in zip(old, new)), figures
+        assert all(now > before for old, new in itertools.pairwise(figures) for before, now in zip(old, new)), figures
         assert sum(len(event.blocks) for event in engine._watch._events if event.kind == "evict") > figures[1][2]
 
 
