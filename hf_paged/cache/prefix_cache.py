@@ -129,6 +129,11 @@ class PrefixCache:
         self.query_tokens += query_tokens
         self.hit_tokens += hit_tokens
 
+    def count_on(self, former: PrefixCache) -> None:
+        """Count from the figures of the cache that this one takes the place of."""
+        self.count(former.query_tokens, former.hit_tokens)
+        self.num_evictions, self.evicted = former.num_evictions, former.evicted
+
     def register(self, tables: Sequence[Sequence[int]], index: int, digest: bytes) -> None:
         """Register the blocks at `index` of a sequence's tables, which are full and computed. A group in which another
         block has the digest already keeps that one."""

@@ -100,7 +100,7 @@ def test_rows_that_were_taken_keep_their_padding_and_their_ids() -> None:
     rows.fork(1)
     assert rows.padding == [0, 2, 2] and len(set(rows.seq_ids)) == 3
     rows.check_integrity()
-    rows.free(0)
+    rows.select([1, 2])
     assert rows.padding == [2, 2]
     rows.crop(1)  # within the padding
     rows.check_integrity()

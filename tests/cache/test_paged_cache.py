@@ -424,7 +424,7 @@ def test_a_verb_that_fails_in_one_layer_changes_nothing(verb: str, hybrid: tuple
     cache = _fill(PagedKVCache(model.config, block_size=4), model, ids, record=verb == "crop")
     new = torch.full((3, 1), 8)
     states = [layer for layer in cache.layers if type(layer) is not PagedLayer]
-    tables = [list(cache.memory.managers[0].block_table(row)) for row in cache._rows.seq_ids]
+    tables = [list(cache.memory.manager.block_table(row)) for row in cache._rows.seq_ids]
     expected = _next_logits(model, copy.deepcopy(cache), new)
 
     class Failing(type(states[-1])):  # type: ignore[misc]
@@ -438,7 +438,7 @@ def test_a_verb_that_fails_in_one_layer_changes_nothing(verb: str, hybrid: tuple
         VERBS[verb][0](cache)
     states[-1].__class__ = kind
     cache.check_integrity()
-    assert tables == [list(cache.memory.managers[0].block_table(row)) for row in cache._rows.seq_ids]
+    assert tables == [list(cache.memory.manager.block_table(row)) for row in cache._rows.seq_ids]
     assert torch.equal(_next_logits(model, cache, new), expected)
 
 

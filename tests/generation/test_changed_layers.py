@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,52 @@ def test_running_requests(model_type: str, is_async: bool | None, change: Callab
             done = next(n for n in (3, 4) if tokens[n:] == plain(model, PROMPTS[0] + tokens[:n], NEW - n))
             assert tokens[:3] == before and done - len(before) <= bool(is_async)
         assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("change", [same_place, more_heads], ids=lambda change: str(change.__name__))
+def test_a_prefix_kept_after_a_change(change: Callable[[Any], None]) -> None:
+    model, prefix = tiny_model("llama"), list(range(3, 20))
+    with hf_paged.Engine(model, {"num_blocks": 64, "block_size": 4}) as engine:
+        assert engine.cache_prefix(prefix) == 16
+        change(model)
+        assert engine.cache_prefix(prefix) == 16
+        (output,) = engine.generate([[*prefix, 7]], CONFIG)
+        assert output.outputs[0].token_ids == plain(model, [*prefix, 7])
+        assert engine.stats().prefix_cache_hit_tokens == 16 and engine.release_prefix(prefix)
+        assert engine.stats().blocks_used == 0
+        engine.check_integrity()
+
+
+def test_figures_count_on_after_a_change() -> None:
+    model, prompt = tiny_model("llama"), list(range(3, 20))
+    samples = GenerationConfig(max_new_tokens=4, do_sample=True, num_return_sequences=2, pad_token_id=0)
+    names = ["prefix_cache_query_tokens", "prefix_cache_hit_tokens", "prefix_cache_evictions", "cow_copies"]
+    with hf_paged.Engine(model, {"num_blocks": 8, "block_size": 4}) as engine:
+        engine.snapshot()  # someone watches
+        figures = [[0] * len(names)]
+        for _ in range(3):
+            for _ in range(2):
+                engine.generate([prompt, prompt[:7][::-1]], samples)
+            more_heads(model)
+            figures.append([getattr(engine.stats(), name) for name in names])
+        assert all(now > before for old, new in itertools.pairwise(figures) for before, now in zip(old, new)), figures
+        assert sum(len(event.blocks) for event in engine._watch._events if event.kind == "evict") > figures[1][2]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_change_whose_following_is_interrupted(error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> None:
+        raise error
+
+    model = tiny_model("llama")
+    with hf_paged.Engine(model, {"num_blocks": 64, "block_size": 4}) as engine:
+        run(engine)
+        more_heads(model)
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr("hf_paged.generation.engine.engine.open_memory", interrupt)
+            run(engine)
+        assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
+        engine.check_integrity()
 
 
 def test_layers_that_share_an_index_are_named() -> None:

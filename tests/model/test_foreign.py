@@ -24,6 +24,7 @@ from tests.model.foreign_code import (
     forward_hook,
     only_prompts,
     only_steps,
+    own_forward,
     registered,
     steer_last,
     window_attention,
@@ -191,6 +192,33 @@ def test_requests_in_every_state(preemption: str, is_async: bool, model: Any) ->
         found = [outputs[str(number)].outputs[0].token_ids for number in range(3)]
         assert found == [model.generate(p[None], generation_config=options)[0, len(p) :].tolist() for p in prompts]
         undo()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_layer_replaced", [False, True])
+def test_a_forward_that_leaves_with_a_prompt_computed_in_part(
+    is_layer_replaced: bool, is_async: bool, model: Any
+) -> None:
+    """Modules and code change at once; nothing of such a prompt had been in the blocks."""
+    prompts, options = models.prompts(40, 6), config()
+    scheduler = {**CHUNKS, "async_scheduling": is_async}
+    with Engine(model, FEW_BLOCKS, scheduler) as engine:
+        undo = own_forward(steer_last)(model)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(prompt, options, request_id=str(number))
+        for _ in range(3):
+            engine.step()
+        undo()
+        if is_layer_replaced:
+            model.model.layers[1] = models.build("llama", seed=1).model.layers[1]
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs.update({output.request_id: output for output in engine.step()})
+            engine.check_integrity()
+        found = [outputs[str(number)].outputs[0].token_ids for number in range(2)]
+        assert found == [model.generate(p[None], generation_config=options)[0, len(p) :].tolist() for p in prompts]
+        assert served(engine) == served(engine) == alone(model)
+        assert engine.stats().prefix_cache_hit_tokens > 0 == engine.stats().blocks_used
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -211,3 +211,23 @@ def test_a_pause_and_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         while driver.has_unfinished_requests():
             driver.step()
             compare(driver, follower)
+
+
+def test_other_modules_are_not_tried_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of the model would wait for the other ranks. Modules beside the attention are followed without one."""
+
+    def try_model(model: Any) -> None:
+        raise AssertionError("the other ranks do not try theirs")
+
+    driver, follower, _ = pair(monkeypatch, lambda: models.build("llama", eos_token_id=None))
+    prompt, other = models.prompts(9)[0], models.build("llama", seed=1)
+    with follower, driver:
+        for name in ("refuse_unsupported", "examine"):
+            monkeypatch.setattr(f"hf_paged.generation.engine.engine.{name}", try_model)
+        for each in (driver, follower):
+            each.model.model.layers[0].mlp = other.model.layers[0].mlp
+        (output,) = driver.generate([prompt], config("greedy"))
+        assert list(output.outputs[0].token_ids) == solo(driver.model, prompt, config("greedy"))[0][0]
+        driver.model.model.layers[0] = other.model.layers[0]
+        (output,) = driver.generate([prompt], config("greedy"), raise_on_error=False)
+        assert output.error is not None and "several ranks; make a new engine" in output.error

@@ -101,6 +101,7 @@ class Engine(EngineCore):
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         self._structure = self._weights.structure
+        self._attentions = _attentions(self._model)
         self._asked, self._wanted = asked, (prepack, fuse, cuda_graphs)
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
         super().__init__(self.scheduler_config, scheduler, runner, self._follow_model)
@@ -293,8 +294,7 @@ class Engine(EngineCore):
         `block_size`. The prefix is dropped when the weights change.
         """
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
-        cache = self._scheduler.prefix_cache
-        if cache is None:
+        if self._scheduler.prefix_cache is None:
             raise ValueError("there is no prefix cache: prefix_caching=False, or the model has recurrent states")
         from transformers import GenerationConfig
 
@@ -310,8 +310,8 @@ class Engine(EngineCore):
                 self._discard([request])
             if request.error is not None:
                 raise RuntimeError(f"the prefix was not computed: {request.error}") from request.exception
-            root = request.group.cache_root
-            if root is None:
+            root, cache = request.group.cache_root, self._scheduler.prefix_cache  # of the model as it is now
+            if root is None or cache is None:
                 raise RuntimeError("the prefix was not cached: the weights have changed meanwhile; try again")
             with self._door:
                 num_tokens = cache.pin(ids, root)
@@ -399,10 +399,11 @@ class Engine(EngineCore):
         self._runner.look()
         try:
             if self._weights.structure != self._structure or self._opened is None:
+                # Whatever ends this before its end, the next step begins it again.
+                opened, self._opened = self._opened, None
                 self._structure = self._weights.structure
-                self._follow_structure()
+                self._opened = self._follow_structure(opened)
         except (UnsupportedModelError, ValueError, RankError) as error:
-            self._opened = None
             self._fail_all(f"the modules of the model have changed: {error}", error)
             return
         try:
@@ -417,17 +418,19 @@ class Engine(EngineCore):
         for request in list(self._requests.values()):
             self._fail(request, error, exception)
 
-    def _follow_structure(self) -> None:
+    def _follow_structure(self, opened: OpenedMemory | None) -> OpenedMemory:
         """The model has other modules: bind it anew. If its K/V differs, all requests are computed again."""
-        opened = self._opened
+        if isinstance(self._runner, DrivingRunner):  # to try the model, all ranks would have to run it together
+            if opened is None or _attentions(self._model) != self._attentions:
+                raise RankError("its attention is another, and the engine runs on several ranks; make a new engine")
+            self._runner.follow_structure()
+            return opened
         refuse_unsupported(self._model)
         examined = examine(self._model)
         report = examined.bare if examined.bare.native else examined.present
         if opened is not None and opened.fits(report):
             self._runner.follow_structure()
-            return
-        if isinstance(self._runner, DrivingRunner):
-            raise RankError("its layers keep other K/V, and the engine runs on several ranks; make a new engine")
+            return opened
         self._stepper.settle()
         self._scheduler.recompute_all()
         self._let_memory_go()
@@ -442,7 +445,8 @@ class Engine(EngineCore):
         self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager)
         self._admission.use_memory(opened.memory.manager, opened.max_length)
         self._stepper.is_async = bool(config.async_scheduling)
-        self._memory, self._opened, self.scheduler_config = opened.memory, opened, config
+        self._memory, self.scheduler_config = opened.memory, config
+        return opened
 
     def _let_memory_go(self) -> None:
         """Free the K/V tensors. No request holds blocks."""
@@ -536,3 +540,8 @@ class Engine(EngineCore):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that keep K/V."""
+    return [module for module in model.modules() if hasattr(module, "layer_idx")]

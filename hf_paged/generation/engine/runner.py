@@ -163,23 +163,21 @@ class Runner:
         K/V of computed tokens stays valid, but a prompt that is computed in part must be begun again. Raises
         UnsupportedModelError, and nothing has changed, if the model with the code of others cannot be computed.
         """
-        reason = self._foreign.reason
-        if (reason is None) == self.is_plain:
+        reason, model = self._foreign.reason, self._bound
+        if reason is not None:
+            model = self._rows = self._rows or self._make_rows(reason)
+        if (reason is None) == self.is_plain and model is self._model:
             return False
-        if reason is None:
-            self._model = self._bound
-        else:
-            self._rows = self._model = self._rows or self._make_rows(reason)
-        self.is_plain = reason is None
+        self._model, self.is_plain = model, reason is None
         if self._rows is not None:
             self._rows.is_incremental = self._rows.depends_on_split or not self.is_plain
         return True
 
     def follow_structure(self) -> None:
-        """The model has other modules, whose K/V fits the memory."""
+        """The model has other modules, whose K/V fits the memory. `follow_model` comes next."""
         if isinstance(self._bound, PackedModel):
             self._bound.follow_structure()
-            self._model, self._rows, self.is_plain = self._bound, None, True
+            self._rows = None
 
     def _make_rows(self, reason: str) -> RowModel:
         model = self._bound.model

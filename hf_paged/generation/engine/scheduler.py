@@ -54,14 +54,20 @@ class Scheduler:
         self._arrivals = itertools.count()
         self.num_preemptions_recompute = 0
         self.num_preemptions_swap = 0
+        self.manager = manager
+        self.prefix_cache: PrefixCache | None = None
         self.use_tables(config, manager, host_manager)
 
     def use_tables(self, config: SchedulerConfig, manager: BlockManager, host_manager: BlockManager | None) -> None:
         """Go on over other managers. No group holds blocks: see `recompute_all`."""
+        if manager is not self.manager:
+            manager.num_copies += self.manager.num_copies
+        former, self.prefix_cache = self.prefix_cache, PrefixCache(manager) if config.prefix_caching else None
+        if self.prefix_cache is not None and former is not None:
+            self.prefix_cache.count_on(former)
         self.config = config
         self.manager = manager
         self.host_manager = host_manager
-        self.prefix_cache = PrefixCache(manager) if config.prefix_caching else None
         self._prefixes = Prefixes(self.prefix_cache, manager)
         self._tables = Tables(manager, host_manager)
         self._token_budget = config.token_budget
