@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -70,6 +71,22 @@ def tokens_and_logprobs(model: Any, **options: Any) -> list[tuple[list[int], lis
     with Engine(model, CacheConfig(num_blocks=128, block_size=4), **options) as engine:
         outputs = engine.generate(models.prompts(3, 40, 17), config)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+NUMBERS = [("input_layernorm", "variance_epsilon"), ("self_attn", "scaling")]
+
+
+@pytest.mark.parametrize(("part", "name"), NUMBERS)
+def test_changed_numbers(part: str, name: str) -> None:
+    model = build(KNOWN["llama"][0]())
+    before = tokens_and_logprobs(model, prepack=True)
+    module = getattr(model.model.layers[0], part)
+    own = getattr(module, name)
+    setattr(module, name, own + 3.0)
+    changed = tokens_and_logprobs(model, prepack=True)
+    assert changed == tokens_and_logprobs(copy.deepcopy(model), prepack=True) != before
+    setattr(module, name, own)
+    assert tokens_and_logprobs(model, prepack=True) == before
 
 
 def layers_of(model: Any) -> list[Any]:

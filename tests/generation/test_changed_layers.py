@@ -53,6 +53,10 @@ def more_layers(model: Any) -> None:
     model.model.layers.append(another(model, num_hidden_layers=5).model.layers[4])
 
 
+def another_epsilon(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon += 1.0
+
+
 CHANGES = [same_place, more_heads, fewer_layers, more_layers]
 
 
@@ -156,7 +160,7 @@ def test_layers_that_share_an_index_are_named() -> None:
         assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.__name__))
+@pytest.mark.parametrize("change", [*CHANGES, another_epsilon], ids=lambda change: str(change.__name__))
 def test_calls_of_generate(change: Callable[[Any], None]) -> None:
     """The memory that one call leaves to the next is that of the former layers."""
     model = tiny_model("llama")

@@ -43,7 +43,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _NATIVE = attrgetter("native")
 
 _Seen = tuple[list[Any], tuple[int, int], list[Any]]
-"""Modules and functions; the state of the weights; the linear layers' weights (compared by identity)."""
+"""Modules, functions and numbers; the state of the weights; the linear layers' weights (compared by identity)."""
 
 _known: Slot[tuple[weakref.ref[LinearLayers], int, NativeDecoder]] = Slot("native decoder layers")
 
@@ -86,6 +86,9 @@ class NativeDecoder:
         self._hooks = [*hooks, _module._global_forward_hooks, _module._global_forward_pre_hooks]
         self._weights = weights
         self._linears = [linear for layer in self._layers for linear in layer.linears.values()]
+        numbers = [number for layer in self._layers for number in layer.numbers]
+        self._fields = [fields for fields, _, _ in numbers]
+        self._attributes = [name for _, name, _ in numbers]
         self._classes = list(dict.fromkeys(owner for layer in self._layers for owner in layer.classes))
         self._rotary = list({id(layer.namespace): layer.namespace for layer in self._layers}.values())
 
@@ -122,6 +125,7 @@ class NativeDecoder:
         """Everything but hooks on which `is_ready` depends; for all layers at once, because every step compares it."""
         parts = list(map(dict.get, self._tables, self._names))
         parts += map(dict.get, self._children, repeat("forward"))
+        parts += map(dict.get, self._fields, self._attributes)
         parts += [owner.forward for owner in self._classes]
         parts += map(own_rotary, self._rotary)
         weights = self._weights.layout, self._weights.all_moved
@@ -192,6 +196,13 @@ class Layer:
         self.linears = linears
         self._norms = norms
         self._norm_modules = {name: parts[name] for name in norms}
+        # What the kernels were tried with: epsilons, the factor of the scores, and the like.
+        self.numbers = [
+            (vars(module), name, value)
+            for module in (*parents, *self._norm_modules.values())
+            for name, value in vars(module).items()
+            if isinstance(value, int | float | None) and name != "training" and not name.startswith("_")
+        ]
         self._norm_addresses: dict[str, int] = {}
         self._norm_sizes = {name: norm.weight.numel() for name, norm in norms.items()}
         self._verdict: bool | None = None
@@ -207,8 +218,10 @@ class Layer:
 
     def is_ready(self) -> bool:
         """False while the kernels cannot replace this layer: a part is replaced or has hooks, or other code has set a
-        forward or a rotary function."""
+        forward, a rotary function or a number."""
         if self._verdict is False or _module._global_forward_hooks or _module._global_forward_pre_hooks:
+            return False
+        if any(fields.get(name) != value for fields, name, value in self.numbers):
             return False
         for modules, name, child in self.places:
             if modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:

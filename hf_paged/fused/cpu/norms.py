@@ -25,6 +25,7 @@ from hf_paged.model.overrides import ClassForwards, Overrides, Patch, mark, with
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
 
+_EPSILONS = ("variance_epsilon", "eps")  # the attribute's names
 _ROTARY = "apply_rotary_pos_emb"  # the name of transformers' function in every modeling module that has one
 
 _native: Slot[NativeLayers] = Slot("native norms")
@@ -117,7 +118,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _epsilon(module: nn.Module) -> float:
     """The epsilon of a norm; NaN if the module is not a norm."""
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    found = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
     return float(found) if isinstance(found, float | int) else math.nan
 
 
@@ -151,14 +152,14 @@ class NativeNorm:
         self.module = reference = weakref.ref(module)
         self._kind = module._parameters["weight"].dtype, _epsilon(module)  # type: ignore[union-attr]
         self._found = found = [norm_of(module)]
-        parameters = module._parameters
+        parameters, epsilon = module._parameters, next(name for name in _EPSILONS if hasattr(module, name))
 
         def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            norm = found[0]
-            # A hook may replace the weight for the time of a call.
+            norm, own = found[0], reference()
+            # A hook may replace the weight for the time of a call, and anyone the epsilon.
             is_known = norm is not None and parameters.get("weight") is norm.weight and not args and not kwargs
+            is_known = is_known and getattr(own, epsilon, None) == norm.eps  # type: ignore[union-attr]
             if norm is None or not is_known or not _takes(norm.weight, rows) or not in_packed_step():
-                own: Any = reference()
                 result: torch.Tensor = type(own).forward(own, rows, *args, **kwargs)
                 return result
             return fused_ops.rms_norm(norm, rows)

@@ -183,7 +183,7 @@ class _Reader:
         made: Schema = {
             name: int(schema[name]) if _is_number(schema[name]) else schema[name] for name in _SIMPLE if name in schema
         }
-        made |= {name: schema[name] for name in _BOUNDS if name in schema}
+        made |= {name: _bound(name, schema[name]) for name in _BOUNDS if name in schema}
         made |= self._strings(schema, path)
         made |= self._multiple(schema, path)
         made |= self._array(schema, path, depth)
@@ -510,6 +510,15 @@ def _types_of(value: Any) -> set[str]:
     if isinstance(value, (int, float)):
         return {"integer", "number"}
     return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
+
+
+def _bound(name: str, value: float) -> float:
+    """The bound for llguidance, which takes an exclusive whole number into a range such as 0 to 0.1: the next fp64
+    number stands for it, and 1e-16 for zero."""
+    if not name.startswith("exclusive") or value % 1:
+        return value
+    away = math.inf if name == "exclusiveMinimum" else -math.inf
+    return math.nextafter(value, away) if value else math.copysign(1e-16, away)
 
 
 def _same(one: Any, other: Any) -> bool:
