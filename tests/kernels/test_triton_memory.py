@@ -112,3 +112,8 @@ def test_offsets_beyond_32_bits() -> None:
             "hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value.float().expand(-1, 2, -1)
         )
         torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_new_memory_is_poisoned_in_these_tests() -> None:
+    empty = [torch.empty(3), torch.empty_like(torch.ones(3)), torch.ones(3).new_empty(3)]
+    assert all(each.isnan().all() for each in empty) and torch.empty(2, dtype=torch.int32).tolist() == [77, 77]
