@@ -289,7 +289,7 @@ def fault_of_text(pattern: re.Pattern[str], text: str) -> str | None:
 def bytes_tokenizer(seed: int) -> Any:
     """Byte-level, with all bytes and random pieces of several, which begin and end within characters."""
     rnd = Random(seed)
-    letters = list(pre_tokenizers.ByteLevel.alphabet())
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     text = "".join(WORDS + LETTERS).encode() + b'{"":[],}0123456789-.eEtruefalsn \r'
     signs = {0: ""}  # of bytes, as ByteLevel writes them
     for code in range(256):

@@ -124,6 +124,7 @@ def test_grammars(grammar: str, fitting: list[str], others: list[str]) -> None:
         ("root ::= other", "'other'"),
         ('a ::= "b"', "'root'"),
         ('root ::= "a"\nroot ::= "b"', "twice"),
+        ('root ::= "a" root | r\nr ::= root r', "no finite text"),
         ("root ::= (", "')'"),
         ('root ::= "a" )', "no group"),
         ('root ::= "a', "does not end"),
@@ -132,6 +133,7 @@ def test_grammars(grammar: str, fitting: list[str], others: list[str]) -> None:
         ('root ::= "\\q"', "unknown escape"),
         ('root ::= "\\ud800"', "no character"),
         ('start: "a"', "'::='"),
+        ("root ::= " + '"a"? ' * 5000, "4096 repetitions"),
         ("root ::= " + "(" * 200 + ")" * 200, "100 groups"),
     ],
 )

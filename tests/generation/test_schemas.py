@@ -23,7 +23,7 @@ def accepts(constraint: constraints.Constraint, text: str) -> bool:
 
 def accepts_tokens(compiled: Compiled, text: str, tools: Any = None) -> bool:
     """Whether a text, written with the tokenizer's tokens, stays within the grammar and may end."""
-    matcher = Matcher(compiled, [2])
+    matcher = Matcher(compiled, [compiled.width])
     for token in (tools or tokenizer())(text, add_special_tokens=False)["input_ids"]:
         if not int(matcher.mask(compiled.width)[token // 32]) >> token % 32 & 1:
             return False
@@ -270,7 +270,21 @@ def test_regular_expressions(pattern: str, fitting: list[str], others: list[str]
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(?i)a", "(?!a)b", "(?<=a)b", r"\bx", r"(a)\1", "a^b", "a$b", "(a$)*", "(?>a)", "a++", "(?m)^a", "\ud800"],
+    [
+        "(?i)a",
+        "(?!a)b",
+        "(?<=a)b",
+        r"\bx",
+        r"(a)\1",
+        "a^b",
+        "a$b",
+        "(a$)*",
+        "(?>a)",
+        "a++",
+        "(?m)^a",
+        "\ud800",
+        "a?" * 5000,
+    ],
 )
 def test_regular_expressions_that_cannot_be_followed(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be followed|cannot be used"):

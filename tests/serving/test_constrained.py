@@ -190,6 +190,7 @@ def test_hostile_grammars_do_no_harm(server: Running) -> None:
         "multiples": {"json": json.dumps({"type": "integer", "multipleOf": 4294967291})},
         "products": {"json": json.dumps({"allOf": [{"anyOf": [{"enum": [i]} for i in range(99)]}] * 20})},
         "repetitions": {"regex": "((a{1,900}){1,900}){1,900}"},
+        "optional parts": {"regex": "a?" * 20_000},
         "doubling": {
             "grammar": "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(60)), 'a60 ::= "x"'])
         },

@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *argv: str) -> dict[str, Any]:
 def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(monkeypatch) == {
         "address": ("127.0.0.1", 8000),
-        "settings": Settings(names=(QA,)),
+        "settings": Settings(names=(QA,), hosts=("127.0.0.1",)),
         "cache": CacheConfig(),
         "scheduler": SchedulerConfig(),
         "dtype": "auto",
@@ -106,6 +106,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             response_template=fields,
             admin_key="another",
             priorities=True,
+            hosts=("0.0.0.0",),
             limits=limits,
         ),
         "cache": CacheConfig(block_size=8, memory="8MiB", swap_memory="4MiB"),

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -259,12 +259,13 @@ def test_a_deadline_while_the_server_is_paused() -> None:
 
 
 @contextmanager
-def started(*argv: str, code: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, with code that runs before it; and its address."""
+def started(*argv: str, code: str = "", log: list[str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, with code that runs before it; and its address. log: gets its further lines."""
     arguments = ["serve", QA, "--port", "0", *argv]
     script = f"import sys\n{code}\nfrom hf_paged.cli.main import main\nsys.exit(main({arguments!r}))"
     with subprocess.Popen(
         [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -274,7 +275,7 @@ def started(*argv: str, code: str = "") -> Iterator[tuple[subprocess.Popen[str],
         try:
             line = next((each for each in process.stderr if "running on" in each), None)
             assert line is not None, f"the server has not started: exit status {process.wait(120)}"
-            threading.Thread(target=process.stderr.read, daemon=True).start()
+            threading.Thread(target=([] if log is None else log).extend, args=(process.stderr,), daemon=True).start()
             yield process, line.split("running on ")[1].split()[0]
         finally:
             process.kill()
@@ -315,3 +316,64 @@ def test_the_exit_status_tells_of_a_dead_engine() -> None:
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}, timeout=120)
         assert answer.status_code == 503 and "out of order" in answer.json()["error"]["message"]
         assert process.wait(120) == 1
+
+
+@pytest.mark.slow
+def test_signals_after_the_third_leave_the_exit_status() -> None:
+    """They come while the process ends, which here takes until all of them have been sent."""
+    code = "import atexit, sys\natexit.register(sys.stdin.read)\n"  # until the end of its input
+    log: list[str] = []
+    with started("--drain-seconds", "200", code=code, log=log) as (process, url):
+        connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")
+        for words in ("draining", "ending", "Finished"):
+            process.send_signal(signal.SIGTERM)
+            until(lambda words=words: any(words in line for line in log))
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(120) == 0
+    assert not any("Traceback" in line for line in log)
+
+
+@pytest.mark.slow
+def test_few_open_files() -> None:
+    """More connections than files: the server answers, and its log stays short."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    log: list[str] = []
+    fields = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with started(code=limit, log=log) as (process, url), ExitStack() as opened:
+        for _ in range(2):
+            for number in range(90):
+                address = ("127.0.0.1", int(url.rpartition(":")[2]))
+                connection = opened.enter_context(socket.create_connection(address, timeout=120))
+                if number % 2:
+                    request = httpx.Request("POST", f"{url}/v1/completions", json=fields)
+                    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                    size = f"content-length: {len(request.content)}\r\n\r\n"
+                    connection.sendall((head + size).encode() + request.content)
+            assert httpx.get(f"{url}/health", timeout=120).status_code == 200
+        process.terminate()
+        process.wait(120)
+    assert not any("Traceback" in line for line in log) and sum(map(len, log)) < 200_000
+
+
+@pytest.mark.slow
+def test_little_memory() -> None:
+    """What fails is a request; the server goes on."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2500 * 2**20,) * 2)"
+    with started(code=limit) as (process, url), httpx.Client(base_url=url, timeout=300) as client:
+        with ThreadPoolExecutor(20) as threads:
+            bodies = [
+                {"prompt": " " * 4_000_000},
+                {"prompt": [5] * 1_300_000},
+                {"prompt": "x", "metadata": {"a": "b" * 4_000_000}},
+            ]
+            asked = [threads.submit(client.post, "/v1/completions", json=bodies[number % 3]) for number in range(40)]
+            assert {each.result().status_code for each in asked} <= {200, 400, 429, 500}
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200
+        process.terminate()
+        assert process.wait(120) == 0

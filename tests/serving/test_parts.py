@@ -14,7 +14,6 @@ from openai.types.responses import Response
 from hf_paged.generation.engine.outputs import RequestMetrics, RequestOutput
 from hf_paged.serving import answers, schema
 from hf_paged.serving.answer_format import AnswerFormat
-from hf_paged.serving.grammars import CompilerProcess
 from hf_paged.serving.responses import ResponsesRequest
 from hf_paged.serving.text import Detokenizer
 from tests.serving.harness import NAME, Running, serving
@@ -90,18 +89,6 @@ def test_the_log_has_the_longest_wait_of_all_prompts() -> None:
     assert (outcome.queue_seconds, outcome.first_token_seconds) == (5.0, 2.0)
     outcome.note([output("b", start_time=15.0, first_token_time=16.0, finished=True)])
     assert (outcome.queue_seconds, outcome.first_token_seconds, outcome.preemptions) == (5.0, 2.0, 1)
-
-
-def test_a_compiler_that_does_not_start(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (RuntimeError("it did not start"), OSError("out of processes")):
-
-        def broken(self: Any, error: Exception = error) -> Any:
-            raise error
-
-        monkeypatch.setattr(CompilerProcess, "_running", broken)
-        answer = server.post("/v1/completions", prompt="x", structured_outputs={"regex": "[a-c]{3}not yet known"})
-        assert answer.status_code == 503 and answer.headers["retry-after"]
-        assert "log" in answer.json()["error"]["message"]
 
 
 # -- what clients send back ------------------------------------------------------------------------------------------

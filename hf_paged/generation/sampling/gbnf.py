@@ -14,7 +14,8 @@ from itertools import chain, groupby, product
 from hf_paged.generation.sampling import patterns
 
 _MAX_DEPTH = 100  # groups within groups
-_MAX_STATES, _MAX_PAIRS = 3_000, 20_000  # of automata that are compared
+_MAX_BRANCHES = 4096  # repetitions and alternatives; llguidance takes the square of that
+_MAX_STATES, _MAX_PAIRS, _MAX_LEXEMES = 3_000, 20_000, 64  # of automata that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ def lark_of(text: str, prefix: str) -> tuple[list[str], str, bool]:
     """The rules in Lark, whose names begin with `prefix`; the expression of `root`; whether that is a terminal. Raises
     ValueError."""
     rules = _Parser(text).rules()
+    if sum(_num_branches(node) for node in rules.values()) > _MAX_BRANCHES:
+        raise ValueError(f"the grammar has more than {_MAX_BRANCHES} repetitions and alternatives; make it smaller")
+    if not _ends(rules):
+        raise ValueError("the grammar has no finite text: each rule needs itself, or rules that do")
     rules = {name: _unrolled(name, node) for name, node in rules.items()}
     return _Writer(_reachable(rules), prefix).written()
 
@@ -240,6 +245,27 @@ def _names(node: Node) -> Iterator[str]:
         waiting += each.parts
 
 
+def _ends(rules: Rules) -> bool:
+    """Whether `root` produces a finite text."""
+    known: set[str] = set()
+
+    def ends(node: Node) -> bool:
+        if node.kind == "alt":
+            return any(map(ends, node.parts))
+        if node.kind == "ref":
+            return node.name in known
+        return (node.kind == "rep" and node.low == 0) or all(map(ends, node.parts))
+
+    while found := {name for name, node in rules.items() if name not in known and ends(node)}:
+        known |= found
+    return "root" in known
+
+
+def _num_branches(node: Node) -> int:
+    own = len(node.parts) if node.kind == "alt" else int(node.kind == "rep")
+    return own + sum(map(_num_branches, node.parts))
+
+
 def _reachable(rules: Rules) -> Rules:
     found, waiting = {}, ["root"]
     while waiting:
@@ -359,6 +385,8 @@ class _Writer:
 
     def _is_unambiguous(self, bodies: Rules) -> bool:
         """Whether no lexeme, nor another one in its place, could go on where the next one begins."""
+        if len(set(chain(*map(_lexemes, bodies.values())))) > _MAX_LEXEMES:
+            return False
         try:
             automata = {node: _Automaton(node, self._rules) for node in set(chain(*map(_lexemes, bodies.values())))}
             after, begins = _neighbours(bodies, {node for node, automaton in automata.items() if automaton.is_nullable})

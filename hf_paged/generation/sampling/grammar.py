@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -83,12 +83,30 @@ class Vocabulary:
     def _compiled(self, lark: str) -> Compiled:
         import llguidance
 
-        state = llguidance.LLMatcher(self._tokens, lark, log_level=0, limits=self._limits)
+        state = _with_stack(lambda: llguidance.LLMatcher(self._tokens, lark, log_level=0, limits=self._limits))
         if state.is_error():
             raise ValueError(f"the constraint cannot be followed: {_reason(state)}")
         made = Compiled(state, self.width)
         Matcher(made, ()).mask(0)  # some have no answer, which is found out here
         return made
+
+
+_STACK = 2**28  # bytes; what is not touched takes no memory
+_stack_lock = usable_after_fork(threading.Lock())
+
+
+def _with_stack(work: Callable[[], Any]) -> Any:
+    """Its result. llguidance reads a grammar recursively, for which the stack of a thread may be too small."""
+    found: list[Any] = []
+    with _stack_lock:
+        before = threading.stack_size(_STACK)
+        try:
+            thread = threading.Thread(target=lambda: found.append(work()), name="hf-paged-grammar")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return found[0]
 
 
 class _Tokens:

@@ -19,6 +19,7 @@ _Op = tuple[Any, Any]  # of Python's parser: its name, its argument
 ANY = "(?s:.)"
 """Matches every character."""
 
+_LONGEST = 8192  # llguidance takes time and memory that grow with the square of a sequence of optional parts
 _AGE = unicodedata.unidata_version.rpartition(".")[0]  # later characters are unassigned to Python
 _SPACES = (
     "\\x{9}-\\x{D}\\x{1C}-\\x{20}\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}"
@@ -58,6 +59,8 @@ class _Writer:
     def __init__(self, pattern: str, *, is_narrow: bool = False) -> None:
         self._pattern = pattern
         self._is_narrow = is_narrow
+        if len(pattern) > _LONGEST:
+            raise self._refused(f"it has more than {_LONGEST} characters")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what may change in later versions of Python
