@@ -109,8 +109,8 @@ class SchedulerConfig:
     `watermark` is the share of blocks kept free when new requests are admitted, so that running requests can grow
     without an immediate preemption. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
     blocks of common prefixes. A request finds the blocks of earlier steps: requests that begin in the same step each
-    compute their prefix. It has no effect on models with sliding windows or recurrent states, whose blocks do not hold
-    a whole prefix. `max_num_seqs` bounds the sequences of a step and `max_num_batched_tokens` its tokens (None =
+    compute their prefix. It has no effect on models with recurrent states, whose blocks do not hold a whole prefix.
+    `max_num_seqs` bounds the sequences of a step and `max_num_batched_tokens` its tokens (None =
     512 on a CPU, so that the activations of a step fit into its caches, else 8192). `async_scheduling` prepares a step
     while the device computes the previous one, so that the host learns each token a step later; the tokens are the same
     (None = only on a CUDA device, because other devices gain nothing).

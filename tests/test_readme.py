@@ -1,6 +1,8 @@
-"""Every fenced block of the README runs: Python in one namespace, shell commands with this interpreter.
+"""Every fenced block of the README and of docs/using-generate.md runs: Python in one namespace for each page, shell
+commands with this interpreter.
 
-The first two shell blocks make an environment. `.ci/run` runs them word for word; here only their form is checked.
+The first two shell blocks of the README make an environment. `.ci/run` runs them word for word; here only their form is
+checked. So it is with a later `pip install`: its extras are in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +22,17 @@ import pytest
 import hf_paged
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-SHELL = [text for language, text in BLOCKS if language == "bash"]
-COMMANDS = [line for text in SHELL[2:] for line in text.splitlines()]
+README, GENERATE = (
+    re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    for page in ("README.md", "docs/using-generate.md")
+)
+SHELL = [text for language, text in README[2:] + GENERATE if language == "bash"]
+COMMANDS = [line for text in SHELL for line in text.splitlines()]
 
 
 def test_first_two_blocks_are_complete_commands() -> None:
-    assert [language for language, _ in BLOCKS[:2]] == ["bash", "bash"]
-    main_job, tests = (text for _, text in BLOCKS[:2])
+    assert [language for language, _ in README[:2]] == ["bash", "bash"]
+    main_job, tests = (text for _, text in README[:2])
     for text in (main_job, tests):
         assert text.startswith("python3 -m venv .venv && .venv/bin/pip install")
         assert "-c constraints.txt" in text
@@ -33,15 +40,20 @@ def test_first_two_blocks_are_complete_commands() -> None:
     assert "-m pytest" in tests
 
 
-def test_python_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "printed"),
+    [(README, "EngineStats"), (GENERATE, "every layer attends through AttentionInterface")],
+    ids=["README", "using-generate"],
+)
+def test_python_blocks(
+    blocks: list[tuple[str, str]], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     namespace: dict[str, Any] = {}
-    for language, text in BLOCKS:
+    for language, text in blocks:
         if language == "python":
-            exec(compile(text, "README.md", "exec"), namespace)
-    out = capsys.readouterr().out
-    assert "every layer attends through AttentionInterface" in out
-    assert "EngineStats" in out
+            exec(compile(text, "page", "exec"), namespace)
+    assert printed in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
@@ -74,17 +86,41 @@ def test_pages(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             assert all(output.error is None for output in engine.step())
 
 
+@pytest.mark.parametrize("command", [each for each in COMMANDS if "pip install" in each])
+def test_extras(command: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r'-c constraints.txt -e "\.\[(\w+)\]"$', command)
+    assert asked and asked[0] in extras
+
+
 @pytest.mark.slow  # processes that import torch
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [each for each in COMMANDS if "pip install" not in each])
 def test_other_commands(command: str) -> None:
     line = command.replace(".venv/bin/hf-paged", f"{shlex.quote(sys.executable)} -m hf_paged.cli")
+    if "hf_paged.cli serve" in line:
+        serve(shlex.split(line))
+        return
     result = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout
 
 
+def serve(argv: list[str]) -> None:
+    """Start a server on a free port, ask it for its models, and end it."""
+    with subprocess.Popen([*argv, "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = next((each for each in process.stderr if "running on" in each), None)
+            assert line is not None, f"the server has not started: exit status {process.wait(120)}"
+            url = line.split("running on ")[1].split()[0]
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=120) as answer:
+                assert "pydoc-lm-qa" in answer.read().decode()
+        finally:
+            process.kill()
+
+
 def test_no_other_language_hides() -> None:
-    assert {language for language, _ in BLOCKS} == {"bash", "python"}
+    assert {language for language, _ in README + GENERATE} == {"bash", "python"}
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -50,7 +50,7 @@ class Submission:
 class Plan:
     """submissions: one for each prompt; empty if nothing has to be generated.
 
-    n: choices for each prompt. copies: the prompt's one output stands for all of them, because it is sure. ranked: more
+    n: choices for each prompt. copies: they are all its one output (greedy search). ranked: more
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
     texts: the prompts, for `echo`. scores_prompts: with `echo`, the log-probabilities of the prompts too. is_dry: what
     is generated is dropped; it is computed for the prompt's log-probabilities. user: for the log.

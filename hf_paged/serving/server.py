@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
             self.force_exit = True
 
     def _end_requests(self) -> None:
-        """Their clients get an error, for which they have some seconds."""
+        """Their clients get an error, and `_LAST_SECONDS` to read it; then connections are closed."""
         log.info("ending %d requests", self._service.worker.num_in_flight)
         self._service.worker.end()
         asyncio.get_running_loop().call_later(_LAST_SECONDS, setattr, self, "force_exit", True)
