@@ -263,3 +263,11 @@ def test_a_cache_of_another_model() -> None:
     for cache in (filled, wide):
         cache.check_integrity()
         cache.reset()
+
+
+def test_an_engine_names_gradient_checkpointing() -> None:
+    model = models.build("llama")
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"gradient checkpointing is on .* call model.eval\(\)"):
+        Engine(model)

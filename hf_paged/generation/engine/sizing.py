@@ -26,7 +26,7 @@ from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.sequential import RowModel
 from hf_paged.model.state import state_of, unwrapped
-from hf_paged.model.support import SupportReport, examine, refuse_unsupported
+from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
@@ -108,6 +108,10 @@ def _open(
     prepack: bool | None,
     fuse: bool | None,
 ) -> OpenedMemory:
+    if drops_cache(model):
+        raise ValueError(
+            "gradient checkpointing is on in training mode, where transformers keeps no K/V; call model.eval() first"
+        )
     refuse_unsupported(model)
     examined = examine(model)
     if model.training and draws_dropout(model):
