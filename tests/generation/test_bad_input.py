@@ -270,4 +270,4 @@ def test_an_engine_names_gradient_checkpointing() -> None:
     model.train()
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match=r"gradient checkpointing is on .* call model.eval\(\)"):
-        Engine(model)
+        hf_paged.Engine(model)
