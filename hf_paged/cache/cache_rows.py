@@ -168,10 +168,7 @@ class CacheRows:
             slots = to_device(self._slots(index, start, stop), kv.key.device)
             hole = (slots < 0)[..., None, None]
             slots = slots.clamp(min=0)
-            dense_key, dense_value = (
-                tensor.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape).masked_fill_(hole, 0)
-                for tensor in kv
-            )
+            dense_key, dense_value = (tensor[slots // size, slots % size].masked_fill_(hole, 0) for tensor in kv)
             return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
         first, last = start // size, -(-stop // size)
         group = self.memory.group_index(index)

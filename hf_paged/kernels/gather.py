@@ -57,8 +57,19 @@ def _write(
 ) -> None:
     if rows is not None:
         key, value = key[rows], value[rows]
-    key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
-    value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        if cache.is_contiguous():
+            cache.flatten(0, 1).index_copy_(0, slots, new.to(cache.dtype))
+        else:
+            cache[slots // cache.shape[1], slots % cache.shape[1]] = new.to(cache.dtype)
+
+
+def _take(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """cache [num_blocks, block_size, num_kv_heads, dim], slots int64 [n] -> out [n, num_kv_heads, dim]."""
+    if cache.is_contiguous():
+        torch.index_select(cache.flatten(0, 1), 0, slots, out=out)
+    else:
+        out.copy_(cache[slots // cache.shape[1], slots % cache.shape[1]])
 
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
@@ -218,11 +229,10 @@ def _decode_plain(
     parts = scratch.get(key)
     if parts is None:
         parts = scratch[key] = _decode_parts(bucket, q, kv, scratch)
-    flat_keys, flat_values = kv.key_cache.flatten(0, 1), kv.value_cache.flatten(0, 1)
     out = torch.empty_like(q) if len(parts) > 1 else None
     for rows, slots, keys, values, k, v, bias in parts:
-        torch.index_select(flat_keys, 0, slots, out=keys)
-        torch.index_select(flat_values, 0, slots, out=values)
+        _take(kv.key_cache, slots, keys)
+        _take(kv.value_cache, slots, values)
         if out is None:
             return _sdpa(q, k, v, bias, scale=scale).flatten(1, 2)
         out[rows] = _sdpa(q[rows], k, v, bias, scale=scale)
@@ -343,7 +353,13 @@ def _gather(cache: torch.Tensor, bucket: Bucket, packed: bool, name: str, scratc
     if prepared is None:
         prepared = scratch[key] = _prepare_gather(cache, bucket.slots, packed, name)
     index, target, gathered = prepared
-    torch.index_select(cache.view(-1, *target.shape[1:]), 0, index, out=target)
+    if packed:
+        _take(cache, index, target)
+    elif cache.is_contiguous():
+        torch.index_select(cache.view(-1, cache.shape[3]), 0, index, out=target)
+    else:
+        slots, heads = index // cache.shape[2], index % cache.shape[2]
+        target.copy_(cache[slots // cache.shape[1], slots % cache.shape[1], heads])
     return gathered
 
 

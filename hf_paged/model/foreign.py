@@ -161,7 +161,9 @@ def _in_functions(model: nn.Module) -> str | None:
     spaces = _namespaces(model)
     for space in spaces:
         for name, value in list(space.items()):
-            if not isinstance(value, type) and callable(value) and (found := stranger(value, space["__name__"])):
+            if name.startswith("__") or isinstance(value, type) or not callable(value):
+                continue  # torch.compile puts what it has compiled beside the functions that call it
+            if found := stranger(value, space["__name__"]):
                 return f"{name} of {space['__name__']} is replaced ({found})"
     if torch.nn.functional.scaled_dot_product_attention is not _SDPA:
         return "torch.nn.functional.scaled_dot_product_attention is replaced"

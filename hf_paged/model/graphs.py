@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_paged.cache.layers import FULL
+from hf_paged.cache.layers import longest_length
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.devices import device_of
@@ -375,10 +375,8 @@ def graphed_steps(model: PackedModel | RowModel, max_seqs: int, cuda_graphs: boo
     assert isinstance(model, PackedModel)
     max_len = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     memory = model.memory
-    num_full = sum(group.kind == FULL for group in memory.groups)
-    capacity = memory.pool.num_blocks // max(num_full, 1) * memory.block_size
-    if max_len is None or num_full:
-        max_len = min(max_len or capacity, capacity)  # full-attention layers keep all tokens
+    blocks, size = memory.pool.num_blocks, memory.block_size
+    max_len = longest_length(memory.groups, blocks, size, blocks * size if max_len is None else max_len)
     steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs))
     if cuda_graphs:
         steps.try_one()

@@ -162,8 +162,9 @@ def examine(model: Any) -> Examined:
     known = _reports.get(model)
     if known is None or known.stamp != stamp:
         tried = model if foreign.inside is None else bare_copy(model)
-        bare = _examine(tried) if known is None or known.stamp[:-1] != bare_stamp else known.bare
-        known = Examined(stamp, bare, _with_foreign_code(model, tried, bare, reason))
+        with device_of(model):  # whatever the caller's default device is
+            bare = _examine(tried) if known is None or known.stamp[:-1] != bare_stamp else known.bare
+            known = Examined(stamp, bare, _with_foreign_code(model, tried, bare, reason))
         _reports.put(model, known)
     return known
 
@@ -448,8 +449,9 @@ def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch
         options: dict[str, Any] = {"past_key_values": past, "use_cache": True}
         if takes_ordinary_inputs(model):
             first = start == 0
-            inputs = model.prepare_inputs_for_generation(
-                **inputs, **options, is_first_iteration=first, next_sequence_length=None if first else 1
+            # Of the class: PEFT puts a method of its own in place of it during a call.
+            inputs = type(model).prepare_inputs_for_generation(
+                model, **inputs, **options, is_first_iteration=first, next_sequence_length=None if first else 1
             )
         else:
             inputs = {name: v if name == "attention_mask" else v[:, start:] for name, v in inputs.items()} | options

@@ -130,7 +130,7 @@ def test_a_compiled_forward_runs_uncompiled(model_type: str, caplog: pytest.LogC
     model = tiny_model(model_type)
     plain, solo = generate(model), engine_tokens(model)
     calls: list[int] = []
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    model.lm_head.register_forward_hook(hf_paged.tokenwise(lambda *_: calls.append(1)))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model.forward = torch.compile(model.forward, backend="eager")

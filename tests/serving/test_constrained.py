@@ -204,7 +204,7 @@ def test_hostile_grammars_do_no_harm(server: Running) -> None:
         answer = server.post("/v1/chat/completions", **body)
         found[name] = answer.status_code
         if name == "size":
-            assert "65536 characters" in answer.json()["error"]["message"]
+            assert "65536" in answer.json()["error"]["message"]
     refused = ("counted properties", "parentheses", "schemas", "references", "numbers", "multiples", "size")
     assert set(found.values()) <= {200, 400} and all(found[name] == 400 for name in refused), found
     assert server.http.get("/health").status_code == 200
