@@ -54,7 +54,8 @@ class Grammars:
                 headers={"retry-after": "10"},
             ) from None
         except ValueError as error:
-            raise _refused(str(error)) from error
+            why = str(error)
+            raise _refused(why, "tools" if why.startswith("tools: ") else None) from error
         finally:
             self._num_waiting -= 1
 
@@ -77,5 +78,5 @@ class Grammars:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _refused(why: str) -> Problem:
-    return Problem(400, f"the grammar of this request is refused: {why}", code="invalid_grammar")
+def _refused(why: str, param: str | None = None) -> Problem:
+    return Problem(400, f"the grammar of this request is refused: {why}", param=param, code="invalid_grammar")
