@@ -161,7 +161,7 @@ def hanging_forward(say: Say, folder: str, where: int) -> None:
     ranks.STEP_SECONDS, ranks.BEAT_SECONDS = 1.0, 0.1
     with small_engine(model, "swap") as engine:
         if int(os.environ["RANK"]) == where:
-            model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: threading.Event().wait())
+            model.model.layers[1].mlp.register_forward_pre_hook(tokenwise(lambda *_: threading.Event().wait()))
         if engine.is_driver:
             outputs = engine.generate(models.prompts(*LENGTHS), config("greedy"), raise_on_error=False)
             say(sorted({str(output.error) for output in outputs}))
