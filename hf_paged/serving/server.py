@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import time
@@ -68,11 +69,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(_BACKLOG)  # asyncio's `backlog` is also how many it takes at once
         count = len(self._service.settings.api_keys)
         for each in self.servers:
             for one in each.sockets:
+                # asyncio's `backlog` is also how many it takes at once. A copy: asyncio hides the socket's `listen`.
+                with socket.socket(fileno=os.dup(one.fileno())) as listening:
+                    listening.listen(_BACKLOG)
                 host, port = one.getsockname()[:2]
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 log.info("running on %s (the live page; Ctrl-C ends the server)", url)
