@@ -172,9 +172,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def trusted_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def trusted_code() -> Iterator[None]:
     """Hooks and functions of the test run in packed steps: they treat each token on its own."""
-    monkeypatch.setattr(foreign, "_TRUSTED", foreign._TRUSTED | {"tests"})
+    with pytest.MonkeyPatch.context() as patch:  # of its own: a test may undo what it has patched
+        patch.setattr(foreign, "_TRUSTED", foreign._TRUSTED | {"tests"})
+        yield
 
 
 @pytest.fixture(autouse=True)
