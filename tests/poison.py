@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _MAX_BYTES = 1 << 26  # larger ones, of which a test uses few pages, stay as they are
 
@@ -24,7 +25,8 @@ def _poisoned(make: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> Any:
         tensor = make(*args, **kwargs)
         if tensor.device.type != "meta" and tensor.nbytes <= _MAX_BYTES:
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
+            with _disable_current_modes():  # which record what the code itself does
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
         return tensor
 
     return made
