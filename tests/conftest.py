@@ -62,109 +62,15 @@ def _tracked_init(self: memory_module.PagedMemory, *args: Any, **kwargs: Any) ->
 memory_module.PagedMemory.__init__ = _tracked_init  # type: ignore[method-assign]
 
 
-# The heart of each room, in half a minute: `pytest -m smoke`. A file, or the beginning of a test's name in it.
-SMOKE = (
-    "tests/test_config.py",
-    "tests/test_imports.py",
-    "tests/cache/test_allocator.py",
-    "tests/cache/test_block_manager.py",
-    "tests/cache/test_prefix_cache.py",
-    "tests/cache/test_paged_cache.py::test_",
-    "tests/kernels/test_reference.py",
-    "tests/kernels/test_build.py",
-    "tests/kernels/test_native.py::test_sharing_changes_no_bit",
-    "tests/kernels/test_gather.py::test_neighbours_do_not_matter[native",
-    "tests/model/test_adapters.py::test_every_family[llama]",
-    "tests/model/test_graphs.py::test_mixed_requests_equal_their_solo_runs[llama]",
-    "tests/fused/test_prepack.py::test_the_same_tokens[llama",
-    "tests/generation/test_scheduler.py",
-    "tests/generation/test_contract_modes.py::test_greedy[llama]",
-    "tests/generation/test_contract_modes.py::test_sampling[llama]",
-    "tests/generation/test_contract_modes.py::test_beam_search[llama",
-    "tests/generation/test_contract_modes.py::test_prompt_lookup_decoding[llama",
-    "tests/generation/test_engine.py::test_mixed_requests_equal_their_solo_runs[llama]",
-    "tests/generation/test_engine.py::test_a_small_pool_changes_nothing[llama",
-    "tests/generation/test_engine.py::test_a_cached_prefix_is_not_computed_again",
-    "tests/generation/test_engine.py::test_streams",
-    "tests/serving/test_completions.py::test_completions[greedy",
-    "tests/serving/test_completions.py::test_streamed_completions[n",
-    "tests/generation/test_engine.py::test_threads",
-    "tests/generation/test_fork.py",
-)
-
-
-# Tests that take so long that the suite keeps to the cases whose ids have one of these words. The others are slow
-# tests, which `.ci/run` runs.
-KEPT = {
-    "tests/generation/test_oracle_sensitivity.py::test_fault_is_noticed": ("llama", "gemma3"),
-    "tests/generation/test_contract_processors.py::test_built_in_processor": ("llama", "gemma3"),
-    "tests/generation/test_contract_state.py::test_plain_generate_in_another_thread_meanwhile": ("llama", "gemma3"),
-    "tests/generation/test_engine.py::test_a_small_pool_changes_nothing": ("llama", "gemma3", "gpt2"),
-    "tests/generation/test_engine.py::test_groups_preempted_at_every_step_beside_twelve_others": ("llama", "gemma3"),
-    "tests/generation/test_engine.py::test_swaps_beside_the_steps_change_nothing": ("llama", "gemma3"),
-    "tests/generation/test_async.py::test_groups_preempted_at_every_step_beside_twelve_others": ("llama",),
-    "tests/generation/test_async.py::test_a_small_pool_changes_nothing": ("llama", "gemma3"),
-    "tests/generation/test_async.py::test_adapters_of_requests": ("llama", "gemma3"),
-    "tests/model/test_graphs.py::test_preemption": ("gemma3",),
-    "tests/model/test_graphs.py::test_tables_grow_between_replays": ("llama",),
-    "tests/model/test_graphs.py::test_mixed_requests_equal_their_solo_runs": ("gemma3",),
-    "tests/model/test_graphs.py::test_steps_with_prompts_are_replayed": ("llama", "gemma3"),
-    "tests/kernels/test_triton.py::test_whole": ("decode", "head_dim=80", "window=20", "sinks=True,", "chunk_size=64"),
-    "tests/kernels/test_triton.py::test_split_decode": (
-        "head_dim=80",
-        "v_head_dim",
-        "window=20",
-        "sinks=True,",
-        "alibi",
-    ),
-    "tests/kernels/test_triton.py::test_launches_of_one_step_compute_any_other": ("options0",),
-    "tests/kernels/test_triton.py::test_decode_and_prefill_in_one_step": ("head_dim=16", "softcap", "chunk_size=24"),
-    "tests/kernels/test_triton.py::test_half_precision": ("bfloat16",),
-    "tests/kernels/test_triton.py::test_common_prefix_is_read_once": ("sinks=True",),
-    "tests/kernels/test_triton.py::test_more_sequences_share_than_fit_a_small_tile": ("2-16", "6-7"),
-    "tests/kernels/test_triton.py::test_split_verification_of_several_tokens": ("head_dim=24", "window=20", "alibi"),
-    "tests/kernels/test_triton_experts.py::test_experts": ("float32",),
-    "tests/kernels/test_triton_experts.py::test_routers": (
-        "'softmax', weights='sum'",
-        "groups=4",
-        "none', weights='softmax'",
-    ),
-    "tests/fused/test_packing.py::test_the_same_tokens_and_one_copy": ("llama",),
-    "tests/generation/test_async.py::test_preemption_at_every_step": ("recompute",),
-    "tests/integration/test_interrupt.py::test_a_step": ("async",),
-    "tests/generation/test_grammar.py::test_requests_share_steps_and_objects_and_are_preempted": ("1MiB",),
-    "tests/model/test_foreign.py::test_calls": ("steer_last on attention", "with kwargs: only_steps", "sdpa's mask"),
-    "tests/model/test_foreign.py::test_a_live_engine": (
-        "add_mean on layer",
-        "class: only_prompts",
-        "log n",
-        "in one layer",
-    ),
-    "tests/model/test_foreign.py::test_a_new_engine": ("pre-hook: only_steps", "in place of eager"),
-    "tests/model/test_foreign.py::test_modes": ("sampling-pre", "beams-only_prompts"),
-    "tests/model/test_foreign.py::test_windows": ("gemma3-steer_last",),
-    "tests/model/test_foreign.py::test_bf16": ("only_prompts",),
-    # One case, of many seconds.
-    "tests/integration/test_interrupt.py::test_packed_weights": (),
-    "tests/kernels/test_native.py::test_other_instruction_sets": (),
-    "tests/kernels/test_triton.py::test_samples_need_not_be_neighbours": (),
-    "tests/integration/test_interrupt.py::test_adapters_of_requests": (),
-    "tests/kernels/test_gather.py::test_neighbours_do_not_matter_where_mkl_rounds_alike": (),
-    "tests/kernels/test_validation.py::test_malformed_arguments_raise_in_triton": (),
-    "tests/test_cli.py::test_a_reader_that_goes_away": (),
-    "tests/test_cli.py::test_interrupt": (),
-    "tests/test_install.py::test_import_order": (),
-}
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`quick_cases`: the suite keeps the cases whose ids have one of these words; the others are slow tests, which
+    `.ci/run` runs. `smoke_cases`: likewise, the cases of `pytest -m smoke`."""
     for item in items:
-        name, _, case = item.nodeid.partition("[")
-        if name in KEPT and not any(word in case for word in KEPT[name]):
+        quick, smoke = item.get_closest_marker("quick_cases"), item.get_closest_marker("smoke_cases")
+        if quick is not None and not any(word in item.name for word in quick.args):
             item.add_marker("slow")
-    for item in items:
-        if item.nodeid.startswith(SMOKE):
-            item.add_marker(pytest.mark.smoke)
+        if smoke is not None and any(word in item.name for word in smoke.args):
+            item.add_marker("smoke")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -338,6 +338,7 @@ def test_help_is_light(arguments: list[str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away() -> None:
     prompts = [str(number) for number in range(40)]
     argv = [*COMMAND, "generate", QA, *prompts, "--max-new-tokens", "4", "--batch-size", "1"]
@@ -349,6 +350,7 @@ def test_a_reader_that_goes_away() -> None:
         assert process.wait() == 141
 
 
+@pytest.mark.slow
 def test_interrupt() -> None:
     # More text than fits into the pipe, so that the process cannot end before it is interrupted.
     argv = [*COMMAND, "generate", QA, *["x"] * 100, "--stream", "--max-new-tokens", "1000", "--min-new-tokens", "1000"]

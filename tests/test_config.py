@@ -8,6 +8,8 @@ import pytest
 
 from hf_paged.config import CacheConfig, SchedulerConfig, parse_bytes
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize(
     ("value", "expected"),

@@ -12,6 +12,8 @@ import pytest
 
 import hf_paged
 
+pytestmark = pytest.mark.smoke
+
 PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
     "config": 0,

@@ -50,6 +50,7 @@ IMPORTS = [
 ]
 
 
+@pytest.mark.slow
 def test_import_order() -> None:
     """Each in a child of one process that has imported torch, which takes longest."""
     code = f"""

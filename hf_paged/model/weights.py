@@ -43,7 +43,8 @@ class Weights:
     These changes are detected: replaced parameters, buffers and submodules; addresses and versions of tensors, and of
     the inner tensors of a tensor that wraps others; `forward` attributes and forward hooks; merged PEFT adapters and
     their scalings; steps of torch's optimizers. With `contents`, some elements of each tensor are compared as well,
-    which detects most writes through `.data`. All other changes must be reported by calling `changed`.
+    which detects most writes through `.data`, and the public attributes of modules that are numbers (`eps`, `scaling`).
+    All other changes must be reported by calling `changed`.
 
     Holds the model weakly; any method may be called from any thread.
     """
@@ -60,8 +61,9 @@ class Weights:
     def look(self, *, contents: bool = False) -> int:
         """Detect changes since the last look and return the epoch.
 
-        contents: also compare samples of all tensors with those of the last look with `contents`. On an accelerator
-        each look compares only some of the tensors in turn, so a change of few tensors is detected some looks later.
+        contents: also compare the numbers of modules, and samples of all tensors, with those of the last look with
+        `contents`. On an accelerator each look compares only some of the tensors in turn, so a change of few tensors is
+        detected some looks later.
         """
         with self._lock:
             model = self._model()
@@ -72,8 +74,7 @@ class Weights:
             elif not self._picture.is_whole(model):
                 self._replace(_Picture(model))
             elif (settings := self._picture.settings()) != self._picture.known_settings:
-                self._move_all()
-                self.layout += 1
+                self._change_all()
                 self._picture.known_settings = settings
             elif (versions := self._picture.versions()) != self._picture.known_versions:
                 known = self._picture.known_versions
@@ -122,7 +123,15 @@ class Weights:
         self.epoch += 1
         self.all_moved = self.epoch
 
+    def _change_all(self) -> None:
+        """Graphs must be captured again too: they contain numbers."""
+        self._move_all()
+        self.layout += 1
+
     def _look_inside(self, picture: _Picture) -> None:
+        if (numbers := picture.numbers()) != picture.known_numbers:
+            self._change_all()
+            picture.known_numbers = numbers
         if self._sample is None or self._sample.tensors is not picture.tensors:
             self._sample = ContentSample(picture.tensors)
         self._move(self._sample.look())
@@ -146,9 +155,8 @@ class Weights:
             self.layout += 1
         equal = new.equal_buffers(old) if same_structure else set()
         self._move(tensor for tensor in others if id(tensor) not in equal)
-        if new.known_settings != old.known_settings:
-            self._move_all()
-            self.layout += 1
+        if new.known_settings != old.known_settings or (same_structure and new.known_numbers != old.known_numbers):
+            self._change_all()
         if self._sample is not None and self._sample.tensors is old.tensors:
             # Tensors that are where they were may have been written to meanwhile.
             self._move(self._sample.look_at({id(t) for t in new.tensors if known.get(id(t)) == _address(t)}))
@@ -192,6 +200,14 @@ class _Picture:
         self._find_tensors()
         self._adapters = [attributes for attributes in self._attributes if "merged_adapters" in attributes]  # PEFT's
         self.known_settings = self.settings()
+        numbered = [
+            (attributes, name)
+            for attributes in self._attributes
+            for name, value in attributes.items()
+            if type(value) in (float, int, bool) and not name.startswith("_") and name != "training"
+        ]
+        self._numbered, self._names_of_numbers = [owner for owner, _ in numbered], [name for _, name in numbered]
+        self.known_numbers = self.numbers()
         self._buffers = {
             (index, key): (buffer, buffer.detach().clone())
             for index, module in enumerate(modules)
@@ -261,6 +277,10 @@ class _Picture:
     def settings(self) -> list[tuple[list[str], Any]]:
         """For each layer with adapters: the merged adapters, and the scaling of each adapter."""
         return [([*a["merged_adapters"]], copy.copy(a.get("scaling"))) for a in self._adapters]
+
+    def numbers(self) -> list[Any]:
+        """The public attributes of the modules that are numbers; not those of the root, whose dictionary is not kept."""
+        return list(map(dict.get, self._numbered, self._names_of_numbers))
 
     def has_structure_of(self, other: _Picture) -> bool:
         """Whether modules, the names in them and their `forward`s are the same."""

@@ -7,6 +7,8 @@ import pytest
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.errors import OutOfBlocks
 
+pytestmark = pytest.mark.smoke
+
 
 def test_fresh_blocks_come_in_ascending_order() -> None:
     allocator = BlockAllocator(4)

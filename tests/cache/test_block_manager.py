@@ -9,6 +9,8 @@ from hf_paged.cache.block_manager import NULL_BLOCK, BlockCopy, BlockManager
 from hf_paged.cache.layers import FULL, LayerGroup, Window
 from hf_paged.errors import OutOfBlocks
 
+pytestmark = pytest.mark.smoke
+
 
 def manager_of(num_blocks: int, block_size: int = 4, *, window: int | None = None) -> BlockManager:
     groups = (LayerGroup(FULL if window is None else Window(window)),)

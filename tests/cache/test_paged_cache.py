@@ -66,6 +66,7 @@ def _pair(block_size: int, rows: int = 3, tokens: int = 9) -> tuple[PagedKVCache
 # -- method by method --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16, 17, 40])
 def test_update_and_lengths(block_size: int, tokens: int) -> None:
     paged, plain = _pair(block_size, tokens=tokens)
@@ -75,6 +76,7 @@ def test_update_and_lengths(block_size: int, tokens: int) -> None:
         _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 def test_a_new_cache() -> None:
     cache = PagedKVCache(_config())
     assert cache.get_seq_length() == 0
@@ -86,12 +88,14 @@ def test_a_new_cache() -> None:
     assert cache.is_sliding == [False] * LAYERS
 
 
+@pytest.mark.smoke
 def test_without_a_config_layers_are_learnt() -> None:
     paged, plain = PagedKVCache(), DynamicCache()
     _feed([plain, paged], 2, 5, 1)
     _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 def test_reorder_cache(block_size: int) -> None:
     paged, plain = _pair(block_size)
     for step, parents in enumerate([[0, 0, 2], [2, 1, 0], [1, 1, 1], [0, 1, 2]]):
@@ -102,6 +106,7 @@ def test_reorder_cache(block_size: int) -> None:
         _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 def test_batch_repeat_interleave(block_size: int) -> None:
     paged, plain = _pair(block_size)
     used = paged.stats().blocks_used
@@ -113,6 +118,7 @@ def test_batch_repeat_interleave(block_size: int) -> None:
     _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("indices", [[2], [0, 2], [1, 0, 0], [-1]])
 def test_batch_select_indices(block_size: int, indices: list[int]) -> None:
     paged, plain = _pair(block_size)
@@ -123,6 +129,7 @@ def test_batch_select_indices(block_size: int, indices: list[int]) -> None:
     _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 def test_batch_select_with_a_bool_mask() -> None:
     paged, plain = _pair(4)
     for cache in (paged, plain):
@@ -130,6 +137,7 @@ def test_batch_select_with_a_bool_mask() -> None:
     _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("removed", [0, 1, 4, 8])
 def test_crop(block_size: int, removed: int) -> None:
     paged, plain = _pair(block_size)
@@ -140,6 +148,7 @@ def test_crop(block_size: int, removed: int) -> None:
     _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 def test_crop_gives_blocks_back_and_spares_shared_ones() -> None:
     paged, plain = _pair(4, rows=1, tokens=10)
     child = paged.fork(0)
@@ -154,12 +163,14 @@ def test_crop_gives_blocks_back_and_spares_shared_ones() -> None:
         assert torch.equal(keys[:, :, :3], plain.layers[layer].keys[:, :, :3].expand(2, -1, -1, -1))
 
 
+@pytest.mark.smoke
 def test_crop_of_more_than_there_is() -> None:
     paged, _ = _pair(4)
     with pytest.raises(ValueError, match="cannot crop 10 tokens from a cache of length 9"):
         paged.crop(-10)
 
 
+@pytest.mark.smoke
 def test_reset() -> None:
     paged, _ = _pair(4)
     paged.reset()
@@ -170,6 +181,7 @@ def test_reset() -> None:
     _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 def test_fork_append_free(block_size: int) -> None:
     """A forked row shares every block until one of the two rows is written; freeing one leaves the other intact."""
     paged, plain = _pair(block_size, rows=2, tokens=6)
@@ -194,6 +206,7 @@ def test_fork_append_free(block_size: int) -> None:
     assert paged.stats().blocks_used == 0 and paged.get_seq_length() == 0
 
 
+@pytest.mark.smoke
 def test_append_makes_room_ahead() -> None:
     paged, plain = _pair(4)
     paged.append(8)
@@ -203,6 +216,7 @@ def test_append_makes_room_ahead() -> None:
     _assert_equal(paged, plain)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("call", ["fork", "free"])
 def test_a_row_that_is_none(call: str) -> None:
     paged, _ = _pair(4)
@@ -210,12 +224,14 @@ def test_a_row_that_is_none(call: str) -> None:
         getattr(paged, call)(3)
 
 
+@pytest.mark.smoke
 def test_another_batch_size_is_refused() -> None:
     paged, _ = _pair(4)
     with pytest.raises(ValueError, match="a batch of 2 on a cache of 3 rows"):
         paged.update(*_states(2, 1, 0), 0)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("options", [{"block_size": 0}, {"block_size": 1.5}, {"num_blocks": -1}, {"block_size": True}])
 def test_bad_options(options: dict[str, Any]) -> None:
     name, value = next(iter(options.items()))
@@ -226,6 +242,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_memory_grows_with_the_tokens_that_exist() -> None:
     cache = PagedKVCache(_config(), block_size=4)
     sizes = []
@@ -241,6 +258,7 @@ def test_memory_grows_with_the_tokens_that_exist() -> None:
     assert sizes[-1] <= 2 * cache.stats().bytes_used
 
 
+@pytest.mark.smoke
 def test_a_bounded_cache_is_full_without_harm() -> None:
     cache = PagedKVCache(_config(), block_size=4, num_blocks=3)
     for layer in range(LAYERS):
@@ -261,6 +279,7 @@ def test_a_bounded_cache_is_full_without_harm() -> None:
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "options",
     [
@@ -285,6 +304,7 @@ def test_in_generate(family: str, options: dict[str, Any]) -> None:
         assert cache.stats().blocks_used == 0
 
 
+@pytest.mark.smoke
 def test_in_prompt_lookup(family: str) -> None:
     model = models.shared(family)
     inputs = {"input_ids": models.prompts(9)[0].repeat(3)[None], **GREEDY, "prompt_lookup_num_tokens": 3}
@@ -294,6 +314,7 @@ def test_in_prompt_lookup(family: str) -> None:
     cache.check_integrity()
 
 
+@pytest.mark.smoke
 def test_hand_written_loop(family: str) -> None:
     """A hand-written forward loop with left padding, in which rows are freed and forked."""
     model, inputs = models.shared(family), models.batch(5, 19, 12)
@@ -323,6 +344,7 @@ def test_hand_written_loop(family: str) -> None:
         torch.testing.assert_close(paged, plain, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.smoke
 def test_chunked_prefill_by_hand(family: str) -> None:
     model, ids = models.shared(family), models.prompts(37)[0][None]
     with torch.no_grad():
@@ -332,6 +354,7 @@ def test_chunked_prefill_by_hand(family: str) -> None:
     torch.testing.assert_close(torch.cat(chunks, dim=1), expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.smoke
 def test_a_shared_prompt_cache_is_copied_and_continued(family: str) -> None:
     """Prefill once and deepcopy for each continuation, as in transformers' documentation."""
     model, prefix = models.shared(family), models.prompts(18)[0][None]
@@ -348,6 +371,7 @@ def test_a_shared_prompt_cache_is_copied_and_continued(family: str) -> None:
     prompt_cache.check_integrity()
 
 
+@pytest.mark.smoke
 def test_sliding_layers_show_their_window() -> None:
     """Mask sizes and returned tensors equal those of transformers' sliding layers, although all K/V is kept."""
     config = models.shared("gemma3").config
@@ -395,6 +419,7 @@ def hybrid(request: pytest.FixtureRequest) -> tuple[Any, torch.Tensor]:
     return tiny_model(request.param), torch.randint(6, 90, (3, 7), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("verb", VERBS)
 def test_states_beside_the_blocks_follow_the_rows(verb: str, hybrid: tuple[Any, torch.Tensor]) -> None:
     """What a verb leaves is what each of its rows alone would hold in a cache of transformers."""
@@ -418,6 +443,7 @@ def test_states_beside_the_blocks_follow_the_rows(verb: str, hybrid: tuple[Any, 
             torch.testing.assert_close(got[step][row : row + 1], expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if VERBS[verb][1]])
 def test_a_verb_that_fails_in_one_layer_changes_nothing(verb: str, hybrid: tuple[Any, torch.Tensor]) -> None:
     model, ids = hybrid
@@ -442,6 +468,7 @@ def test_a_verb_that_fails_in_one_layer_changes_nothing(verb: str, hybrid: tuple
     assert torch.equal(_next_logits(model, cache, new), expected)
 
 
+@pytest.mark.smoke
 def test_rows_that_do_not_exist(block_size: int) -> None:
     cache, plain = _pair(block_size)
     wrong: list[Callable[[], object]] = [

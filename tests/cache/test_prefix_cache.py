@@ -9,6 +9,8 @@ from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
 from hf_paged.cache.layers import FULL, Kind, LayerGroup, Window
 from hf_paged.cache.prefix_cache import PrefixCache, root_digest
 
+pytestmark = pytest.mark.smoke
+
 ROOT = root_digest("model")
 
 

@@ -87,6 +87,7 @@ def test_launches() -> None:
         assert [len(layer) for layer in layers] == [now] * (model.config.num_hidden_layers - 1), layers[0]
 
 
+@pytest.mark.quick_cases("llama")
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3"))]
 )

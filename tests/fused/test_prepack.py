@@ -47,6 +47,7 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.smoke_cases("llama")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_tokens(family: str, mode: str, packed_calls: list[int]) -> None:
     model = models.build(family)

@@ -27,6 +27,7 @@ def _one(model: Any, length: int = 21) -> dict[str, Any]:
     return {"input_ids": models.prompts(length, seed=3)[0][None], "pad_token_id": models.PAD}
 
 
+@pytest.mark.smoke_cases("llama")
 def test_greedy(family: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     result = paged_equals_plain(model, **_ragged(model), max_new_tokens=24, do_sample=False)
@@ -42,6 +43,7 @@ def test_greedy_without_eos(family: str, paged_equals_plain: Compare) -> None:
     assert result.plain.shape == (4, max(RAGGED) + 20)
 
 
+@pytest.mark.smoke_cases("llama")
 def test_sampling(family: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     options = {"do_sample": True, "temperature": 3.0}
@@ -59,6 +61,7 @@ def test_parallel_sampling(family: str, temperature: float, paged_equals_plain: 
     assert result.record.peak_blocks_shared > 0
 
 
+@pytest.mark.smoke_cases("llama")
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_beam_search(family: str, early_stopping: bool | str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -133,6 +136,7 @@ def test_token_healing(paged_equals_plain: Compare) -> None:
     paged_equals_plain(model, **_one(model), **options, fresh=lambda: {"tokenizer": models.tokenizer()})
 
 
+@pytest.mark.smoke_cases("llama")
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_prompt_lookup_decoding(family: str, do_sample: bool, paged_equals_plain: Compare) -> None:
     model = models.shared(family)

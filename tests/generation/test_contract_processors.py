@@ -76,6 +76,7 @@ def _inputs(model: Any) -> dict[str, Any]:
     return {**inputs, "eos_token_id": eos, "pad_token_id": models.PAD, "max_new_tokens": 10}
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_built_in_processor(family: str, name: str, mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)

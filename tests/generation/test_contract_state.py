@@ -218,6 +218,7 @@ def test_release_memory() -> None:
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_plain_generate_in_another_thread_meanwhile(family: str, attention: str) -> None:
     """Concurrent paged and plain calls on one model return the same as alone."""

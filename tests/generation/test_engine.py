@@ -105,6 +105,7 @@ def assert_idle(engine: Engine) -> None:
 # -- the same answers ---
 
 
+@pytest.mark.smoke_cases("llama")
 def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
     model = models.shared(family)
     wanted = requests(24)
@@ -115,6 +116,7 @@ def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
     assert_as_solo(model, outputs, wanted)
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("chance", [0.0, 0.3])
 def test_swaps_beside_the_steps_change_nothing(family: str, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: steps run while blocks are still being swapped out, until a step needs these blocks."""
@@ -126,6 +128,8 @@ def test_swaps_beside_the_steps_change_nothing(family: str, chance: float, monke
     assert device.waits > 20
 
 
+@pytest.mark.quick_cases("llama", "gemma3", "gpt2")
+@pytest.mark.smoke_cases("llama")
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 def test_a_small_pool_changes_nothing(family: str, preemption: Any) -> None:
     model = models.shared(family)
@@ -379,6 +383,7 @@ def test_preemption_at_every_step(name: str, mode: Any) -> None:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if len(options) > 1])
 def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: str) -> None:
     """The group is swapped out at every step, and loses all computed K/V at every ninth."""
@@ -618,6 +623,7 @@ def test_unsupported_models_and_a_closed_engine() -> None:
 # -- prefixes, priorities, memory ---
 
 
+@pytest.mark.smoke
 def test_a_cached_prefix_is_not_computed_again() -> None:
     model = models.shared("llama")
     system, *tails = models.prompts(32, 5, 9, 7)
@@ -673,6 +679,7 @@ def test_memory_is_sized_as_asked() -> None:
 # -- callers ---
 
 
+@pytest.mark.smoke
 def test_streams() -> None:
     model = models.shared("llama")
     wanted = requests(6, seed=5)
@@ -778,6 +785,7 @@ def test_streamers_that_fail_are_aborted_or_cannot_be() -> None:
         assert_idle(engine)
 
 
+@pytest.mark.smoke
 def test_threads() -> None:
     model = models.shared("llama")
     wanted = requests(12, seed=7)

@@ -24,6 +24,7 @@ from hf_paged.model import overrides, packed, state
 from tests import models
 
 pytestmark = [
+    pytest.mark.smoke,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]

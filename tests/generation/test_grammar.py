@@ -154,6 +154,7 @@ def alone() -> list[list[list[int]]]:
     ]
 
 
+@pytest.mark.quick_cases("1MiB")
 @pytest.mark.parametrize("swap", [None, "1MiB"])
 def test_requests_share_steps_and_objects_and_are_preempted(swap: str | None) -> None:
     """Requests with and without a grammar run together, in a pool so small that they are preempted."""

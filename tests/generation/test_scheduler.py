@@ -16,6 +16,8 @@ from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequenc
 from hf_paged.generation.engine.tables import SchedulerOutput
 from tests.generation.fake_engine import FakeEngine, Request, solo
 
+pytestmark = pytest.mark.smoke
+
 ROOT = root_digest("model")
 
 

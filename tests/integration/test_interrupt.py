@@ -109,6 +109,7 @@ def test_packed_forward() -> None:
     assert generate().equal(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 def test_packed_weights() -> None:
     """A forward that other code has set stays, wherever the interrupt comes."""
@@ -156,6 +157,7 @@ def test_overrides_of_an_engine() -> None:
         assert generate() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
 def test_adapters_of_requests() -> None:
@@ -196,6 +198,7 @@ class Deaf:
         pass
 
 
+@pytest.mark.quick_cases("async")
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:

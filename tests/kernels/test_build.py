@@ -23,7 +23,10 @@ from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import store
 from hf_paged.kernels.native.toolchain import NativeBuildError, Toolchain, find_toolchain
 
-pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
+pytestmark = [
+    pytest.mark.smoke,
+    pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine"),
+]
 
 _AS_ALWAYS = 'case "$*" in *-dM*) exit 0;; esac'
 _BROKEN = "echo 'no such instruction' >&2; exit 1"

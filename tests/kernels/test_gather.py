@@ -132,6 +132,7 @@ def _equal_heads_give_equal_bits(dtype: torch.dtype, threads: int) -> bool:
         torch.set_num_threads(before)
 
 
+@pytest.mark.smoke_cases("native")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", NEIGHBOURS, ids=_name)
@@ -155,6 +156,7 @@ def test_neighbours_do_not_matter(case: Case, dtype: torch.dtype, threads: int, 
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("MKL_CBWR" in os.environ, reason="runs with MKL_CBWR already")
 def test_neighbours_do_not_matter_where_mkl_rounds_alike() -> None:
     if _equal_heads_give_equal_bits(torch.float32, 2):

@@ -43,6 +43,7 @@ def _machine_runs(target: str) -> bool:
 
 
 # Each compiles the kernels. They have other widths of vectors, or differ in single instructions.
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [t if t == "x86-64" else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS])
 def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not _machine_runs(target):
@@ -97,6 +98,7 @@ def test_shapes_of_matrix_tiles(case: Case) -> None:
             assert torch.equal(batch.only([seq]).run("native"), together[batch.rows(seq)])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "case",

@@ -10,6 +10,8 @@ import torch
 from hf_paged.kernels import ops
 from tests.kernels.cases import Case, make_batch
 
+pytestmark = pytest.mark.smoke
+
 
 def _dense(batch, seq: int, visible: torch.Tensor) -> torch.Tensor:
     """Attention of one sequence in fp64, over K/V that is read slot by slot."""

@@ -63,30 +63,35 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
 
 
+@pytest.mark.quick_cases("decode", "head_dim=80", "window=20", "sinks=True,", "chunk_size=64")
 @pytest.mark.parametrize("options", SHAPES + FEATURES, ids=name)
 @pytest.mark.parametrize("lens", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_whole(lens: tuple[tuple[int, int], ...], options: dict[str, object]) -> None:
     check(make_batch(Case(lens, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
+@pytest.mark.quick_cases("head_dim=80", "v_head_dim", "window=20", "sinks=True,", "alibi")
 @pytest.mark.parametrize("options", SHAPES + FEATURES, ids=name)
 @pytest.mark.usefixtures("split")
 def test_split_decode(options: dict[str, object]) -> None:
     check(make_batch(Case(DECODE, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
+@pytest.mark.quick_cases("head_dim=24", "window=20", "alibi")
 @pytest.mark.parametrize("options", [SHAPES[1], SHAPES[7], *FEATURES[1:5]], ids=name)
 @pytest.mark.usefixtures("split")
 def test_split_verification_of_several_tokens(options: dict[str, object]) -> None:
     check(make_batch(Case(VERIFY, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
+@pytest.mark.quick_cases("head_dim=16", "softcap", "chunk_size=24")
 @pytest.mark.parametrize("options", [SHAPES[0], SHAPES[3], *FEATURES[1:5]], ids=name)
 @pytest.mark.usefixtures("split")
 def test_decode_and_prefill_in_one_step(options: dict[str, object]) -> None:
     check(make_batch(Case(MIXED, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
+@pytest.mark.quick_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lens", [DECODE, ((130, 300),), MIXED], ids=["decode", "prefill", "mixed"])
 @pytest.mark.usefixtures("split")
@@ -215,6 +220,7 @@ def test_plan_leaves_out_what_the_window_hides() -> None:
     assert units_of(planned(batch)) == [(0, 1, 14, 2), (1, 2, 3, 2)]
 
 
+@pytest.mark.quick_cases("sinks=True")
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "softcap": 3.0, "alibi": True}, {"block_size": 48}], ids=name)
 @pytest.mark.usefixtures("split")
 def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
@@ -227,6 +233,7 @@ def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
     assert plan.order.tolist() == [0, 1, 2, 4, 3] and plan.ranks.tolist() == [0, 1, 2, 0, 3]
 
 
+@pytest.mark.quick_cases("2-16", "6-7")
 @pytest.mark.parametrize("count, group", [(5, 4), (11, 4), (23, 1), (6, 7), (2, 16)])
 @pytest.mark.usefixtures("split")
 def test_more_sequences_share_than_fit_a_small_tile(count: int, group: int) -> None:
@@ -284,6 +291,7 @@ def test_sixteen_samples_read_their_prompt_once() -> None:
     assert bytes_read(lens, []) == 16 * (prompt + own) * key
 
 
+@pytest.mark.slow
 def test_samples_need_not_be_neighbours() -> None:
     """16 samples of 8k tokens between 16 other sequences, without and with a system prompt that all of them share."""
     prompt, system, own, key = 8192, 512, 64, 2 * 128 * 2
@@ -390,6 +398,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.quick_cases("options0")
 @pytest.mark.parametrize(
     "longest, options",
     [

@@ -36,6 +36,7 @@ def test_malformed_arguments_raise() -> None:
     run_malformed([*impls, "torch.ops"])
 
 
+@pytest.mark.slow
 def test_malformed_arguments_raise_in_triton() -> None:
     pytest.importorskip("triton")
     run_malformed(["triton"], TRITON_INTERPRET="1")

@@ -160,6 +160,7 @@ def test_neighbours_with_other_adapters(make: Callable[[], Any]) -> None:
     assert stats.cow_copies > 0
 
 
+@pytest.mark.smoke_cases("llama")
 def test_every_family(family: str) -> None:
     targets = dict.fromkeys("xy", "all-linear")
     model = with_transformers(models.build(family), targets)

@@ -83,6 +83,7 @@ def put_in(request: pytest.FixtureRequest) -> PutIn:
 # -- the matrix ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases("steer_last on attention", "with kwargs: only_steps", "sdpa's mask")
 def test_calls(put_in: PutIn, model: Any) -> None:
     first = called(model, "greedy", cache_implementation="paged")
     undo = put_in(model)
@@ -98,6 +99,7 @@ def test_calls(put_in: PutIn, model: Any) -> None:
     assert calls[0].route == "packed" and hf_paged.check(model).native
 
 
+@pytest.mark.quick_cases("add_mean on layer", "class: only_prompts", "log n", "in one layer")
 def test_a_live_engine(put_in: PutIn, model: Any) -> None:
     with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
         first = served(engine)
@@ -111,6 +113,7 @@ def test_a_live_engine(put_in: PutIn, model: Any) -> None:
         engine.check_integrity()
 
 
+@pytest.mark.quick_cases("pre-hook: only_steps", "in place of eager")
 def test_a_new_engine(put_in: PutIn, model: Any) -> None:
     with contextlib.ExitStack() as code:
         code.callback(put_in(model))
@@ -125,6 +128,7 @@ def test_a_new_engine(put_in: PutIn, model: Any) -> None:
 SOME = ["steer_last on layer", "only_prompts on layer", "pre-hook: add_mean", "registered window", "rotary"]
 
 
+@pytest.mark.quick_cases("sampling-pre", "beams-only_prompts")
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize("mode", ["sampling", "beams"])
 def test_modes(mode: str, case: str, model: Any) -> None:
@@ -138,6 +142,7 @@ def test_modes(mode: str, case: str, model: Any) -> None:
             undo()
 
 
+@pytest.mark.quick_cases("gemma3-steer_last")
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_windows(family: str, case: str) -> None:
@@ -155,6 +160,7 @@ def test_windows(family: str, case: str) -> None:
         engine.check_integrity()
 
 
+@pytest.mark.quick_cases("only_prompts")
 @pytest.mark.parametrize("case", SOME)
 def test_bf16(case: str) -> None:
     model = models.build("llama", eos_token_id=None).bfloat16()

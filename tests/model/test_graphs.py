@@ -80,6 +80,8 @@ def plain(model: Any, prompts: list[torch.Tensor], **options: Any) -> list[list[
 # -- the same answers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases("gemma3")
+@pytest.mark.smoke_cases("llama")
 def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
     model = models.shared(family)
     wanted = requests(24)
@@ -98,6 +100,7 @@ def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@pytest.mark.quick_cases("gemma3")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preemption(family: str, preemption: Any) -> None:
     model = models.shared(family)
@@ -135,6 +138,7 @@ def test_arrivals_and_aborts_over_all_sizes() -> None:
         assert tokens == expected[: len(tokens)] and (len(tokens) < 40) == (index in (13, 17))
 
 
+@pytest.mark.quick_cases("llama")
 def test_tables_grow_between_replays(family: str) -> None:
     """From one block to many, and past the window of families that have one; three rows in a graph of four."""
     model = models.shared(family)
@@ -246,6 +250,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     tape.install(monkeypatch, StepCosts())
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.usefixtures("mixed")
 def test_steps_with_prompts_are_replayed(family: str) -> None:
     model = models.shared(family)

@@ -176,9 +176,13 @@ CHANGES: dict[str, Change] = {
     "submodules swapped": swap_layers,
     "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
     "forward": set_forward,
+    "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 3.0),
+    "epsilon": lambda model: setattr(model.model.norm, "variance_epsilon", 3.0),
+    "rotary scaling": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
     "hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, result: result * -2),
 }
-NEED_A_SAMPLE = {"data", "data of one", "vector", "loaded in place", "buffer data"}
+NUMBERS = {"scaling", "epsilon", "rotary scaling"}
+NEED_A_SAMPLE = {"data", "data of one", "vector", "loaded in place", "buffer data"} | NUMBERS
 
 
 @pytest.fixture(params=CHANGES)

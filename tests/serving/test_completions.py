@@ -68,6 +68,7 @@ def expected(prompt_ids: list[int], case: str) -> list[list[int]]:
     return plain(prompt_ids, max_new_tokens=LENGTH, **{"do_sample": False, **CASES[case][1]})
 
 
+@pytest.mark.smoke_cases("greedy")
 @pytest.mark.parametrize("case", CASES)
 def test_completions(server: Running, case: str) -> None:
     fields, _ = CASES[case]
@@ -87,6 +88,7 @@ def test_completions(server: Running, case: str) -> None:
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
+@pytest.mark.smoke_cases("n")
 @pytest.mark.parametrize("case", CASES)
 def test_streamed_completions(server: Running, case: str) -> None:
     extra = {"max_tokens": LENGTH, "return_token_ids": True, **CASES[case][0]}
