@@ -16,8 +16,8 @@ from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.cache.layers import FULL, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 
 VOCAB = 50
 TINY = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, watermark=0.0)

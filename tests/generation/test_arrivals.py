@@ -19,8 +19,8 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.errors import QueueFull
 from hf_paged.generation import prepare
 from hf_paged.generation.engine import core
-from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.prepare import PreparedRequest, Preparer
+from hf_paged.generation.requests.outputs import RequestOutput
 from tests import models
 from tests.waiting import must
 

@@ -17,7 +17,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache import swap
 from hf_paged.generation import prepare
-from hf_paged.generation.sampling.request import ending_tokens
+from hf_paged.generation.requests.request import ending_tokens
 from tests import models, streams
 
 pytestmark = [

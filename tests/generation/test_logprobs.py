@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.engine.outputs import CompletionOutput, Lists, RequestOutput
-from hf_paged.generation.sampling.scores import PromptScores
+from hf_paged.generation.requests.outputs import CompletionOutput, Lists, RequestOutput
+from hf_paged.generation.requests.scores import PromptScores
 from tests import models
 from tests.generation.test_engine import row_by_row
 

@@ -12,8 +12,8 @@ from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from tests.generation.fake_engine import FakeEngine, Request, solo
 
 ROOT = root_digest("model")

@@ -18,7 +18,7 @@ from hf_paged.fused.cpu import norms as fused_norms
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.generation.engine import core, engine, stepper
-from hf_paged.generation.sampling import batch, group, request
+from hf_paged.generation.requests import batch, group, request
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import adapters, overrides, packed

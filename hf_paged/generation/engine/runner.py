@@ -21,9 +21,9 @@ from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
-from hf_paged.generation.engine.sequence import Plan, Sequence
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.sampling.batch import SampledTokens
+from hf_paged.generation.requests.batch import SampledTokens
+from hf_paged.generation.requests.sequence import Plan, Sequence
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of

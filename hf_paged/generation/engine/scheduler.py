@@ -15,8 +15,8 @@ from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.prefixes import Prefixes
-from hf_paged.generation.engine.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import Preemption, SchedulerOutput, Tables
+from hf_paged.generation.requests.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
 
 _by_order = attrgetter("order")
 

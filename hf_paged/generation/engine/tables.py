@@ -13,7 +13,7 @@ from typing import Literal
 
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.cache.prefix_cache import CachedPrefix
-from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 
 Copies = list[BlockCopy]
 Preemption = Literal["recompute", "swap"]
