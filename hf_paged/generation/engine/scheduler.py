@@ -216,8 +216,10 @@ class Scheduler:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
         plan, budget = self._plan_running(self._token_budget)
-        if not self._tables.append(plan, self._output.block_copies):
+        appends = [(seq.seq_id, count) for seq, count in plan]
+        if not self.manager.has_room(appends):
             return None
+        self._output.block_copies.extend(self.manager.append_all(appends))
         self._output.scheduled.extend(plan)
         return self._schedule_others(budget)
 
