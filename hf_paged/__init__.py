@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, RankError, UnsupportedModelError
-from hf_paged.integration.hook import install, install_serving, uninstall, uninstall_serving
+from hf_paged.plugin import install, install_serving, uninstall, uninstall_serving
 
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache

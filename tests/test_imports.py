@@ -27,8 +27,9 @@ LAYERS = {
     "serving": 7,
     "bridges": 8,
     "load": 8,
-    "cli": 9,
-    "__main__": 10,
+    "plugin": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 PURE = [
     "hf_paged.config",
