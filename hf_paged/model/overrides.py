@@ -61,10 +61,6 @@ class Overrides:
         self._replaced = [p for p in every if p.replaces is not ABSENT or p.value is ABSENT]
         self._users: set[int] = set()
 
-    @property
-    def in_use(self) -> bool:
-        return bool(self._users)
-
     def apply(self, user: object) -> list[Any]:
         """Apply the patches; returns the current value of each added name, which other code may have set."""
         with _lock:

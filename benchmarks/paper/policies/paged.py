@@ -61,7 +61,8 @@ class Paged:
 
     def add(self, group: SequenceGroup) -> None:
         self._shares = self._shares or group.width > 1
-        self.scheduler.add(group)
+        self.scheduler.check(group)
+        self.scheduler.enqueue(group)
 
     def schedule(self) -> SchedulerOutput:
         return self.scheduler.schedule()

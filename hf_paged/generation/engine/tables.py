@@ -43,10 +43,6 @@ class SchedulerOutput:
     def moves_blocks(self) -> bool:
         return bool(self.swap_out or self.swap_in or self.block_copies)
 
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.scheduled)
-
 
 class Tables:
     """The block tables of each sequence: in `manager`, or in `host` while it is swapped out.
