@@ -19,7 +19,7 @@ from benchmarks.paper.policies.paged import Paged
 from benchmarks.paper.requests import SimRequest
 from benchmarks.paper.simulator import Simulator
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.engine.sequence import SequenceGroup
+from hf_paged.generation.requests.sequence import SequenceGroup
 from hf_paged.serving.routing import Router
 
 BLOCK = 16

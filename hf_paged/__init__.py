@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, RankError, UnsupportedModelError
-from hf_paged.integration.hook import install, install_serving, uninstall, uninstall_serving
+from hf_paged.plugin import install, install_serving, uninstall, uninstall_serving
 
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
     from hf_paged.fused.cpu.weights import prepack
     from hf_paged.fused.report import check
     from hf_paged.generation.engine.engine import Engine
-    from hf_paged.generation.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from hf_paged.generation.engine.stats import EngineStats
     from hf_paged.generation.paged_generate import release_memory
     from hf_paged.generation.records import CallRecord, record_calls
+    from hf_paged.generation.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from hf_paged.generation.sampling.grammar import grammar
     from hf_paged.model.foreign import tokenwise
     from hf_paged.model.state import weights_changed
@@ -43,12 +43,12 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "CallRecord": "hf_paged.generation.records",
-    "CompletionOutput": "hf_paged.generation.engine.outputs",
+    "CompletionOutput": "hf_paged.generation.requests.outputs",
     "Engine": "hf_paged.generation.engine.engine",
     "EngineStats": "hf_paged.generation.engine.stats",
     "PagedKVCache": "hf_paged.cache.paged_cache",
-    "RequestMetrics": "hf_paged.generation.engine.outputs",
-    "RequestOutput": "hf_paged.generation.engine.outputs",
+    "RequestMetrics": "hf_paged.generation.requests.outputs",
+    "RequestOutput": "hf_paged.generation.requests.outputs",
     "SupportReport": "hf_paged.model.support",
     "check": "hf_paged.fused.report",
     "grammar": "hf_paged.generation.sampling.grammar",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -28,8 +29,9 @@ LAYERS = {
     "serving": 7,
     "bridges": 8,
     "load": 8,
-    "cli": 9,
-    "__main__": 10,
+    "plugin": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 PURE = [
     "hf_paged.config",
@@ -38,7 +40,7 @@ PURE = [
     "hf_paged.cache.allocator",
     "hf_paged.cache.block_manager",
     "hf_paged.cache.prefix_cache",
-    "hf_paged.generation.engine.sequence",
+    "hf_paged.generation.requests.sequence",
     "hf_paged.generation.engine.tables",
     "hf_paged.generation.engine.prefixes",
     "hf_paged.generation.engine.scheduler",
@@ -82,6 +84,7 @@ def test_imports_go_one_way(path: Path) -> None:
         assert LAYERS[other] < LAYERS[own], f"{path.name} ({own}) imports {name} ({other}), which stands above it"
 
 
+@cache
 def own_imports() -> dict[str, set[str]]:
     """Module -> the modules of this package that it imports, also inside functions and for type checking only."""
     names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES}
@@ -97,40 +100,26 @@ def test_no_module_imports_itself_through_others() -> None:
     tuple(TopologicalSorter(own_imports()).static_order())  # raises CycleError, which has the cycle
 
 
-def generation_rank(module: str) -> int | None:
-    """Place of a module in the import order of `generation`: records < requests < engine < paged_generate."""
-    parts = module.split(".")
-    if parts[:2] != ["hf_paged", "generation"]:
-        return None
-    if parts[2] == "engine":
-        return 1 if parts[3] in ("sequence", "outputs") else 4
-    if parts[2] == "sampling":
-        return (
-            2
-            if parts[3]
-            in (
-                "edits",
-                "patterns",
-                "schemas",
-                "gbnf",
-                "constraints",
-                "grammar",
-                "editors",
-                "warpers",
-                "processors",
-                "beams",
-            )
-            else 3
-        )
-    return 5 if parts[2] in ("paged_generate", "routes") else 0
+def folders() -> list[str]:
+    """Every folder of the package, as a module: `hf_paged`, `hf_paged.cache` and so on."""
+    found = {path.parent for path in FILES}
+    return sorted(".".join(folder.relative_to(PACKAGE.parent).parts) for folder in found)
 
 
-def test_imports_in_generation_go_one_way() -> None:
+@pytest.mark.parametrize("folder", folders())
+def test_the_parts_of_a_folder_import_one_way(folder: str) -> None:
+    """A part is a file or a folder within it: two of them must not need each other, not through others either."""
+    parts: dict[str, set[str]] = {}
     for module, others in own_imports().items():
-        rank = generation_rank(module)
-        for other in others if rank is not None else ():
-            above = generation_rank(other)
-            assert above is None or above <= rank, f"{module} imports {other}, which stands above it"
+        own = part_of(folder, module)
+        if own is not None:
+            parts.setdefault(own, set()).update({part for other in others if (part := part_of(folder, other))} - {own})
+    tuple(TopologicalSorter(parts).static_order())  # raises CycleError, which has the cycle
+
+
+def part_of(folder: str, module: str) -> str | None:
+    """`hf_paged.cache`, `hf_paged.cache.swap` -> `swap`; None for a module that is elsewhere."""
+    return module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else None
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "generation" in p.parts], ids=lambda path: path.name)

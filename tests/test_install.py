@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.integration import hook
+from hf_paged import plugin
 from tests import conftest, models
 
 PATCHED = ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
@@ -103,7 +103,7 @@ def test_uninstall_puts_everything_back(restored: Any) -> None:
     assert "hf_paged" not in AttentionInterface._global_mapping
     assert "hf_paged" not in AttentionMaskInterface._global_mapping
     assert not any(type(finder).__module__.startswith("hf_paged") for finder in sys.meta_path)
-    assert not hook.is_installed()
+    assert not plugin.is_installed()
     originals = {name: vars(mixin)[name] for name in PATCHED}
     hf_paged.install()
     assert all(vars(mixin)[name] is not originals[name] for name in PATCHED)
@@ -116,7 +116,7 @@ def test_an_lm_eval_without_a_registry_of_names_is_left_alone(restored: Any, mon
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     hf_paged.uninstall()
     hf_paged.install()
-    assert hook.is_installed()
+    assert plugin.is_installed()
 
 
 def test_install_and_uninstall_are_idempotent(restored: Any) -> None:
@@ -180,7 +180,7 @@ def test_uninstall_keeps_a_patch_that_came_later(mode: dict[str, Any], restored:
     patch = Patch(monkeypatch)
     assert _paged_and_plain(mode) == (True, 1) and "generate" in patch.calls
     hf_paged.uninstall()
-    assert patch.in_place() and not hook.is_installed()
+    assert patch.in_place() and not plugin.is_installed()
     patch.calls.clear()
     model, inputs = models.shared("llama"), models.batch(5, 9)
     model.generate(**inputs, **mode, max_new_tokens=2)

@@ -20,7 +20,7 @@ from hf_paged.cli.common import UsageError
 from hf_paged.cli.run import resolved
 from tests import conftest, models
 
-SAY = "from hf_paged.integration import hook as h; print(h.is_installed(), h.is_default(), h.is_serving_installed())"
+SAY = "from hf_paged import plugin as h; print(h.is_installed(), h.is_default(), h.is_serving_installed())"
 
 
 def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from benchmarks.paper.cost import CostModel
 from benchmarks.paper.policies.interface import Memory, Policy
 from benchmarks.paper.requests import SimRequest
 from hf_paged.generation.engine.scheduler import SchedulerOutput
-from hf_paged.generation.engine.sequence import FinishReason, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
 
 PREFIX_ROOT = b"shared prefix"
 

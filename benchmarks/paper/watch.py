@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
-from hf_paged.generation.engine.sequence import Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Sequence, SequenceGroup
 
 OnStep = Callable[[Scheduler, SchedulerOutput], None]
 OnReorder = Callable[[SequenceGroup, list[int]], None]

@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from hf_paged.bridges.cb_options import engine_options, longest_request
 from hf_paged.generation.engine.admission import RequestOptions
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput
+from hf_paged.generation.requests.outputs import CompletionOutput, RequestOutput
 from hf_paged.generation.validation import check_generation, check_generation_config
 
 _CACHED = "_cached_continuous_batching_manager"  # transformers' name for it

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.processors import StopText
 
 _CHUNK = 4096  # requests that are handed to the engine at once

@@ -21,7 +21,7 @@ from transformers.cli.serving import utils
 from hf_paged.bridges.cb_options import engine_options, longest_request
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.outputs import CompletionOutput
+from hf_paged.generation.requests.outputs import CompletionOutput
 from hf_paged.serving.plan import Submission
 from hf_paged.serving.worker import EngineStopped, EngineWorker
 

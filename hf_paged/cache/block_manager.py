@@ -8,7 +8,7 @@ perform (copy-on-write) are returned as data.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hf_paged.cache.allocator import BlockAllocator
@@ -167,6 +167,13 @@ class BlockManager:
         copied = sum(min(count, ref_counts[block_id] - 1) for block_id, count in sharers.items())
         return num_new * len(self.groups) + copied
 
+    def has_room(self, appends: Collection[tuple[SeqId, int]]) -> bool:
+        """Whether there are blocks for these appends to different sequences, copies of shared blocks included."""
+        available = self.allocator.num_available
+        # No need to count exactly if there are enough blocks for the worst case: a new and a copied one each.
+        worst = sum([count for _, count in appends]) // self.block_size + 2 * len(appends)
+        return worst * len(self.groups) <= available or self.num_blocks_to_append_all(appends) <= available
+
     # -- the verbs ----------------------------------------------------------------------------------------------
 
     def append(self, seq_id: SeqId, num_tokens: int) -> list[BlockCopy]:
@@ -211,7 +218,7 @@ class BlockManager:
         return copies
 
     def append_all(self, appends: Sequence[tuple[SeqId, int]]) -> list[BlockCopy]:
-        """`append` for several sequences, whose blocks must be available (see `num_blocks_to_append_all`)."""
+        """`append` for several sequences, whose blocks must be available (see `has_room`)."""
         copies: list[BlockCopy] = []
         tables = self._tables
         for seq_id, num_tokens in appends:

@@ -78,7 +78,8 @@ class PagedMemory:
 
     def append(self, appends: Sequence[tuple[SeqId, int]]) -> None:
         """Append (seq_id, num_tokens) for a whole step and perform the copy-on-writes. All or nothing."""
-        self._reserve(self.manager.num_blocks_to_append_all(appends))
+        if not self.manager.has_room(appends):
+            self._reserve(self.manager.num_blocks_to_append_all(appends))
         if copies := self.manager.append_all(appends):
             self.pool.copy_blocks(copies)
 

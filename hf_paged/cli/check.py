@@ -49,9 +49,9 @@ def plugin_status() -> str:
     """One line: whether hf_paged handles `cache_implementation="paged"` in this process."""
     import transformers
 
-    from hf_paged.integration import hook
+    from hf_paged import plugin
 
     versions = f"hf_paged {hf_paged.__version__} in transformers {transformers.__version__}"
-    if not hook.is_installed():
+    if not plugin.is_installed():
         return f"plugin: not installed ({versions}); call hf_paged.install()"
     return f"plugin: installed ({versions}); a script of yours installs it with hf_paged.install()"

@@ -1,6 +1,6 @@
 """The entry point of `model.generate(..., cache_implementation="paged")`.
 
-Four functions wrap transformers' methods of the same names (see `integration.hook`). A call that does not request a
+Four functions wrap transformers' methods of the same names (see `plugin.py`). A call that does not request a
 paged cache passes through unchanged, unless calls are paged by default. A paged call is checked, then decoded by
 transformers' own loop: over a PackedDecoder if every option of the call allows it (route "packed"), else over a
 PagedKVCache (route "hf_loop").
@@ -36,7 +36,6 @@ from hf_paged.generation.validation import (
     check_pool,
     refuse_no_cache,
 )
-from hf_paged.integration import hook
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
@@ -119,11 +118,13 @@ def _active(model: Any) -> _Call | None:
     return call if call is not None and call.model is model else None
 
 
-def generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before GenerationMixin.generate."""
+def generate(
+    function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, by_default: bool
+) -> Any:
+    """Before GenerationMixin.generate. by_default: calls that name no cache are paged if they can be."""
     if _is_paged(model, args, kwargs):
         call = _open_call(model, args, kwargs)
-    elif (opened := _opened_by_default(model, args, kwargs)) is not None:
+    elif by_default and (opened := _opened_by_default(model, args, kwargs)) is not None:
         call = opened
     else:
         token = _current.set(None)
@@ -168,8 +169,8 @@ def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _opened_by_default(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    """The call, if calls that name no cache are paged and this one can be; None, after a warning, if it cannot."""
-    if not hook.is_default() or _current.get() is not None or _has_cache_of_its_own(model, args, kwargs):
+    """The call, if it names no cache and can be paged; None, after a warning, if it cannot be."""
+    if _current.get() is not None or _has_cache_of_its_own(model, args, kwargs):
         return None
     copied = dict(kwargs)
     try:

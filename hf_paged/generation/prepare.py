@@ -27,7 +27,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from hf_paged.integration import hook
+from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 
@@ -184,9 +184,8 @@ class Preparer:
     ) -> PreparedRequest:
         input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
         recorder = _ArgumentRecorder(self._model)
-        generate = hook.original("generate") if hook.is_installed() else GenerationMixin.generate
         try:
-            generate(
+            own_method(GenerationMixin, "generate")(
                 recorder,
                 input_ids,
                 generation_config=generation_config,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,6 +70,7 @@ IMPLEMENTATION = "_attn_implementation_internal"
 _own: dict[int, tuple[weakref.ref[Any], str | None]] = {}  # id of a config -> the config, the name it had before
 _lock = usable_after_fork(threading.RLock())
 _forwards: set[int] = set()  # ids of the packed forwards in progress, which need the names even after uninstall()
+_named: dict[int, _Named] = {}  # by the id of a config; while packed forwards use it
 _wanted = False  # whether `register` is in effect
 
 
@@ -81,11 +82,6 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
         if config is not None and hasattr(config, "_attn_implementation"):
             found.setdefault(id(config), config)
     return list(found.values())
-
-
-def remember_own(config: Any) -> None:
-    """Record which implementation a config names, for the functions below, before NAME replaces it."""
-    _own[id(config)] = (weakref.ref(config), getattr(config, IMPLEMENTATION))
 
 
 def own_implementation(config: Any) -> str:
@@ -315,17 +311,47 @@ def unregister() -> None:
         _remove_unneeded_names()
 
 
-def hold_names(forward: object) -> None:
-    """Keep the name registered while the packed forward `forward` is in progress."""
+class _Named(NamedTuple):
+    """A config that names our functions: its fields, the name that they replace, and the forwards that need them."""
+
+    fields: dict[str, Any]
+    own: str | None
+    forwards: set[int]
+
+
+def name_ours(forward: object, configs: Iterable[Any]) -> None:
+    """Until `name_own`, the configs name the functions of this module, for the packed forward `forward`.
+
+    Any number of forwards may overlap. Both functions may be interrupted by Ctrl-C between any two instructions:
+    `name_own` undoes any part of this one, and may be called again. A name that other code has set stays in effect.
+    """
     with _lock:
         _forwards.add(id(forward))
         if not _wanted:
             _add_names()
+        for config in configs:
+            named = _named.get(id(config))
+            if named is None:
+                own = getattr(config, IMPLEMENTATION)
+                _own[id(config)] = (weakref.ref(config), own)
+                named = _named[id(config)] = _Named(vars(config), own, set())
+            named.forwards.add(id(forward))
+            if named.fields.get(IMPLEMENTATION) is named.own:
+                named.fields[IMPLEMENTATION] = NAME
 
 
-def release_names(forward: object) -> None:
-    """Undo `hold_names`. Idempotent."""
+def name_own(forward: object, configs: Iterable[Any]) -> None:
+    """Undo `name_ours`. Idempotent."""
     with _lock:
+        for config in configs:
+            named = _named.get(id(config))
+            if named is None:
+                continue
+            named.forwards.discard(id(forward))
+            if not named.forwards:
+                if named.fields.get(IMPLEMENTATION) is NAME:
+                    named.fields[IMPLEMENTATION] = named.own
+                del _named[id(config)]
         _forwards.discard(id(forward))
         _remove_unneeded_names()
 

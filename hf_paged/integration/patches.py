@@ -1,13 +1,11 @@
 """Patches of methods of other packages: put in when their module is imported, taken out and put back together.
 
-Knows nothing of what a patched method does: that is an entry point, found by name, because integration must not import
-the rooms above it.
+Knows nothing of what a patched method does: `plugin.py` says that.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -18,20 +16,21 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+Entry = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """A method that is wrapped: `owner.method` of `module`.
 
-    entry: the module whose function of the same name (without leading underscores) is called instead, with the original
-    function, the object, the positional and the named arguments. parameters: those the method must have; None: any.
-    remedy: what to do about another method, a sentence of the error.
+    entry: is called instead, with the original function, the object, the positional and the named arguments.
+    parameters: those the method must have; None: any. remedy: what to do about another method, a sentence of the error.
     """
 
     module: str
     owner: str
     method: str
-    entry: str
+    entry: Entry
     parameters: tuple[str, ...] | None = None
     remedy: str = "Use another version of that package, or of hf_paged"
 
@@ -94,10 +93,6 @@ class Patches:
             wrapper.take_out()
         return True
 
-    def original(self, method: str) -> Callable[..., Any]:
-        """The method that our wrapper replaced: the package's own, unless other code had replaced it before."""
-        return next(wrapper.function for point, wrapper in self._wrappers.items() if point.method == method)
-
     def is_in_use(self, wrapper: _Wrapper) -> bool:
         """One wrapper per method is in use: the newest one, or an earlier one that other code has restored."""
         return self.is_installed and (self._wrappers[wrapper.point] is wrapper or wrapper.is_in_place)
@@ -108,7 +103,7 @@ class Patches:
         for point, owner in zip(points, owners):
             known = self._wrappers.get(point)
             if known is None or known.owner is not owner or not known.put_in():
-                self._wrappers[point] = _Wrapper(self, point, owner)
+                self._wrappers[point] = _newest[owner, point.method] = _Wrapper(self, point, owner)
         if module in self._on_import:
             self._on_import[module]()
 
@@ -148,7 +143,7 @@ class _PostImport(importlib.abc.MetaPathFinder):
 
 
 class _Wrapper:
-    """A method that calls our entry point of the same name with the original method.
+    """A method that calls our entry point with the original method.
 
     Other code may wrap this method in turn. Uninstalling hf_paged then leaves that code and this wrapper in place; the
     wrapper passes calls on unchanged until hf_paged is installed again.
@@ -157,6 +152,7 @@ class _Wrapper:
     def __init__(self, patches: Patches, point: Point, owner: type) -> None:
         self.point = point
         self.owner = owner
+        self._patches = patches
         self._above: Any = None  # the method of other code that wrapped ours when this was last taken out
         self.function: Callable[..., Any] = getattr(owner, point.method)
         function = self.function
@@ -165,11 +161,14 @@ class _Wrapper:
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
             if not patches.is_in_use(self):
                 return function(model, *args, **kwargs)
-            entry_points = importlib.import_module(point.entry)
-            return getattr(entry_points, point.method.lstrip("_"))(function, model, args, kwargs)
+            return point.entry(function, model, args, kwargs)
 
         self._method = method
         setattr(owner, point.method, method)
+
+    @property
+    def is_installed(self) -> bool:
+        return self._patches.is_installed
 
     @property
     def is_in_place(self) -> bool:
@@ -189,3 +188,13 @@ class _Wrapper:
             setattr(self.owner, self.point.method, self._method)
             return True
         return current is self._method or (self._above is not None and current is self._above)
+
+
+_newest: dict[tuple[type, str], _Wrapper] = {}  # for each method that has been patched
+
+
+def own_method(owner: type, name: str) -> Callable[..., Any]:
+    """The method without our wrapper: the package's own, unless other code had replaced it before."""
+    wrapper = _newest.get((owner, name))
+    method: Callable[..., Any] = getattr(owner, name)
+    return wrapper.function if wrapper is not None and wrapper.is_installed else method

@@ -26,6 +26,7 @@ from hf_paged.integration.attention import IMPLEMENTATION, configs_of, own_imple
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.state import Slot, state_of
+from hf_paged.model.weights import Surroundings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -223,9 +224,6 @@ class ForeignCode:
         self._weights = state_of(model).weights
         self._lock = usable_after_fork(threading.RLock())
         self._code = -1  # `Weights.code` of the last examination
-        self._spaces: list[dict[str, Any]] = []
-        self._fields: tuple[list[dict[str, Any]], list[str]] = [], []
-        self._known: list[Any] = []
         self.inside: str | None = None
         self.around: str | None = None
 
@@ -236,10 +234,10 @@ class ForeignCode:
         return found and f"{found}, which may depend on how tokens are laid out (see hf_paged.tokenwise)"
 
     def look(self) -> str | None:
-        """The present `reason`. Called in every step, so it must be fast."""
+        """The present `reason`. Examines the model only if its code, or that around it, has changed."""
         with self._lock:
             self._weights.look()
-            if self._weights.code != self._code or not self._is_same():
+            if self._weights.code != self._code:
                 self._examine()
             reason = self.reason
         return reason
@@ -249,36 +247,21 @@ class ForeignCode:
         if reason := self.look():
             raise UnsupportedModelError(f"since this call began, {reason}")
 
-    def _is_same(self) -> bool:
-        try:
-            return [*self._small(), self._spaces if self.around is None else self._ids()] == self._known
-        except Exception:  # comparing what other code has put there may raise anything
-            return False
-
-    def _small(self) -> list[Any]:
-        return [
-            torch.nn.functional.scaled_dot_product_attention is _SDPA,
-            *map(list, _GLOBAL_HOOKS),
-            list(map(dict.get, *self._fields)),
-        ]
-
-    def _ids(self) -> list[list[int]]:
-        """In place of the functions, if some are of others: they could keep the model alive."""
-        return [list(map(id, space.values())) for space in self._spaces]
-
     def _examine(self) -> None:
         model = self._model()
         if model is None:
             return
         self._code = self._weights.code
         owners = [vars(module) for module in [*model.modules()][1:] if vars(module).get("config") is not None]
-        configs = list(map(vars, configs_of(model)))
-        self._fields = [*owners, *configs], ["config"] * len(owners) + [IMPLEMENTATION] * len(configs)
-        self._spaces = [*_namespaces(model), *_registries()]
-        small, copies, ids = self._small(), list(map(dict, self._spaces)), self._ids()
+        fields = [(vars(torch.nn.functional), _SDPA.__name__)]
+        fields += [(owner, "config") for owner in owners]
+        fields += [(vars(config), IMPLEMENTATION) for config in configs_of(model)]
+        surroundings = Surroundings(fields, _GLOBAL_HOOKS, [*_namespaces(model), *_registries()])
         self.inside = _in_modules(model)
         self.around = _in_classes(model) or _in_functions(model)
-        self._known = [*small, copies if self.around is None else ids]
+        if self.around is not None:
+            surroundings.drop_values()
+        self._weights.watch(surroundings)
 
 
 def foreign_code(model: nn.Module) -> ForeignCode:

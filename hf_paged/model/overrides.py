@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from itertools import repeat
-from operator import is_, is_not
+from operator import is_
 from typing import Any, Final, NamedTuple, Protocol
 
 from hf_paged.locks import usable_after_fork
@@ -60,10 +60,6 @@ class Overrides:
         self._added = [p.namespace for p in added], [p.name for p in added], [p.value for p in added]
         self._replaced = [p for p in every if p.replaces is not ABSENT or p.value is ABSENT]
         self._users: set[int] = set()
-
-    @property
-    def in_use(self) -> bool:
-        return bool(self._users)
 
     def apply(self, user: object) -> list[Any]:
         """Apply the patches; returns the current value of each added name, which other code may have set."""
@@ -137,23 +133,6 @@ def foreign_forward(module: Any) -> bool:
     """Whether other code has replaced the class's `forward` on this module."""
     own = vars(module).get("forward")
     return own is not None and not is_override(own)
-
-
-class ClassForwards:
-    """A record of the forwards of some classes. An override of a module computes what the class's forward computed at
-    that time, and must not hide a forward that other code has since set on the class."""
-
-    __slots__ = ("_classes", "known")
-
-    def __init__(self, classes: Iterable[type]) -> None:
-        self._classes = list(dict.fromkeys(classes))
-        self.known = self._current()
-
-    def _current(self) -> list[Any]:
-        return [getattr(owner, "forward", None) for owner in self._classes]
-
-    def changed(self) -> bool:
-        return any(map(is_not, self._current(), self.known))
 
 
 def is_unhooked(module: Any) -> bool:

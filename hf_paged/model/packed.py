@@ -9,7 +9,6 @@ import copy
 import functools
 import inspect
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
@@ -21,23 +20,16 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import (
     HANDLE,
-    IMPLEMENTATION,
-    NAME,
     LayerHandle,
     configs_of,
-    hold_names,
+    name_ours,
+    name_own,
     packed_cache,
-    release_names,
-    remember_own,
 )
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
-from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import is_spread
-from hf_paged.model.overrides import ABSENT, Override, Overrides, Patch
+from hf_paged.model.overrides import Override
 from hf_paged.model.state import state_of
-
-_routes: dict[int, Overrides] = {}  # by the id of a config; for packed forwards in progress
-_lock = usable_after_fork(threading.RLock())
 
 
 class _PackedLayer(CacheLayerMixin):
@@ -170,16 +162,7 @@ class PackedStep:
         self._outer = packed_cache.get()
 
     def enter(self) -> None:
-        hold_names(self)
-        with _lock:
-            for config in self._configs:
-                route = _routes.get(id(config))
-                if route is None:
-                    remember_own(config)
-                    fields = vars(config)
-                    own = fields.get(IMPLEMENTATION, ABSENT)
-                    route = _routes[id(config)] = Overrides([Patch(fields, IMPLEMENTATION, NAME, own)])
-                route.apply(self)
+        name_ours(self, self._configs)
         packed_cache.set(self._cache)
         announce(self._cache.step)
         for override in self._overrides:
@@ -188,14 +171,7 @@ class PackedStep:
     def leave(self) -> None:
         announce(())
         packed_cache.set(self._outer)
-        with _lock:
-            for config in self._configs:
-                route = _routes.get(id(config))
-                if route is not None:
-                    route.undo(self)
-                    if not route.in_use:
-                        del _routes[id(config)]
-        release_names(self)
+        name_own(self, self._configs)
         for override in self._overrides:
             override.undo(self)
 
@@ -239,15 +215,13 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     return inspect.signature(function).parameters
 
 
-def _nothing() -> None: ...
-
-
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in order during each forward. look: called before each forward, before anything is
-    overridden; it must include a look at the weights (None: only that, if there are overrides). is_fixed: a forward
-    raises LayersChanged if the model has other modules than at the last `follow_structure`; otherwise it follows them.
+    `overrides` are applied in order during each forward. check_code: called before the first forward, and again when
+    code that runs in the model has changed; it may refuse the model. A forward looks at the weights and follows other
+    modules. If it `is_fixed`, the caller looks, and other modules than at the last `follow_structure` raise
+    LayersChanged.
     """
 
     def __init__(
@@ -255,12 +229,13 @@ class PackedModel:
         model: Any,
         memory: PagedMemory,
         overrides: Sequence[Override] = (),
-        look: Callable[[], object] | None = None,
+        check_code: Callable[[], object] | None = None,
     ) -> None:
         self.model = model
         self._overrides = overrides
         self._weights = state_of(model).weights
-        self._look = look or (self._weights.look if overrides else _nothing)
+        self._check_code = check_code
+        self._code = -1  # `Weights.code` of the last check
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
@@ -303,7 +278,11 @@ class PackedModel:
             # A spread model may have its last hidden states on any of its devices, and accelerate moves every tensor to
             # the first one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
-        self._look()
+        if not self.is_fixed:
+            self._weights.look()  # before anything is overridden
+        if self._check_code is not None and self._weights.code != self._code:
+            self._check_code()
+            self._code = self._weights.code
         if self._weights.structure != self._structure:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")

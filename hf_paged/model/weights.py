@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from operator import attrgetter, is_
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hf_paged.locks import usable_after_fork
-from hf_paged.model.overrides import ClassForwards, is_override
+from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
 
 MAX_COMPARED_BUFFER = 65_536
@@ -36,7 +36,7 @@ class Weights:
 
     - `structure`: a module or a `forward` was added, replaced or removed, or a module's class or
       the `forward` of a class replaced;
-    - `code`: as for `structure`, or a forward hook was added or removed;
+    - `code`: as for `structure`, or a forward hook was added or removed, or the `Surroundings` have changed;
     - `layout`: as for `structure`, or a tensor has another address;
     - `epoch`: as for `layout`, or a tensor was replaced or changed, so that the model may compute other values.
 
@@ -54,6 +54,7 @@ class Weights:
         self._lock = usable_after_fork(threading.RLock())
         self._picture: _Picture | None = None
         self._sample: ContentSample | None = None
+        self._surroundings: Surroundings | None = None  # None: not watched, or changed since they were
         self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
         self.all_moved = 0  # epoch in which all of them last changed
         self.epoch = self.layout = self.structure = self.code = 0
@@ -69,6 +70,9 @@ class Weights:
             model = self._model()
             if model is None:
                 return self.epoch
+            if self._surroundings is not None and not self._surroundings.are_same():
+                self._surroundings = None
+                self.code += 1
             if self._picture is None:
                 self._picture = _Picture(model)
             elif not self._picture.is_whole(model):
@@ -83,6 +87,11 @@ class Weights:
             if contents:
                 self._look_inside(self._picture)
             return self.epoch
+
+    def watch(self, surroundings: Surroundings) -> None:
+        """Compare these in each look from now on, until one has changed."""
+        with self._lock:
+            self._surroundings = surroundings
 
     def changed(self) -> None:
         """Report that the weights have changed."""
@@ -163,6 +172,63 @@ class Weights:
             self._sample = None
         self._moved = {id(t): self._moved[id(t)] for t in new.tensors if id(t) in self._moved}
         self._picture = new
+
+
+class ClassForwards:
+    """A record of the forwards of some classes. An override of a module computes what the class's forward computed at
+    that time, and must not hide a forward that other code has since set on the class."""
+
+    __slots__ = ("_classes", "known")
+
+    def __init__(self, classes: Iterable[type]) -> None:
+        self._classes = list(dict.fromkeys(classes))
+        self.known = self._current()
+
+    def _current(self) -> list[Any]:
+        return [getattr(owner, "forward", None) for owner in self._classes]
+
+    def changed(self) -> bool:
+        return any(map(is_not, self._current(), self.known))
+
+
+class Surroundings:
+    """A record of what a forward reads beside the model: values in dictionaries, names of hooks, whole namespaces.
+
+    Holds the values; after `drop_values` their ids, because a value of other code could keep the model alive.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[tuple[dict[str, Any], str]],
+        hooks: Sequence[Mapping[Any, Any]],
+        namespaces: list[dict[str, Any]],
+    ) -> None:
+        self._fields = [owner for owner, _ in fields], [name for _, name in fields]
+        self._hooks, self._namespaces = hooks, namespaces
+        self._has_values = True
+        self._known_names = list(map(list, hooks))
+        self._known_values: list[Any] = list(map(dict.get, *self._fields))
+        self._known_contents: list[Any] = list(map(dict, namespaces))
+
+    def drop_values(self) -> None:
+        self._has_values = False
+        self._known_values = list(map(id, self._known_values))
+        self._known_contents = [list(map(id, each.values())) for each in self._known_contents]
+
+    def are_same(self) -> bool:
+        """Called in every step, so it must be fast."""
+        values: Iterable[Any] = map(dict.get, *self._fields)
+        contents: list[Any] = self._namespaces
+        if not self._has_values:
+            values, contents = map(id, values), [list(map(id, each.values())) for each in contents]
+        try:
+            return (
+                list(map(list, self._hooks)) == self._known_names
+                and list(values) == self._known_values
+                and contents == self._known_contents
+            )
+        except Exception:  # comparing what other code has put there may raise anything
+            return False
 
 
 class _Picture:

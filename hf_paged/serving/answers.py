@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.choices import Choices, Delta
 from hf_paged.serving.clients import until_gone
 from hf_paged.serving.forms import Form, usage

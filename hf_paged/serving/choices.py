@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from hf_paged.generation.engine.outputs import CompletionOutput, RequestOutput, TopLogprobs
+from hf_paged.generation.requests.outputs import CompletionOutput, RequestOutput, TopLogprobs
+from hf_paged.generation.requests.request import NOTHING_LEFT
 from hf_paged.generation.sampling.grammar import NOT_FOLLOWED
-from hf_paged.generation.sampling.request import NOTHING_LEFT
 from hf_paged.model.adapters import AdapterGone
 from hf_paged.serving.parsing import CallPart, Pieces
 from hf_paged.serving.plan import Plan

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, Protocol
 from uuid import uuid4
 
-from hf_paged.generation.engine.outputs import TopLogprobs
+from hf_paged.generation.requests.outputs import TopLogprobs
 from hf_paged.serving.choices import Delta, PromptScores, joined
 from hf_paged.serving.parsing import CallPart
 from hf_paged.serving.plan import Plan

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from hf_paged.generation.engine.outputs import RequestOutput
+from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.metrics import Metrics
 
 _PATIENCE = 5.0

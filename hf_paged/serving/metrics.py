@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.stats import EngineStats
+from hf_paged.generation.requests.outputs import RequestOutput
 
 _PREFIX = "hf_paged:"
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

@@ -17,11 +17,11 @@ from starlette.responses import Response
 
 from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
+from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
-from hf_paged.generation.sampling.request import Request as EngineRequest
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Outcome

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 from hf_paged.errors import QueueFull, RankError
 from hf_paged.generation.engine.admission import RequestOptions
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.outputs import RequestOutput
-from hf_paged.generation.sampling.request import Request
+from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.generation.requests.request import Request
 from hf_paged.serving.plan import Submission
 
 MAX_DELAY = 0.003

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 import hf_paged
-from hf_paged.integration import hook
+from hf_paged import plugin
 from tests import conftest, models
 from tests.waiting import Gate, until
 
@@ -432,17 +432,17 @@ def test_it_is_taken_out_and_put_in() -> None:
     mixin = continuous_api.ContinuousMixin
     patched = vars(mixin)["init_continuous_batching"]
     hf_paged.install_serving()
-    assert vars(mixin)["init_continuous_batching"] is patched and hook.is_serving_installed()
+    assert vars(mixin)["init_continuous_batching"] is patched and plugin.is_serving_installed()
     hf_paged.uninstall_serving()
     assert "hf_paged" not in vars(mixin)["init_continuous_batching"].__code__.co_filename
     hf_paged.uninstall_serving()
-    assert not hook.is_serving_installed()
+    assert not plugin.is_serving_installed()
     hf_paged.install_serving()
     assert vars(mixin)["init_continuous_batching"] is patched
     hf_paged.uninstall()  # everything
-    assert not hook.is_serving_installed()
+    assert not plugin.is_serving_installed()
     hf_paged.install()
-    assert not hook.is_serving_installed()
+    assert not plugin.is_serving_installed()
 
 
 def test_an_unknown_transformers_is_refused_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +453,7 @@ def test_an_unknown_transformers_is_refused_and_left_alone(monkeypatch: pytest.M
     monkeypatch.setattr(continuous_api.ContinuousMixin, "init_continuous_batching", init_continuous_batching)
     with pytest.raises(RuntimeError, match=r"init_continuous_batching takes \(self.*nothing was patched"):
         hf_paged.install_serving()
-    assert not hook.is_serving_installed()
+    assert not plugin.is_serving_installed()
     assert vars(continuous_api.ContinuousMixin)["init_continuous_batching"] is init_continuous_batching
 
 

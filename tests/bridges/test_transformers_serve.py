@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.integration import hook
+from hf_paged import plugin
 from tests import conftest, models
 
 if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai", "httpx")):
@@ -266,7 +266,7 @@ def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch, server: 
 def test_after_uninstalling_it_is_transformers_own() -> None:
     from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
-    was_installed = hook.is_serving_installed()
+    was_installed = plugin.is_serving_installed()
     hf_paged.uninstall_serving()
     try:
         state = GenerationState(continuous_batching=True)

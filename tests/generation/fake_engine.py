@@ -16,8 +16,9 @@ from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.cache.layers import FULL, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from tests.preempting import force_preempt
 
 VOCAB = 50
 TINY = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, watermark=0.0)
@@ -141,7 +142,8 @@ class FakeEngine:
             arrival=float(len(self.requests)),
             cache_root=request.root,
         )
-        self.scheduler.add(group)
+        self.scheduler.check(group)
+        self.scheduler.enqueue(group)
         self.requests[request_id] = request
         return request_id
 
@@ -158,13 +160,14 @@ class FakeEngine:
         return self.results
 
     def abort(self, request_id: str) -> None:
-        group = self.scheduler.abort(request_id)
+        group = self.scheduler.get(request_id)
         if group is not None:
+            self.scheduler.finish_group(group, FinishReason.ABORT)
             self._note(group)
         self.scheduler.check_integrity()
 
     def force_preempt(self, request_id: str, mode: Literal["recompute", "swap"]) -> bool:
-        done = self.scheduler.force_preempt(request_id, mode)
+        done = force_preempt(self.scheduler, request_id, mode)
         if done:
             self.forced.append(self.group(request_id))
         self.scheduler.check_integrity()
@@ -279,7 +282,7 @@ class FakeEngine:
 
     def _check_decisions(self, output: SchedulerOutput) -> None:
         config, scheduler = self.scheduler.config, self.scheduler
-        assert output.num_scheduled_tokens <= config.max_num_batched_tokens
+        assert sum(count for _, count in output.scheduled) <= config.max_num_batched_tokens
         assert len({seq for seq, _ in output.scheduled}) == len(output.scheduled) <= config.max_num_seqs
         groups = [group for group, _ in groupby(seq.group for seq, _ in output.scheduled)]
         assert len(set(groups)) == len(groups), "a group's sequences are adjacent"

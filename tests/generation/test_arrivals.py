@@ -19,9 +19,10 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.errors import QueueFull
 from hf_paged.generation import prepare
 from hf_paged.generation.engine import core
-from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.prepare import PreparedRequest, Preparer
+from hf_paged.generation.requests.outputs import RequestOutput
 from tests import models
+from tests.preempting import force_preempt
 from tests.waiting import must
 
 BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -459,7 +460,7 @@ def test_max_time_counts_for_a_request_that_is_preempted_after_it(mode: str, clo
         engine.step()
         clock[0] += 6
         engine._end_overdue()  # it runs: it looks at its time after its next token
-        assert engine._scheduler.force_preempt("it", mode)
+        assert force_preempt(engine._scheduler, "it", mode)
         (output,) = engine.step()
         assert output.finished and output.outputs[0].finish_reason == "stop"
 

@@ -13,8 +13,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine import stepper
-from hf_paged.generation.sampling import batch
-from hf_paged.generation.sampling.request import SingleRequest
+from hf_paged.generation.requests import batch
+from hf_paged.generation.requests.request import SingleRequest
 from hf_paged.kernels.sampling import ToHost
 from tests import models
 from tests.generation import tape, test_engine

@@ -17,8 +17,9 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache import swap
 from hf_paged.generation import prepare
-from hf_paged.generation.sampling.request import ending_tokens
+from hf_paged.generation.requests.request import ending_tokens
 from tests import models, streams
+from tests.preempting import force_preempt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
@@ -367,7 +368,7 @@ def test_preemption_at_every_step(name: str, mode: Any) -> None:
             last = None
             for step in itertools.count():
                 if step == at:
-                    engine._scheduler.force_preempt("it", mode)
+                    force_preempt(engine._scheduler, "it", mode)
                 last = next((o for o in engine.step() if o.request_id == "it"), last)
                 engine.check_integrity()
                 if not engine.has_unfinished_requests():
@@ -397,7 +398,7 @@ def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: 
             engine.add_request(other, other_options, request_id=str(index))
         engine.add_request(prompt, options, request_id="it", priority=-1)
         for step in itertools.count():
-            engine._scheduler.force_preempt("it", "swap" if step % 9 else "recompute")
+            force_preempt(engine._scheduler, "it", "swap" if step % 9 else "recompute")
             finished.update({o.request_id: o for o in engine.step() if o.finished})
             if not engine.has_unfinished_requests():
                 break
@@ -457,7 +458,7 @@ def test_abort_in_every_state(name: str, state: str) -> None:
         for _ in range({"waiting": 0, "chunk": 2}.get(state, 7)):
             engine.step()
         if state in ("swapped", "recompute"):
-            assert engine._scheduler.force_preempt(key, "swap" if state == "swapped" else "recompute")
+            assert force_preempt(engine._scheduler, key, "swap" if state == "swapped" else "recompute")
         assert engine.abort(key)
         assert not engine.abort(key)
         assert engine.has_unfinished_requests()

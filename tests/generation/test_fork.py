@@ -20,7 +20,7 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
-from hf_paged.model import overrides, packed, state
+from hf_paged.model import overrides, state
 from tests import models
 
 pytestmark = [
@@ -130,7 +130,7 @@ def test_paged_calls_and_caches_work(do_sample: bool) -> None:
         return model.generate(**options, **paged).tolist()
 
     expected = str(tokens())
-    locks = [native_ops._drawing, overrides._lock, packed._lock, attention._lock, state._lock]
+    locks = [native_ops._drawing, overrides._lock, attention._lock, state._lock]
     locks += [state.state_of(model).lock, state.state_of(model).weights._lock, paged_generate._idle_pools(model)._lock]
     with ExitStack() as stack:
         for lock in locks:

@@ -12,10 +12,11 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.engine.outputs import CompletionOutput, Lists, RequestOutput
-from hf_paged.generation.sampling.scores import PromptScores
+from hf_paged.generation.requests.outputs import CompletionOutput, Lists, RequestOutput
+from hf_paged.generation.requests.scores import PromptScores
 from tests import models
 from tests.generation.test_engine import row_by_row
+from tests.preempting import force_preempt
 
 BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -185,7 +186,7 @@ def test_prompt_logprobs_after_a_preemption(mode: Any, steps: int) -> None:
         engine.add_request(prompt, config(), request_id="it", prompt_logprobs=2, logprobs=3)
         for _ in range(steps):
             engine.step()
-        assert engine._scheduler.force_preempt("it", mode)
+        assert force_preempt(engine._scheduler, "it", mode)
         while engine.has_unfinished_requests():
             (output,) = engine.step() or [None]
         assert output is not None and output.finished

@@ -13,7 +13,7 @@ import torch
 from hf_paged.cache.layers import FULL, WHOLE, LayerGroup, Layout, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.engine.runner import Packed, Runner, _LateTokens
-from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays
 from tests import models
 

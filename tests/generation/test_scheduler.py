@@ -10,10 +10,9 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from tests.generation.fake_engine import FakeEngine, Request, solo
 
 pytestmark = pytest.mark.smoke
@@ -31,6 +30,10 @@ def config(**changes: Any) -> SchedulerConfig:
 
 def counts(output: SchedulerOutput) -> list[tuple[str, int]]:
     return [(seq.group.request_id, count) for seq, count in output.scheduled]
+
+
+def num_tokens(output: SchedulerOutput) -> int:
+    return sum(count for _, count in output.scheduled)
 
 
 def endless(prompt: tuple[int, ...], max_new_tokens: int, **options: Any) -> Request:
@@ -59,9 +62,6 @@ def test_what_can_never_run_is_refused_on_arrival() -> None:
     with pytest.raises(ValueError, match="width=0"):
         engine.add(Request(prompt(1), width=0))
     assert not engine.scheduler.has_unfinished()
-    engine.add(Request(prompt(16), 0, request_id="fits"))
-    with pytest.raises(ValueError, match="'fits' is in use"):
-        engine.add(Request(prompt(1), request_id="fits"))
 
 
 def test_a_windowed_cache_takes_prompts_longer_than_its_memory() -> None:
@@ -69,16 +69,6 @@ def test_a_windowed_cache_takes_prompts_longer_than_its_memory() -> None:
     request = Request(prompt(40), 6)
     name = engine.add(request)
     assert engine.run()[name] == solo(request, (5,))
-
-
-def test_the_queue_is_bounded() -> None:
-    engine = FakeEngine(config(max_waiting=2))
-    for _ in range(2):
-        engine.add(Request(prompt(3)))
-    with pytest.raises(QueueFull, match=r"2 requests wait already \(max_waiting=2\)"):
-        engine.add(Request(prompt(3)))
-    engine.step()
-    engine.add(Request(prompt(3)))
 
 
 # -- the order of things --------------------------------------------------------------------------------------------
@@ -105,7 +95,7 @@ def test_priority_goes_before_arrival() -> None:
 def test_arrival_is_the_callers_clock() -> None:
     scheduler = Scheduler(config(max_num_seqs=1), BlockManager(BlockAllocator(9), 4))
     for name, arrival in [("late", 2.0), ("early", 1.0)]:
-        scheduler.add(SequenceGroup(name, [1, 2], arrival=arrival))
+        scheduler.enqueue(SequenceGroup(name, [1, 2], arrival=arrival))
     assert counts(scheduler.schedule()) == [("early", 2)]
 
 
@@ -367,7 +357,7 @@ def test_samples_that_agree_so_far_are_recomputed_once() -> None:
         engine.forced.clear()
         engine.scheduler.update(output)
         engine.scheduler.check_integrity()
-        computed += output.num_scheduled_tokens
+        computed += num_tokens(output)
     assert computed == 13
     assert [seq.num_uncomputed_tokens for seq in family] == [0, 0, 0]
 
@@ -383,7 +373,7 @@ def test_beams_are_recomputed_once_for_each_common_prefix() -> None:
         engine.forced.clear()
         scheduler.update(output)
         scheduler.check_integrity()
-        return output.num_scheduled_tokens
+        return num_tokens(output)
 
     step()
     scheduler.reorder(group, [0, 0], [1, 2])
@@ -471,7 +461,7 @@ def test_beams_may_become_fewer_and_more() -> None:
         scheduler.reorder(group, [0, 1], [1])
     with pytest.raises(ValueError, match="0 parents"):
         scheduler.reorder(group, [], [])
-    scheduler.abort(name)
+    scheduler.finish_group(engine.group(name), FinishReason.ABORT)
     engine.check_empty()
 
 
@@ -486,7 +476,7 @@ def test_a_group_may_branch_later_and_keeps_its_places_until_then() -> None:
     assert (group.width, group.live) == (3, [second])
     scheduler.update(scheduler.schedule())
     assert len(scheduler.fork(second, [3, 4, 5])) == len(group.live) == group.width == 3
-    scheduler.abort(name)
+    scheduler.finish_group(engine.group(name), FinishReason.ABORT)
     assert (group.width, group.live) == (0, [])
     engine.check_empty()
 
@@ -512,7 +502,7 @@ def scheduled_tokens(engine: FakeEngine, request: Request) -> int:
     engine.add(request)
     total = 0
     while engine.scheduler.has_unfinished():
-        total += engine.step().num_scheduled_tokens
+        total += num_tokens(engine.step())
     return total
 
 
@@ -618,14 +608,13 @@ def test_idle_prefixes_give_way_to_requests() -> None:
 # -- coming to an end -----------------------------------------------------------------------------------------------
 
 
-def test_abort_of_the_unknown_and_the_finished() -> None:
+def test_what_has_ended_ends_once() -> None:
     engine = FakeEngine()
-    assert engine.scheduler.abort("nobody") is None
-    name = engine.add(long(3))
-    assert engine.scheduler.abort(name) is not None
-    assert engine.scheduler.abort(name) is None
-    assert engine.scheduler.get(name) is None
-    assert not engine.scheduler.force_preempt(name, "swap")
+    group = engine.group(engine.add(long(3)))
+    engine.scheduler.finish_group(group, FinishReason.ABORT)
+    engine.scheduler.finish_group(group, FinishReason.STOP)
+    assert engine.scheduler.get(group.request_id) is None
+    assert [seq.finish_reason for seq in group.sequences] == [FinishReason.ABORT]
 
 
 def test_an_aborted_swap_is_not_copied() -> None:
@@ -647,7 +636,7 @@ def test_an_aborted_step_is_not_applied() -> None:
     name = engine.add(long(6, root=ROOT))
     scheduler, (seq,) = engine.scheduler, engine.group(name).live
     output = scheduler.schedule()
-    scheduler.abort(name)
+    scheduler.finish_group(engine.group(name), FinishReason.ABORT)
     scheduler.update(output)
     assert seq.num_computed_tokens == 0 and seq.finish_reason is FinishReason.ABORT
     engine.check_empty()

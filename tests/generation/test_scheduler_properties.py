@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.engine.sequence import FinishReason
+from hf_paged.generation.requests.sequence import FinishReason
 from tests.generation.fake_engine import VOCAB, FakeEngine, Request, Result, solo
 
 ROOTS = (None, root_digest("model"), root_digest("model", "adapter"))

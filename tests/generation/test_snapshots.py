@@ -13,6 +13,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine import snapshots
 from hf_paged.generation.engine.snapshots import EngineSnapshot
 from tests import models
+from tests.preempting import force_preempt
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3})
 
@@ -107,7 +108,7 @@ def test_a_group_that_was_swapped_out_and_in_between_two_snapshots(every_step: N
         engine.snapshot()
         engine.add_request([5, 6, 7], config(), request_id="r")
         engine.step()
-        assert engine._scheduler.force_preempt("r", "swap")
+        assert force_preempt(engine._scheduler, "r", "swap")
         engine.step()
         snapshot = engine.snapshot()
     assert snapshot is not None and [event.kind for event in snapshot.events] == ["admit", "swap_out", "swap_in"]

@@ -18,7 +18,7 @@ from hf_paged.fused.cpu import norms as fused_norms
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.generation.engine import core, engine, stepper
-from hf_paged.generation.sampling import batch, group, request
+from hf_paged.generation.requests import batch, group, request
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import adapters, overrides, packed
@@ -39,8 +39,8 @@ TRACED = {
     for method in (vars(owner)[name] for name in names)
 } | {
     overrides._swap.__code__,
-    attention.hold_names.__code__,
-    attention.release_names.__code__,
+    attention.name_ours.__code__,
+    attention.name_own.__code__,
 }
 
 
@@ -104,7 +104,7 @@ def test_packed_forward() -> None:
     for at in interrupted_everywhere(generate, 30):
         assert model.config._attn_implementation_internal == implementation, at
         assert not attention.in_packed_step(), at
-        assert not packed._routes and not attention._forwards, at
+        assert not attention._named and not attention._forwards, at
     assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
     assert generate().equal(expected)
 
@@ -126,7 +126,7 @@ def test_packed_weights() -> None:
     for at in interrupted_everywhere(generate, 40):
         assert [m for m in model.modules() if "forward" in vars(m)] == [model.lm_head], at
         assert model.lm_head.forward is theirs, at
-        assert not packed._routes and not attention._forwards, at
+        assert not attention._named and not attention._forwards, at
     assert generate().equal(expected)
 
 

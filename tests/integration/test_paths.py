@@ -20,7 +20,7 @@ from tests import models
 
 pytestmark = pytest.mark.skipif(sys.getprofile() is not None, reason="needs the profiler that something else uses")
 
-ENGINE_STEP, GENERATE_STEP = 16, 9
+ENGINE_STEP, GENERATE_STEP = 12, 7
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

@@ -55,6 +55,11 @@ _TYPES = {
 }  # fmt: skip
 
 
+def gpu_target(target: Target) -> GPUTarget:
+    warp_size = 64 if target.backend == "hip" and str(target.arch).startswith("gfx9") else 32
+    return GPUTarget(target.backend, target.arch, warp_size)
+
+
 def source_of(launch: Launch) -> ASTSource:
     """The source as triton would specialise it for this launch: types, constants, divisibility by 16."""
     signature: dict[str, str] = {}
@@ -84,9 +89,7 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
     """registers of a thread, bytes of its stack, accesses of the stack in innermost loops (spills; for AMD: registers),
     shared (bytes), warps, and counts of the relevant instructions."""
     target, _ = CHIPS[chip]
-    compiled = triton.compile(
-        source_of(launch), target=GPUTarget(target.backend, target.arch, target.warp_size), options=launch.options
-    )
+    compiled = triton.compile(source_of(launch), target=gpu_target(target), options=launch.options)
     found: dict[str, Any] = {"shared": compiled.metadata.shared, "warps": launch.options["num_warps"], "stack": 0}
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
@@ -300,7 +303,7 @@ class Binder:
 
     def __init__(self, chip: str) -> None:
         target = CHIPS[chip][0]
-        self._backend = make_backend(GPUTarget(target.backend, target.arch, target.warp_size))
+        self._backend = make_backend(gpu_target(target))
         self._binders: dict[Any, Any] = {}
 
     def variant(self, launch: Launch) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 from tests import models
+from tests.preempting import force_preempt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
 
@@ -741,7 +742,7 @@ def test_a_request_admitted_after_a_swapped_one(scheduling: bool) -> None:
         engine.step()
         with engine._lock:
             engine._stepper.settle()
-            assert engine._scheduler.force_preempt("swapped", "swap")
+            assert force_preempt(engine._scheduler, "swapped", "swap")
         waiting = engine.add_request(PROMPT, options)
         with torch.no_grad():
             for parameter in model.parameters():

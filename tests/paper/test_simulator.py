@@ -104,7 +104,7 @@ def test_shared_prefix_is_computed_once() -> None:
     requests = [SimRequest(f"r{i}", 10.0 * i, 14, 2, prefix_length=8) for i in range(2)]
     tokens = []
     policy = policy_of("ours", requests, 400, config)
-    Simulator(policy, SECOND, requests, observe=lambda o: tokens.append(o.num_scheduled_tokens)).run()
+    Simulator(policy, SECOND, requests, observe=lambda o: tokens.append(sum(count for _, count in o.scheduled))).run()
     assert tokens == [14, 1, 6, 1], "the second prompt starts after the 8 shared tokens"
 
 
@@ -131,7 +131,7 @@ def test_turns_find_what_was_said_before() -> None:
     other = SimRequest("c", 40.0, 14, 1, conversation="d")
     tokens = []
     policy = policy_of("ours", requests, 400, config)
-    observe = lambda o: tokens.append(o.num_scheduled_tokens)  # noqa: E731
+    observe = lambda o: tokens.append(sum(count for _, count in o.scheduled))  # noqa: E731
     Simulator(policy, SECOND, [*requests, other], observe=observe).run()
     assert tokens == [6, 2, 6, 14], "of 6 + 3 tokens 8 are in full blocks"
 

@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.responses import Response
 
-from hf_paged.generation.engine.outputs import RequestMetrics, RequestOutput
+from hf_paged.generation.requests.outputs import RequestMetrics, RequestOutput
 from hf_paged.serving import answers, schema
 from hf_paged.serving.answer_format import AnswerFormat
 from hf_paged.serving.responses import ResponsesRequest

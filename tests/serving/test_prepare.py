@@ -11,7 +11,7 @@ import pytest
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as THEIR_TEMPLATES
 from transformers.utils.chat_parsing import ResponseParser
 
-from hf_paged.generation.engine.sequence import FinishReason
+from hf_paged.generation.requests.sequence import FinishReason
 from hf_paged.serving.answer_format import AnswerFormat, Calls, Tool
 from hf_paged.serving.parsing import lenient
 from hf_paged.serving.plan import completion_plan

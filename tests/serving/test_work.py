@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.generation.engine.outputs import CompletionOutput, Lists
 from hf_paged.generation.prepare import Preparer
+from hf_paged.generation.requests.outputs import CompletionOutput, Lists
 from hf_paged.serving.choices import Choice, Delta, joined
 from hf_paged.serving.loading import load_engine
 from hf_paged.serving.plan import completion_plan

@@ -18,6 +18,7 @@ import torch
 
 from hf_paged import CacheConfig, Engine, RequestOutput, SchedulerConfig
 from tests import models
+from tests.preempting import force_preempt
 from tests.soaking.options import FAULT, RaisingCriterion, RaisingProcessor, options
 from tests.soaking.world import ADAPTERS, BASE, KINDS, NUM_PROMPTS, NUM_VERSIONS, UNNOTICED, World, prompts
 
@@ -175,7 +176,7 @@ class Round:
             engine.cache_prefix(prompts()[prompt], adapter=adapter, cache_salt=salt)
         elif event < 0.12 and self.flights:
             mode = rng.choice(["recompute", "swap"] if engine._scheduler.host_manager else ["recompute"])
-            engine._scheduler.force_preempt(rng.choice(list(self.flights)), mode)
+            force_preempt(engine._scheduler, rng.choice(list(self.flights)), mode)
 
     def _threads(self) -> None:
         """Three threads add requests and run steps; one aborts requests and pauses the engine."""

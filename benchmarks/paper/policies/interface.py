@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hf_paged.generation.engine.scheduler import SchedulerOutput
-from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from benchmarks.paper.policies.interface import Load, Memory, decode_load_of, lo
 from benchmarks.paper.policies.queue import Queue
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.scheduler import SchedulerOutput
-from hf_paged.generation.engine.sequence import FinishReason, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
 
 MAX_MODEL_LENGTH = 2048
 

@@ -11,7 +11,7 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
-from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
 
 
 class Paged:
@@ -61,7 +61,8 @@ class Paged:
 
     def add(self, group: SequenceGroup) -> None:
         self._shares = self._shares or group.width > 1
-        self.scheduler.add(group)
+        self.scheduler.check(group)
+        self.scheduler.enqueue(group)
 
     def schedule(self) -> SchedulerOutput:
         return self.scheduler.schedule()

@@ -6,7 +6,7 @@ from collections import deque
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.scheduler import SchedulerOutput
-from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 
 
 class Queue:

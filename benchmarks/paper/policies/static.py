@@ -9,7 +9,7 @@ from benchmarks.paper.policies.orca import MAX_MODEL_LENGTH
 from benchmarks.paper.policies.queue import Queue
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.scheduler import SchedulerOutput
-from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, SequenceGroup
 
 
 class Static(Queue):

@@ -26,11 +26,11 @@ from hf_paged.fused.cpu.stack import Attention, StackLayer, layer_sizes
 from hf_paged.fused.cpu.walk import Link, Walk
 from hf_paged.fused.cpu.weights import LinearLayer, LinearLayers
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
-from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.packed import PackedCache
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.weights import Weights
+from hf_paged.model.weights import ClassForwards, Weights
 
 TRIAL_TOKENS = 8
 """A shorter step does not suffice for the comparison: a token at position 0 is not rotated at all."""

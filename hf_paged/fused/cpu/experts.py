@@ -19,9 +19,9 @@ from hf_paged.fused.experts import KnownExperts, is_of_interface, known_experts,
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels import buffers
 from hf_paged.kernels.experts import GateKind, Projection
-from hf_paged.model.overrides import ClassForwards, Overrides, Patch, is_unhooked, mark
+from hf_paged.model.overrides import Overrides, Patch, is_unhooked, mark
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.weights import Weights
+from hf_paged.model.weights import ClassForwards, Weights
 
 _IMPLEMENTATION = "grouped_mm"
 """The implementation of transformers with these bits, its default. Others round or add up in another order."""

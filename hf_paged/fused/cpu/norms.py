@@ -21,9 +21,10 @@ from torch import nn
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.locks import usable_after_fork
-from hf_paged.model.overrides import ClassForwards, Overrides, Patch, mark, without_override
+from hf_paged.model.overrides import Overrides, Patch, mark, without_override
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
+from hf_paged.model.weights import ClassForwards
 
 _EPSILONS = ("variance_epsilon", "eps")  # the attribute's names
 _ROTARY = "apply_rotary_pos_emb"  # the name of transformers' function in every modeling module that has one

@@ -20,10 +20,10 @@ from torch.nn.modules import linear as linear_module
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
-from hf_paged.model.overrides import ClassForwards, Overrides, Patch, foreign_forward, mark
+from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.parameters import is_parameter, readable
 from hf_paged.model.state import Slot, state_of, unwrapped
-from hf_paged.model.weights import Weights
+from hf_paged.model.weights import ClassForwards, Weights
 
 AUTO_SHARE = 0.25
 """With `prepack=None`, weights are packed only if the copies take at most this share of the free memory."""

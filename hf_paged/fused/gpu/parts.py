@@ -30,8 +30,9 @@ from hf_paged.kernels.rows import (
     are_close,
     normalise,
 )
-from hf_paged.model.overrides import ClassForwards, foreign_forward, is_unhooked, mark
+from hf_paged.model.overrides import foreign_forward, is_unhooked, mark
 from hf_paged.model.parameters import readable
+from hf_paged.model.weights import ClassForwards
 
 
 class Part:

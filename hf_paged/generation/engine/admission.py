@@ -16,12 +16,12 @@ from hf_paged.cache.layers import longest_length
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.prompts import as_prompt
-from hf_paged.generation.engine.sequence import FinishReason, SequenceGroup
 from hf_paged.generation.prepare import PreparedRequest, Preparer
-from hf_paged.generation.sampling.beam_request import BeamRequest
-from hf_paged.generation.sampling.group import GroupRequest
-from hf_paged.generation.sampling.request import Request, SingleRequest
-from hf_paged.generation.sampling.scores import PromptScores
+from hf_paged.generation.requests.beam_request import BeamRequest
+from hf_paged.generation.requests.group import GroupRequest
+from hf_paged.generation.requests.request import Request, SingleRequest
+from hf_paged.generation.requests.scores import PromptScores
+from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
 from hf_paged.generation.validation import check_fits, check_generation, check_length, check_request, position_limit
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of

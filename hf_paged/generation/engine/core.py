@@ -22,14 +22,14 @@ import torch
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import QueueFull
-from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.pauses import Pauses
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sequence import FinishReason, SeqStatus
 from hf_paged.generation.engine.snapshots import EngineSnapshot, Watch
 from hf_paged.generation.engine.stepper import Stepper
-from hf_paged.generation.sampling.request import Delivered, Request
+from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.generation.requests.request import Delivered, Request
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus
 from hf_paged.locks import RefusingLock
 
 Inbox = dict[Request, None]

@@ -21,14 +21,14 @@ from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.engine.admission import Admission, RequestOptions, one_each, options_of_each
 from hf_paged.generation.engine.core import EngineCore
-from hf_paged.generation.engine.outputs import RequestOutput
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.prompts import as_prompt, as_prompts
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.engine.streams import RequestStream, progress_bar
-from hf_paged.generation.sampling.request import Request
+from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.generation.requests.request import Request
 from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters

@@ -16,10 +16,10 @@ from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
 from hf_paged.generation.engine.runner import Packed, Runner, StepResult
-from hf_paged.generation.engine.sequence import Plan
 from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.sampling.batch import SampledTokens
+from hf_paged.generation.requests.batch import SampledTokens
+from hf_paged.generation.requests.sequence import Plan
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.sequential import RowModel

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
-from hf_paged.generation.engine.sequence import Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Sequence, SequenceGroup
 
 
 class Prefixes:

@@ -21,9 +21,9 @@ from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.generation.engine.plan import Forward, StepPlan
-from hf_paged.generation.engine.sequence import Plan, Sequence
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.sampling.batch import SampledTokens
+from hf_paged.generation.requests.batch import SampledTokens
+from hf_paged.generation.requests.sequence import Plan, Sequence
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
@@ -130,6 +130,7 @@ class Runner:
         self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
         self._weights = state_of(model.model).weights
+        self._followed = -1  # `Weights.code` when the way to compute the model was chosen
         self._device = device_of(model.model)
         devices = {self._device, *memory.pool.bytes_per_block_by_device}
         self._cuda_devices = [device for device in devices if device.type == "cuda"]
@@ -155,7 +156,7 @@ class Runner:
 
     def look(self) -> None:
         """Before a step: take note of changes of the model's modules, weights, hooks and functions."""
-        self._foreign.look()
+        self._weights.look()
 
     def follow_model(self) -> bool:
         """After `look`: choose how the model is computed from now on. Returns whether that has changed.
@@ -163,9 +164,13 @@ class Runner:
         K/V of computed tokens stays valid, but a prompt that is computed in part must be begun again. Raises
         UnsupportedModelError, and nothing has changed, if the model with the code of others cannot be computed.
         """
-        reason, model = self._foreign.reason, self._bound
+        code = self._weights.code
+        if code == self._followed:
+            return False
+        reason, model = self._foreign.look(), self._bound
         if reason is not None:
             model = self._rows = self._rows or self._make_rows(reason)
+        self._followed = code
         if (reason is None) == self.is_plain and model is self._model:
             return False
         self._model, self.is_plain = model, reason is None
@@ -177,7 +182,7 @@ class Runner:
         """The model has other modules, whose K/V fits the memory. `follow_model` comes next."""
         if isinstance(self._bound, PackedModel):
             self._bound.follow_structure()
-            self._rows = None
+            self._rows, self._followed = None, -1
 
     def _make_rows(self, reason: str) -> RowModel:
         model = self._bound.model

@@ -13,10 +13,9 @@ from operator import attrgetter
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import QueueFull
 from hf_paged.generation.engine.prefixes import Prefixes
-from hf_paged.generation.engine.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import Preemption, SchedulerOutput, Tables
+from hf_paged.generation.requests.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
 
 _by_order = attrgetter("order")
 
@@ -30,8 +29,8 @@ class Scheduler:
     livelock. Between two steps the table of a running sequence covers exactly its computed tokens.
 
     A step: `output = schedule()`, the forward, `update(output)`, then the next tokens: `fork` / `reorder` / `finish` or
-    an append to `token_ids`, as the caller decides. Before `update`, no scheduled token is pending any more. `abort`,
-    `add` and `force_preempt` belong between steps.
+    an append to `token_ids`, as the caller decides. Before `update`, no scheduled token is pending any more. `enqueue`
+    belongs between steps.
 
     `host_manager`, if given, is the swap space.
     """
@@ -111,16 +110,6 @@ class Scheduler:
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
-    def add(self, group: SequenceGroup) -> None:
-        """Queue a new request. Raises ValueError if it can never run, QueueFull if `max_waiting` wait already."""
-        if group.request_id in self._groups:
-            raise ValueError(f"request_id {group.request_id!r} is in use; choose another one")
-        self.check(group)
-        most = self.config.max_waiting
-        if most is not None and len(self._waiting) >= most:
-            raise QueueFull(f"{len(self._waiting)} requests wait already (max_waiting={most})")
-        self.enqueue(group)
-
     def check(self, group: SequenceGroup) -> None:
         """Raises ValueError if the group can never run. Reads no state that changes, so any thread may call it."""
         config = self.config
@@ -130,17 +119,10 @@ class Scheduler:
         self._tables.check_fits_alone(group)
 
     def enqueue(self, group: SequenceGroup) -> None:
-        """`add` without its checks."""
+        """Queue a group that has passed `check`. Its id is not in use."""
         group.order = (group.priority, group.arrival, next(self._arrivals))
         self._groups[group.request_id] = group
         insort(self._waiting, group, key=_by_order)
-
-    def abort(self, request_id: str) -> SequenceGroup | None:
-        """Finish a request in any state and free its blocks. None if it is unknown or finished."""
-        group = self._groups.get(request_id)
-        if group is not None:
-            self.finish_group(group, FinishReason.ABORT)
-        return group
 
     def finish_group(self, group: SequenceGroup, reason: FinishReason) -> None:
         """Finish all live sequences of the group."""
@@ -216,8 +198,10 @@ class Scheduler:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
         plan, budget = self._plan_running(self._token_budget)
-        if not self._tables.append(plan, self._output.block_copies):
+        appends = [(seq.seq_id, count) for seq, count in plan]
+        if not self.manager.has_room(appends):
             return None
+        self._output.block_copies.extend(self.manager.append_all(appends))
         self._output.scheduled.extend(plan)
         return self._schedule_others(budget)
 
@@ -320,14 +304,6 @@ class Scheduler:
         return sum([num_tokens for _, num_tokens in plan])
 
     # -- preemption ---------------------------------------------------------------------------------------------
-
-    def force_preempt(self, request_id: str, mode: Preemption) -> bool:
-        """Preempt a running group between two steps, as if blocks had run out (tests). False if it does not run."""
-        group = self._groups.get(request_id)
-        if group is None or group.status is not SeqStatus.RUNNING:
-            return False
-        self._preempt(group, mode)
-        return True
 
     def _cheaper_way(self, group: SequenceGroup) -> Preemption:
         """In mode "auto": recompute what one step can recompute, swap what takes several.

@@ -135,7 +135,7 @@ def _open(
         host_pool = HostPool(memory.pool, host_blocks)
     shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
-        bound.is_fixed = True
+        bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(bound, memory, host_manager, host_pool, report.native_length, shares_prefixes, report, ranks)
 
 
@@ -151,8 +151,7 @@ def _bind(
     if report.native:
         layout = layout_for(report, cache_config.block_size)
         memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout)
-        # The runner looks before each step.
-        return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse), look=lambda: None)
+        return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse))
     for name, switch in (("fuse", fuse), ("prepack", prepack)):
         if switch:
             raise ValueError(

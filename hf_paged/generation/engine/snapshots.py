@@ -15,11 +15,11 @@ from typing import NamedTuple
 from hf_paged.cache.block_manager import NULL_BLOCK
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sequence import SeqStatus, SequenceGroup
 from hf_paged.generation.engine.stats import collect_counters
 from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.sampling.request import Request
+from hf_paged.generation.requests.request import Request
+from hf_paged.generation.requests.sequence import SeqStatus, SequenceGroup
 
 INTERVAL = 0.2
 """Seconds between two snapshots during steps, however many ask."""

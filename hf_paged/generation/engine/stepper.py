@@ -15,10 +15,9 @@ import torch
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.sampling.batch import DueRow, DueRows, SampledTokens, sample_batch
-from hf_paged.generation.sampling.request import (
+from hf_paged.generation.requests.batch import DueRow, DueRows, SampledTokens, sample_batch
+from hf_paged.generation.requests.request import (
     NOT_FINITE,
     NOTHING_LEFT,
     Fork,
@@ -27,6 +26,7 @@ from hf_paged.generation.sampling.request import (
     Request,
     SingleRequest,
 )
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
 
 
 class _Stage(Enum):

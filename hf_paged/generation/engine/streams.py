@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from hf_paged.generation.engine.core import EngineCore, Inbox
-from hf_paged.generation.engine.outputs import RequestOutput
-from hf_paged.generation.sampling.request import Delivered, Request
+from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.generation.requests.request import Delivered, Request
 
 
 class RequestStream(Iterator[RequestOutput]):

@@ -1,4 +1,4 @@
-"""Makes every change to a block table, on the device and in host memory.
+"""The changes of block tables that a group needs to start, fork, move and end, on the device and in host memory.
 
 Decides nothing and knows no queue. What the device has to do is added to lists of the caller, which are parts of a
 SchedulerOutput. Standard library only.
@@ -13,7 +13,7 @@ from typing import Literal
 
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.cache.prefix_cache import CachedPrefix
-from hf_paged.generation.engine.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 
 Copies = list[BlockCopy]
 Preemption = Literal["recompute", "swap"]
@@ -42,10 +42,6 @@ class SchedulerOutput:
     @property
     def moves_blocks(self) -> bool:
         return bool(self.swap_out or self.swap_in or self.block_copies)
-
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.scheduled)
 
 
 class Tables:
@@ -97,16 +93,6 @@ class Tables:
         own = [-(-seq.num_tokens // size) - seq.branch_at // size for seq in group.live]
         return sum(each.kind.most_blocks(count, size) for each in self.manager.groups for count in own)
 
-    def has_room(self, plan: Plan) -> bool:
-        """Whether there are blocks for the plan, copies of shared blocks included."""
-        manager = self.manager
-        available = manager.allocator.num_available
-        # No need to count exactly if there are enough blocks for the worst case: a new and a copied one each.
-        worst = sum([count for _, count in plan]) // manager.block_size + 2 * len(plan)
-        if worst * len(manager.groups) <= available:
-            return True
-        return manager.num_blocks_to_append_all((seq.seq_id, count) for seq, count in plan) <= available
-
     def room(self, seq: Sequence) -> int:
         """Upper bound on the tokens that can be appended to `seq`; copies of its last blocks are not counted."""
         manager = self.manager
@@ -119,20 +105,15 @@ class Tables:
         """Make tables that begin with a cached prefix."""
         self.manager.adopt(seq.seq_id, [()] * len(self.manager.groups) if prefix is None else prefix.tables)
 
-    def append(self, plan: Plan, copies: Copies) -> bool:
-        """Append slots for the whole plan, or return False and change nothing."""
-        if not self.has_room(plan):
-            return False
-        copies += self.manager.append_all([(seq.seq_id, count) for seq, count in plan])
-        return True
-
     def append_part(self, plan: Plan, copies: Copies) -> Plan:
         """Append slots for the whole plan or, if blocks are missing, for a chunk of the first sequence with several
         tokens to compute. Returns what was appended, which may be nothing."""
-        while plan and not self.append(plan, copies):
+        while plan and not self.manager.has_room(appends := [(seq.seq_id, count) for seq, count in plan]):
             seq, num_tokens = next(((seq, count) for seq, count in plan if count > 1), (plan[0][0], 1))
             num_tokens = min(num_tokens - 1, self.room(seq))
             plan = [(seq, num_tokens)] if num_tokens > 0 else []
+        if plan:
+            copies += self.manager.append_all(appends)
         return plan
 
     def take_back(self, seq: Sequence) -> None:

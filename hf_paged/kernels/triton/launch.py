@@ -29,10 +29,6 @@ class Target:
     arch: int | str
     num_cores: int
 
-    @property
-    def warp_size(self) -> int:
-        return 64 if self.backend == "hip" and str(self.arch).startswith("gfx9") else 32
-
 
 @functools.cache
 def target_of(device: torch.device) -> Target:

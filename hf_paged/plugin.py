@@ -1,9 +1,9 @@
-"""What hf_paged patches in other packages, and when.
+"""What hf_paged changes in other packages as long as it is installed: all of it is done here, and undone.
 
-`install`, which the import of hf_paged calls: four methods of transformers' GenerationMixin, and lm-eval's model
-`hf-paged`. `install_serving`, on request only: transformers' continuous batching and `transformers serve`. Patches are
-applied when the module concerned is imported, or at once if it has been, so that importing hf_paged imports nothing
-heavy.
+`install`, which the import of hf_paged calls: four methods of transformers' GenerationMixin, the names of our functions
+in transformers' registries of attention and masks, and lm-eval's model `hf-paged`. `install_serving`, on request only:
+transformers' continuous batching and `transformers serve`. Each is done when the module concerned is imported, or at
+once if it has been. Importing hf_paged therefore imports nothing heavy, and adds a finder to `sys.meta_path`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_paged.integration.patches import Patches, Point
 
-_GENERATE = "transformers.generation.utils"
+_MIXIN = "transformers.generation.utils", "GenerationMixin"
 _MODELING = "transformers.modeling_utils"
 _BATCHING = "transformers.generation.continuous_batching.continuous_api"
 _SERVE = "transformers.cli.serving.utils"
@@ -51,39 +51,67 @@ def _unregister_lm_eval() -> None:
         del registry._objs[_LM_EVAL_MODEL]  # lm-eval has no method for it
 
 
+# The functions that are called in place of the methods. They import their rooms, which are heavy, when they are called.
+
+
+def _generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from hf_paged.generation import paged_generate
+
+    return paged_generate.generate(function, model, args, kwargs, by_default=_is_default)
+
+
+def _prepare_cache(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from hf_paged.generation import paged_generate
+
+    return paged_generate.prepare_cache_for_generation(function, model, args, kwargs)
+
+
+def _sample(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from hf_paged.generation import paged_generate
+
+    return paged_generate.sample(function, model, args, kwargs)
+
+
+def _beam_search(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from hf_paged.generation import paged_generate
+
+    return paged_generate.beam_search(function, model, args, kwargs)
+
+
+def _init_batching(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from hf_paged.bridges import continuous_batching
+
+    return continuous_batching.init_continuous_batching(function, model, args, kwargs)
+
+
+def _get_manager(function: Callable[..., Any], state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from hf_paged.bridges import transformers_serve
+
+    return transformers_serve.get_manager(function, state, args, kwargs)
+
+
+def _build_config(function: Callable[..., Any], handler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from hf_paged.bridges import transformers_serve
+
+    return transformers_serve.build_generation_config(function, handler, args, kwargs)
+
+
 _core = Patches(
     [
-        Point(_GENERATE, "GenerationMixin", method, "hf_paged.generation.paged_generate")
-        for method in ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
+        Point(*_MIXIN, "generate", _generate),
+        Point(*_MIXIN, "_prepare_cache_for_generation", _prepare_cache),
+        Point(*_MIXIN, "_sample", _sample),
+        Point(*_MIXIN, "_beam_search", _beam_search),
     ],
     {_MODELING: _register_attention, _LM_EVAL: _register_lm_eval},
 )
+_BATCHING_PARAMETERS = ("self", "generation_config", "continuous_batching_config", "workload_hints")
+_CONFIG_PARAMETERS = ("self", "body", "model_generation_config", "use_cb")
 _serving = Patches(
     [
-        Point(
-            _BATCHING,
-            "ContinuousMixin",
-            "init_continuous_batching",
-            "hf_paged.bridges.continuous_batching",
-            ("self", "generation_config", "continuous_batching_config", "workload_hints"),
-            _REMEDY,
-        ),
-        Point(
-            _SERVE,
-            "GenerationState",
-            "get_manager",
-            "hf_paged.bridges.transformers_serve",
-            ("self", "model_id", "use_cb"),
-            _REMEDY,
-        ),
-        Point(
-            _SERVE,
-            "BaseHandler",
-            "_build_generation_config",
-            "hf_paged.bridges.transformers_serve",
-            ("self", "body", "model_generation_config", "use_cb"),
-            _REMEDY,
-        ),
+        Point(_BATCHING, "ContinuousMixin", "init_continuous_batching", _init_batching, _BATCHING_PARAMETERS, _REMEDY),
+        Point(_SERVE, "GenerationState", "get_manager", _get_manager, ("self", "model_id", "use_cb"), _REMEDY),
+        Point(_SERVE, "BaseHandler", "_build_generation_config", _build_config, _CONFIG_PARAMETERS, _REMEDY),
     ]
 )
 
@@ -143,8 +171,3 @@ def is_serving_installed() -> bool:
 def is_default() -> bool:
     """Whether calls of `generate` that name no cache are paged."""
     return _is_default
-
-
-def original(method: str) -> Callable[..., Any]:
-    """The method of GenerationMixin that our wrapper replaced: transformers' own, unless other code had replaced it."""
-    return _core.original(method)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.generation.engine.outputs import TopLogprobs
-from hf_paged.generation.engine.sequence import Sequence
+from hf_paged.generation.requests.outputs import TopLogprobs
+from hf_paged.generation.requests.request import SingleRequest
+from hf_paged.generation.requests.scores import TopTokens
+from hf_paged.generation.requests.sequence import Sequence
 from hf_paged.generation.sampling.edits import Edit
 from hf_paged.generation.sampling.processors import Chain, process_together
-from hf_paged.generation.sampling.request import SingleRequest
-from hf_paged.generation.sampling.scores import TopTokens
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import (
     ToFp32,

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from hf_paged.generation.engine.outputs import (
+from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.requests.outputs import (
     CompletionOutput,
     Lists,
     RequestMetrics,
     RequestOutput,
     TopLogprobs,
 )
-from hf_paged.generation.engine.sequence import FinishReason, Sequence, SequenceGroup
-from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.requests.scores import PromptScores
+from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.sampling.editors import read_settings
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores, of_one_request
-from hf_paged.generation.sampling.scores import PromptScores
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import draws_natively, removes_unsorted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_paged.generation.engine.outputs import TopLogprobs
+from hf_paged.generation.requests.outputs import TopLogprobs
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import ToHost, logprobs_of, top_logprobs
 
