@@ -132,6 +132,8 @@ def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[s
     embeds = kwargs.get("inputs_embeds")
     mask = kwargs.get("attention_mask")
     if embeds is not None:
+        if isinstance(embeds, torch.Tensor):
+            refuse_meta(embeds, "inputs_embeds")
         if mask is not None:
             _check_mask("inputs_embeds", embeds, mask, cache)
     elif ids is not None:
@@ -174,29 +176,43 @@ def check_pool(lengths: Sequence[int], cache_config: CacheConfig, num_blocks: in
         )
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def check_prompts(model: Any, ids: Any, name: str) -> None:
     """ids int [batch, length] of tokens the model knows, at least one row and one token."""
     if not isinstance(ids, torch.Tensor):
         raise ValueError(f"{name} is a {type(ids).__name__}; a tensor [batch, length] of token ids is needed")
     if ids.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}; [batch, length] is needed (one prompt: {name}[None])")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    refuse_meta(ids, name)
+    if ids.dtype not in _INTEGERS:
         raise ValueError(f"{name} has dtype {ids.dtype}; integer token ids are needed")
     if ids.shape[0] == 0:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: the list of prompts is empty; give at least one prompt")
     if ids.shape[1] == 0:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: the prompt is empty; give at least one token")
-    low, high = int(ids.min()), int(ids.max())
-    vocab = model.get_input_embeddings().weight.shape[0]
-    if low < 0 or high >= vocab:
-        bad = low if low < 0 else high
-        raise ValueError(f"token id {bad} in {name} is outside the vocabulary of {vocab} (ids 0 to {vocab - 1})")
+    check_token_range(model, int(ids.min()), int(ids.max()), name)
     limit = position_limit(model)
     if limit is not None and ids.shape[1] > limit:
         raise ValueError(
             f"{name} has {ids.shape[1]} tokens a row, the model's max_position_embeddings is {limit}; "
             "shorten the prompt"
         )
+
+
+def check_token_range(model: Any, low: int, high: int, name: str) -> None:
+    """Raises ValueError unless the model knows all ids from `low` to `high`, the least and the largest of a prompt."""
+    vocab = model.get_input_embeddings().weight.shape[0]
+    if low < 0 or high >= vocab:
+        bad = shown(low if low < 0 else high)
+        raise ValueError(f"token id {bad} in {name} is outside the vocabulary of {vocab} (ids 0 to {vocab - 1})")
+
+
+def refuse_meta(given: torch.Tensor, name: str) -> None:
+    """Raises ValueError for a tensor without contents."""
+    if given.is_meta:
+        raise ValueError(f"{name} is on the device 'meta', where tensors have no contents; give its values")
 
 
 def position_limit(model: Any) -> int | None:
@@ -219,6 +235,7 @@ def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache |
     """`given`: input_ids [batch, length] or inputs_embeds [batch, length, hidden]."""
     if not isinstance(mask, torch.Tensor):
         raise ValueError(f"attention_mask is a {type(mask).__name__}; a tensor [batch, length] is needed")
+    refuse_meta(mask, "attention_mask")
     if mask.ndim != 2:
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; generate takes a 2D padding mask")
     if cache is None and mask.shape != given.shape[:2]:

@@ -21,9 +21,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
 from hf_paged.model.packed import own_forward, uncompiled
 from hf_paged.model.state import state_of
-from hf_paged.model.support import PROBE_ERRORS, first_line, logits_tolerance
-
-_ERRORS = (*PROBE_ERRORS, AssertionError)  # some models assert that a prompt is not split
+from hf_paged.model.support import first_line, logits_tolerance
 
 
 class RowModel:
@@ -61,34 +59,42 @@ class RowModel:
 
         Raises UnsupportedModelError if even generate's own split does not give the logits of generate.
         """
+        tokens, expected = self._generated(model)
+        try:
+            same = self._close(self._logits(model, tokens, (5, 1, 1)), expected)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # of the model, or of what others have put into it
+            raise self._unsupported(first_line(error)) from error
+        if not same:
+            raise self._unsupported("its logits are not those of generate")
+        try:
+            return self._close(self._logits(model, tokens, (2, 3, 1, 1))[1:], expected)
+        except Exception:  # some models assert that a prompt is not split
+            return False
+
+    def _generated(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int64 [1, 7] of plain generate, and its logits fp32 [3, vocab] after the last three of them."""
         ids = torch.arange(5, dtype=torch.int64, device=device_of(self.model))[None]
         without_defaults = copy.copy(model)  # the modules are the same
         if (own := own_forward(model)) is not None:
             vars(without_defaults)["forward"] = own
         # The model's own options may end the call early, or need more than a model, as stop strings do.
         without_defaults.generation_config = GenerationConfig()
-        plain = without_defaults.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=3,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        expected = torch.cat(plain.logits).float()
-        tokens = plain.sequences[:, : ids.shape[1] + 2]
         try:
-            same = self._close(self._logits(model, tokens, (5, 1, 1)), expected)
-        except UnsupportedModelError:
-            raise
-        except _ERRORS as error:
-            raise self._unsupported(first_line(error)) from None
-        if not same:
-            raise self._unsupported("its logits are not those of generate")
-        try:
-            return self._close(self._logits(model, tokens, (2, 3, 1, 1))[1:], expected)
-        except _ERRORS:
-            return False
+            plain = without_defaults.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=3,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        except Exception as error:  # of the model, or of what others have put into it
+            raise UnsupportedModelError(
+                f"plain generate of {type(self.model).__name__} fails ({first_line(error)}); mend that first"
+            ) from error
+        return plain.sequences[:, : ids.shape[1] + 2], torch.cat(plain.logits).float()
 
     def _logits(self, model: Any, tokens: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
         """Logits fp32 [len(cuts), vocab] after each piece of tokens int64 [1, sum(cuts)].

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from starlette.responses import Response
 import hf_paged
 from hf_paged.serving import replies, schema
 from hf_paged.serving.forms import ChatForm, CompletionForm
+from hf_paged.serving.invalid import invalid
 from hf_paged.serving.middleware import Gate
 from hf_paged.serving.openapi import ERRORS, answers, described
 from hf_paged.serving.page_files import PAGE_FILES, page_file
@@ -43,8 +43,6 @@ _ELSEWHERE = {
     "/sleep": "stop the server instead",
     "/wake_up": "start the server instead",
 }
-
-_TYPE = re.compile(r"constrained-\w+|[a-z-]+\[.*\]", re.DOTALL)  # pydantic's name of one type of several in a place
 
 
 def create_app(service: Service) -> FastAPI:
@@ -99,16 +97,7 @@ async def _on_problem(request: Request, problem: Problem) -> Response:
 
 
 async def _on_invalid(request: Request, error: RequestValidationError) -> Response:
-    # Of a value of several types there is an error for each; the kind that was meant got furthest.
-    worst = max(error.errors(), key=lambda each: len(each["loc"]))
-    place = ".".join(str(part) for part in worst["loc"][1:] if not _TYPE.fullmatch(str(part)))
-    message = str(worst["msg"]).removeprefix("Value error, ")
-    if worst["type"] == "extra_forbidden":
-        message = "this field is not known; leave it out"
-    if worst["type"] == "json_invalid":
-        return await _on_problem(request, Problem(400, f"the body is not valid JSON: {message} ({place})"))
-    text = f"{place}: {message}" if place else message
-    return await _on_problem(request, Problem(422, text, param=place or None, code="invalid_field"))
+    return await _on_problem(request, invalid(error.errors()))
 
 
 async def _on_http(request: Request, error: HTTPException) -> Response:

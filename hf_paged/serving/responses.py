@@ -9,8 +9,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.refusals import Refusals, note_unused, refuse
 from hf_paged.serving.schema import (
+    AList,
+    AnObject,
+    AString,
     AtLeastOne,
     Body,
+    ByKind,
     ChatRequest,
     Count,
     FunctionDefinition,
@@ -58,12 +62,13 @@ class OtherContent(BaseModel):
 
 
 Content = Annotated[TextContent | OtherContent, Field(discriminator="type")]
+Contents = Annotated[Annotated[Text, AString] | Annotated[Items[Content], AList], ByKind]
 
 
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Items[Content]
+    content: Contents
     id: Id | None = None
     status: str | None = None
     phase: str | None = None
@@ -83,7 +88,7 @@ class CallItem(Body):
 class CallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: Id
-    output: Text | Items[Content]
+    output: Contents
     id: Id | None = None
     status: str | None = None
 
@@ -209,13 +214,20 @@ class ResponseStreamOptions(Body):
 class ResponsesRequest(Options):
     """POST /v1/responses."""
 
-    input: Text | Annotated[Items[Item], Field(min_length=1, max_length=4096)]
+    input: Annotated[
+        Annotated[Text, AString] | Annotated[Items[Item], Field(min_length=1, max_length=4096), AList], ByKind
+    ]
     instructions: Text | None = None
     max_output_tokens: AtLeastOne | None = None
     text: TextOptions | None = None
     tools: Annotated[Items[OneTool], Field(max_length=128)] | None = None
     tool_choice: (
-        Literal["none", "auto", "required"] | Annotated[ToolName | ToolNames, Field(discriminator="type")] | None
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], AString]
+            | Annotated[ToolName | ToolNames, Field(discriminator="type"), AnObject],
+            ByKind,
+        ]
+        | None
     ) = None
     parallel_tool_calls: bool | None = None
     include: Annotated[Items[_Includable], Field(max_length=16)] | None = None
@@ -227,7 +239,7 @@ class ResponsesRequest(Options):
     max_tool_calls: Count | None = None
     # Refused unless they ask for nothing.
     previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
+    conversation: Annotated[Annotated[str, AString] | Annotated[dict[str, Any], AnObject], ByKind] | None = None
     prompt: dict[str, Any] | None = None
     background: bool | None = None
     truncation: Hint | None = None

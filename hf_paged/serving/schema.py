@@ -2,7 +2,8 @@
 
 Checks of single values stand here; what depends on the model or the server's limits is checked in plan.py. pydantic
 makes an error of each value that is wrong, so lists end at their first one and objects have few keys: otherwise one
-large body would keep the event loop busy for seconds.
+large body would keep the event loop busy for seconds. Of several types that a field may have, the value's own kind
+chooses one (`ByKind`), so that errors are about what the client meant.
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from hf_paged.serving.json_bounds import check_depth
 
@@ -18,6 +29,35 @@ _MAX_STRING = 4 * 2**20
 _MAX_KEYS = 200  # of an object with known keys; no request has as many
 _MAX_BIASES = 2**16
 _INT64 = 2**63
+
+_KINDS = {
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
+def kind_of(given: Any) -> str:
+    """What a JSON value is, in words."""
+    return _KINDS.get(type(given), type(given).__name__)
+
+
+ByKind = Discriminator(kind_of)
+AString, AList, AnObject, ABoolean = Tag("a string"), Tag("a list"), Tag("an object"), Tag("true or false")
+_TEXTS, _IDS, _LISTS_OF_IDS = "a list of strings", "a list of token ids", "a list of lists of token ids"
+TAGS = frozenset((*_KINDS.values(), _TEXTS, _IDS, _LISTS_OF_IDS))
+"""Parts of the places of errors that are no field, key or number."""
+
+
+def _prompt_kind(given: Any) -> str:
+    if not isinstance(given, list) or not given:
+        return _TEXTS if given == [] else kind_of(given)
+    return {str: _TEXTS, list: _LISTS_OF_IDS}.get(type(given[0]), _IDS)
+
 
 _Value = TypeVar("_Value")
 Items = Annotated[list[_Value], Field(fail_fast=True)]
@@ -109,7 +149,9 @@ ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discr
 class StructuredOutputs(Body):
     """vLLM's constraints. Exactly one is given."""
 
-    json_: JSONSchema | Text | None = Field(None, alias="json")
+    json_: Annotated[Annotated[JSONSchema, AnObject] | Annotated[Text, AString], ByKind] | None = Field(
+        None, alias="json"
+    )
     json_object: bool | None = None
     regex: Text | None = None
     grammar: Text | None = None
@@ -137,7 +179,13 @@ class Options(Body):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
-    stop: StopString | Annotated[Items[StopString], Field(max_length=16)] | None = None
+    stop: (
+        Annotated[
+            Annotated[StopString, AString] | Annotated[Items[StopString], Field(max_length=16), AList],
+            ByKind,
+        ]
+        | None
+    ) = None
     ignore_eos: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
@@ -176,7 +224,7 @@ class Sampling(Options):
     allowed_token_ids: TokenIds | None = None
     use_beam_search: bool = False
     length_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    early_stopping: Annotated[Annotated[bool, ABoolean] | Annotated[Literal["never"], AString], ByKind] | None = None
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -219,9 +267,13 @@ class Sampling(Options):
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: (
-        Text | TokenIds | Annotated[Items[Text], Field(min_length=1)] | Annotated[Items[TokenIds], Field(min_length=1)]
-    )
+    prompt: Annotated[
+        Annotated[Text, AString]
+        | Annotated[Items[Text], Field(min_length=1), Tag(_TEXTS)]
+        | Annotated[TokenIds, Tag(_IDS)]
+        | Annotated[Items[TokenIds], Field(min_length=1), Tag(_LISTS_OF_IDS)],
+        Discriminator(_prompt_kind),
+    ]
     echo: bool | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
@@ -244,7 +296,10 @@ class OtherPart(BaseModel):
     type: Literal["image_url", "input_audio", "audio_url", "video_url", "file", "refusal"]
 
 
-Content = Text | Items[Annotated[TextPart | OtherPart, Field(discriminator="type")]]
+Content = Annotated[
+    Annotated[Text, AString] | Annotated[Items[Annotated[TextPart | OtherPart, Field(discriminator="type")]], AList],
+    ByKind,
+]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -339,11 +394,16 @@ class ChatRequest(Sampling, Templated):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tool_choice: (
-        Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], AString]
+            | Annotated[NamedTool | AllowedTools, Field(discriminator="type"), AnObject],
+            ByKind,
+        ]
+        | None
     ) = None
     parallel_tool_calls: bool | None = None
     functions: Items[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
+    function_call: Annotated[Annotated[str, AString] | Annotated[dict[str, Any], AnObject], ByKind] | None = None
     reasoning_effort: Hint | None = None
     verbosity: Hint | None = None
     modalities: Items[str] | None = None

@@ -203,15 +203,16 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
+    """An object, as chat templates expect it; as it is, the text of a call that was cut off, which agents send back."""
     try:
         arguments = json.loads(text or "{}")
         check_depth(arguments)
+    except json.JSONDecodeError:
+        return text
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
         raise Problem(
             400,
-            f"messages: the arguments {text[:99]!r} of a tool call are no JSON object nested at most {MAX_DEPTH} deep",
+            f"messages: the arguments {text[:99]!r} of a tool call are nested more than {MAX_DEPTH} deep",
             param="messages",
-        )
-    return arguments
+        ) from None
+    return arguments if isinstance(arguments, dict) else text

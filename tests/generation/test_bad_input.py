@@ -28,6 +28,16 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (str(models.MAX_POSITIONS + 1), f"max_position_embeddings is {models.MAX_POSITIONS}", "shorten"),
     ),
     "float ids": ({"input_ids": IDS.float()}, ("torch.float32", "integer")),
+    "unsigned ids": ({"input_ids": IDS.to(torch.uint64)}, ("torch.uint64", "integer")),
+    "ids without contents": ({"input_ids": IDS.to("meta")}, ("input_ids is on the device 'meta'", "give its values")),
+    "a mask without contents": (
+        {"input_ids": IDS, "attention_mask": torch.ones_like(IDS, device="meta")},
+        ("attention_mask is on the device 'meta'",),
+    ),
+    "embeddings without contents": (
+        {"inputs_embeds": torch.zeros(1, 9, 32, device="meta")},
+        ("inputs_embeds is on the device 'meta'",),
+    ),
     "bool ids": ({"input_ids": IDS > 4}, ("torch.bool", "integer")),
     "a list of ids": ({"input_ids": IDS.tolist()}, ("list", "tensor")),
     "a string": ({"input_ids": "hello"}, ("str", "tensor")),

@@ -227,6 +227,58 @@ def test_a_forward_that_leaves_with_a_prompt_computed_in_part(
         assert engine.stats().prefix_cache_hit_tokens > 0 == engine.stats().blocks_used
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("method", ["settle", "begin_anew"])
+def test_an_interrupt_while_the_engine_follows_the_model(method: str, is_async: bool, model: Any) -> None:
+    """The next step begins anew what the interrupted one has left: nothing of the prompt had been in the blocks."""
+    prompts, options = models.prompts(40, 6), config()
+    with Engine(model, FEW_BLOCKS, {**CHUNKS, "async_scheduling": is_async}) as engine:
+        undo = own_forward(steer_last)(model)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(prompt, options, request_id=str(number))
+        outputs = {output.request_id: output for _ in range(3) for output in engine.step()}
+        undo()
+        with pytest.MonkeyPatch.context() as patch:
+            owner = engine._stepper if method == "settle" else engine._scheduler
+            patch.setattr(owner, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        while engine.has_unfinished_requests():
+            outputs.update({output.request_id: output for output in engine.step()})
+            engine.check_integrity()
+        found = [outputs[str(number)].outputs[0].token_ids for number in range(2)]
+        assert found == [model.generate(p[None], generation_config=options)[0, len(p) :].tolist() for p in prompts]
+        assert served(engine) == served(engine) == alone(model)
+        assert engine.stats().prefix_cache_hit_tokens > 0
+
+
+def interrupt(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class Mine(Exception):
+    pass
+
+
+def test_code_that_raises_ends_requests_and_not_steps(model: Any) -> None:
+    """Also where it is tried first. When it is gone, the engine serves as before."""
+    (prompt,) = models.prompts(6)
+
+    def fails(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        raise Mine("of the caller")
+
+    with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
+        first = served(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(model.get_decoder().layers[0].mlp), "forward", fails)
+            for _ in range(2):
+                engine.add_request(prompt, config())
+                (output,) = engine.step()
+                assert "Mine: of the caller" in str(output.error) and not engine.has_unfinished_requests()
+        assert served(engine) == first
+        engine.check_integrity()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_hook_that_comes_between_two_tokens(mode: str, model: Any) -> None:
     """The text goes on as in `generate` with a streamer that registers the hook after two tokens."""

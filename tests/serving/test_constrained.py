@@ -378,7 +378,8 @@ def test_where_the_model_is_free_it_writes_text(server: Running) -> None:
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}<|assistant|>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "[{{ c.function.name }} {{ c.function.arguments.n + 1 }}]{% endfor %}{{ eos_token }}"
+    "[{{ c.function.name }} {% if c.function.arguments is string %}cut {{ c.function.arguments }}"
+    "{% else %}{{ c.function.arguments.n + 1 }}{% endif %}]{% endfor %}{{ eos_token }}"
     "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
     "{% if thinking is defined %}<think>\n{% if not thinking %}\n</think>\n\n{% endif %}{% endif %}{% endif %}"
 )
@@ -491,9 +492,18 @@ def test_conversations_with_calls(formatted: Running) -> None:
     text = tokenizer().decode(ids)
     assert "[add 42]" in text and "<|user|>42" in text and '"name": "look_up"' in text
     assert formatted.post("/v1/chat/completions", messages=messages, tools=TOOLS, max_tokens=2).status_code == 200
-    call["function"]["arguments"] = "[1]"  # type: ignore[index]
+    for cut in ('{"n": ', "[1]"):  # agents send back what the model wrote, also a call that its limit has cut off
+        call["function"]["arguments"] = cut  # type: ignore[index]
+        ids = formatted.post("/tokenize", messages=messages, tools=TOOLS).json()["tokens"]
+        assert f"[add cut {cut}]" in tokenizer().decode(ids)
+        assert formatted.post("/v1/chat/completions", messages=messages, max_tokens=2).status_code == 200
+    for deep in ('{"n":' * 200 + "1" + "}" * 200, "[" * 100000):
+        call["function"]["arguments"] = deep  # type: ignore[index]
+        wrong = formatted.post("/v1/chat/completions", messages=messages, max_tokens=2)
+        assert wrong.status_code == 400
+    call["function"]["arguments"] = '{"m": 1}'  # type: ignore[index]
     wrong = formatted.post("/v1/chat/completions", messages=messages, max_tokens=2)
-    assert wrong.status_code == 400 and "JSON object" in wrong.json()["error"]["message"]
+    assert wrong.status_code == 400 and "the chat template refuses" in wrong.json()["error"]["message"]
     wrong = formatted.post("/v1/chat/completions", messages=[{**messages[1], "role": "user"}], max_tokens=2)
     assert wrong.status_code == 400 and "assistant" in wrong.json()["error"]["message"]
 

@@ -381,6 +381,8 @@ def test_each_token_is_decoded_once_and_not_on_the_event_loop(
     assert not any(is_on_loop for _, is_on_loop in decoded)
 
 
+HELLO = [{"role": "user", "content": "Hello"}]
+
 # -- fields --------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], int]] = [
@@ -426,6 +428,56 @@ def test_wrong_fields_are_refused_by_name(server: Running, fields: dict[str, Any
     assert next(iter(fields)) in (answer.json()["error"]["param"] or "") + message(answer)
 
 
+KINDS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("completions", {"stop": 5}, "stop", "stop=5: a string or a list is needed"),
+    ("completions", {"stop": {"a": 1}}, "stop", "stop is an object of 1: a string or a list is needed"),
+    ("completions", {"stop": ""}, "stop", 'stop="": String should have at least 1 character'),
+    ("completions", {"stop": ["a", ""]}, "stop.1", 'stop.1="": String should have at least 1 character'),
+    ("completions", {"stop": ["a"] * 17}, "stop", "stop is a list of 17: List should have at most 16 items"),
+    (
+        "completions",
+        {"prompt": 5},
+        "prompt",
+        "prompt=5: a string or a list of strings or a list of token ids or a list",
+    ),
+    ("completions", {"prompt": []}, "prompt", "prompt is a list of 0: List should have at least 1 item"),
+    ("completions", {"prompt": ["a", 5]}, "prompt.1", "prompt.1=5: Input should be a valid string"),
+    ("completions", {"prompt": [5, "a"]}, "prompt.1", 'prompt.1="a": Input should be a valid integer'),
+    ("completions", {"prompt": [[5], []]}, "prompt.1", "prompt.1 is a list of 0: List should have at least 1 item"),
+    ("completions", {"prompt": [[5], [5, -1]]}, "prompt.1.1", "prompt.1.1=-1: Input should be greater than or equal"),
+    ("completions", {"prompt": [5, -1]}, "prompt.1", "prompt.1=-1: Input should be greater than or equal to 0"),
+    ("completions", {"temperature": "x" * 100}, "temperature", f'temperature="{"x" * 60}"...: Input should be a valid'),
+    (
+        "completions",
+        {"use_beam_search": True, "early_stopping": "no"},
+        "early_stopping",
+        "early_stopping=\"no\": Input should be 'never'",
+    ),
+    ("completions", {"structured_outputs": {"json": 5}}, "structured_outputs.json", "json=5: an object or a string is"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages.0.content",
+        "content=5: a string or",
+    ),
+    ("chat/completions", {"messages": HELLO, "tool_choice": 5}, "tool_choice", "=5: a string or an object is needed"),
+    ("chat/completions", {"messages": HELLO, "tool_choice": "x"}, "tool_choice", "=\"x\": Input should be 'none', "),
+    ("chat/completions", {"messages": HELLO, "tool_choice": {}}, "tool_choice", "of 0: it needs the field 'type'"),
+    ("responses", {"input": 5}, "input", "input=5: a string or a list is needed"),
+    ("responses", {"input": []}, "input", "input is a list of 0: List should have at least 1 item"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "words"), KINDS, ids=lambda value: str(value)[:50])
+def test_errors_are_about_the_type_that_was_meant(
+    server: Running, path: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    """Where a field may have several types, the message names the field, the value, and what is allowed."""
+    answer = server.post(f"/v1/{path}", **({"prompt": PROMPT} if path == "completions" else {}) | fields)
+    assert answer.status_code == 422 and answer.json()["error"]["param"] == param
+    assert words in message(answer)
+
+
 def test_numbers_that_are_not_finite(server: Running) -> None:
     for number in ("NaN", "Infinity", "1e999"):
         body = f'{{"prompt": "x", "temperature": {number}}}'
@@ -435,7 +487,6 @@ def test_numbers_that_are_not_finite(server: Running) -> None:
     assert answer.status_code == 400 and "JSON" in message(answer)
 
 
-HELLO = [{"role": "user", "content": "Hello"}]
 UNSERVED: list[dict[str, Any]] = [
     {"functions": [{"name": "f"}]},
     {"modalities": ["text", "audio"]},

@@ -103,6 +103,7 @@ class Engine(EngineCore):
         self._structure = self._weights.structure
         self._attentions = _attentions(self._model)
         self._asked, self._wanted = asked, (prepack, fuse, cuda_graphs)
+        self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
         super().__init__(self.scheduler_config, scheduler, runner, self._follow_model)
         self._admission = Admission(
@@ -407,10 +408,12 @@ class Engine(EngineCore):
             self._fail_all(f"the modules of the model have changed: {error}", error)
             return
         try:
-            if self._runner.follow_model():
+            self._runner.follow_model()
+            if self._runner.way != self._way:
                 self._stepper.settle()
                 self._stepper.is_async = bool(self.scheduler_config.async_scheduling) and self._runner.is_packed
                 self._scheduler.begin_anew(shares_prefixes=self._runner.is_plain)
+                self._way = self._runner.way  # last: if Ctrl-C ends this earlier, the next step begins it again
         except UnsupportedModelError as error:
             self._fail_all(str(error), error)
 

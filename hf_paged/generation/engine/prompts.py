@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from numbers import Integral
 from typing import Any
 
 import torch
 
-from hf_paged.generation.validation import check_prompts, is_integer, position_limit, refuse_placeholders, shown
+from hf_paged.generation.validation import (
+    check_prompts,
+    check_token_range,
+    is_integer,
+    position_limit,
+    refuse_meta,
+    refuse_placeholders,
+    shown,
+)
 
 
 def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
@@ -23,6 +31,8 @@ def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
         raise ValueError(
             f"prompts is a {type(prompts).__name__}; give its token ids, prompts['input_ids'], and its attention_mask"
         )
+    if isinstance(prompts, Set):
+        raise ValueError(f"prompts={shown(prompts)} is a {type(prompts).__name__}, which has no order; give a list")
     try:
         rows = list(prompts)  # a tensor without dimensions raises TypeError as well
     except TypeError:
@@ -54,7 +64,9 @@ def _token_ids(model: Any, prompt_ids: Any, attention_mask: Any, tokenizer: Any)
     if _is_plain_prompt(model, prompt_ids) and attention_mask is None:
         ids: list[int] = prompt_ids[:]
     else:
-        given = _prompt_tensor(prompt_ids).cpu()
+        given = _prompt_tensor(model, prompt_ids)
+        refuse_meta(given, "prompt_ids")
+        given = given.cpu()
         check_prompts(model, given, "prompt_ids")
         given = given.to(torch.int64)
         if attention_mask is not None:
@@ -80,12 +92,16 @@ def _is_plain_prompt(model: Any, prompt_ids: Any) -> bool:
     return is_short and min(prompt_ids) >= 0 and max(prompt_ids) < model.get_input_embeddings().weight.shape[0]
 
 
-def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
-    """int [1, length], not checked against the model."""
-    if isinstance(prompt_ids, str):
+def _prompt_tensor(model: Any, prompt_ids: Any) -> torch.Tensor:
+    """int [1, length]. What is a tensor already is not checked against the model."""
+    if isinstance(prompt_ids, (str, bytes, bytearray)):
         raise ValueError(f"prompt_ids={shown(prompt_ids)} is text; give token ids (tokenizer(text).input_ids)")
     if isinstance(prompt_ids, Mapping):
         raise ValueError(f"prompt_ids is a {type(prompt_ids).__name__}; give its token ids, prompt_ids['input_ids']")
+    if isinstance(prompt_ids, Set):
+        raise ValueError(
+            f"prompt_ids={shown(prompt_ids)} is a {type(prompt_ids).__name__}, which has no order; give a list"
+        )
     if not isinstance(prompt_ids, torch.Tensor):
         try:
             ids = list(prompt_ids)
@@ -93,9 +109,10 @@ def _prompt_tensor(prompt_ids: Any) -> torch.Tensor:
             raise ValueError(f"prompt_ids={shown(prompt_ids)}: a list of token ids is needed") from None
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
-        wrong = [token for token in ids if not is_integer(token) or not -(2**63) <= token < 2**63]
+        wrong = [token for token in ids if not is_integer(token)]
         if wrong:
             raise ValueError(f"{shown(wrong[0])} in the prompt is not a token id; integers are needed")
+        check_token_range(model, min(ids), max(ids), "prompt_ids")
         prompt_ids = torch.tensor(ids, dtype=torch.int64, device="cpu")
     if prompt_ids.ndim == 1:
         prompt_ids = prompt_ids[None]

@@ -158,25 +158,27 @@ class Runner:
         """Before a step: take note of changes of the model's modules, weights, hooks and functions."""
         self._weights.look()
 
-    def follow_model(self) -> bool:
-        """After `look`: choose how the model is computed from now on. Returns whether that has changed.
+    def follow_model(self) -> None:
+        """After `look`: choose how the model is computed from now on; `way` is another if that has changed.
 
         K/V of computed tokens stays valid, but a prompt that is computed in part must be begun again. Raises
         UnsupportedModelError, and nothing has changed, if the model with the code of others cannot be computed.
         """
         code = self._weights.code
         if code == self._followed:
-            return False
+            return
         reason, model = self._foreign.look(), self._bound
         if reason is not None:
             model = self._rows = self._rows or self._make_rows(reason)
-        self._followed = code
-        if (reason is None) == self.is_plain and model is self._model:
-            return False
-        self._model, self.is_plain = model, reason is None
         if self._rows is not None:
-            self._rows.is_incremental = self._rows.depends_on_split or not self.is_plain
-        return True
+            self._rows.is_incremental = self._rows.depends_on_split or reason is not None
+        self._model, self.is_plain = model, reason is None
+        self._followed = code
+
+    @property
+    def way(self) -> tuple[PackedModel | RowModel, bool]:
+        """How the model is computed: what computes it, and whether no code of others runs in it."""
+        return self._model, self.is_plain
 
     def follow_structure(self) -> None:
         """The model has other modules, whose K/V fits the memory. `follow_model` comes next."""
