@@ -26,7 +26,7 @@ from benchmarks.paper.cost import ASSUMED, LLAMA_13B_80
 from benchmarks.paper.requests import SimRequest
 from benchmarks.paper.runs import percentile
 from benchmarks.paper.store import Store
-from hf_paged.serving.routing import PrefixRouter, Router, make_router
+from hf_paged.serving.routing import PrefixRouting, Router, make_routing
 
 ROOT = Path(__file__).parents[1]
 SETUP = LLAMA_13B_80
@@ -61,10 +61,10 @@ class Run:
 
     def router(self) -> Router[int]:
         if self.policy != "prefix":
-            return make_router(self.policy)  # type: ignore[arg-type]
+            return make_routing(self.policy)  # type: ignore[arg-type]
         entries = max(1, round(REPLICA_BLOCKS * self.remembered * BLOCK / self.entry))
         weight = 4.0 * BLOCK / self.entry  # as many tokens count as one request as with entries of one block
-        return make_router("prefix", most_blocks=entries, blocks_per_request=weight)
+        return make_routing("prefix", most_blocks=entries, blocks_per_request=weight)
 
 
 def execute(run: Run) -> Outcome:
@@ -136,11 +136,11 @@ def all_outcomes(wanted: list[Run], store: Store, workers: int, say: Callable[[s
 def measure_router(policy: str, replicas: int, seconds: float) -> Outcome:
     """Time of a decision, and memory, once the router remembers all that the replicas hold. Runs for about `seconds`
     after that. Conversations go where the router sends them; loads change at random around the same mean."""
-    router: Router[int] = make_router(policy, **({"most_blocks": REPLICA_BLOCKS} if policy == "prefix" else {}))  # type: ignore[arg-type]
+    router: Router[int] = make_routing(policy, **({"most_blocks": REPLICA_BLOCKS} if policy == "prefix" else {}))  # type: ignore[arg-type]
     rng = random.Random(0)
     loads = {replica: float(rng.randint(5, 15)) for replica in range(replicas)}
     requests = _endless()
-    if isinstance(router, PrefixRouter):  # a conversation stays at its replica
+    if isinstance(router, PrefixRouting):  # a conversation stays at its replica
         while sum(map(router.held, loads)) < 0.98 * replicas * REPLICA_BLOCKS:
             for request in itertools.islice(requests, 1000):
                 router.sent(fleet_simulator.chain(request), hash(request.conversation) % replicas)
@@ -166,7 +166,7 @@ def measure_router(policy: str, replicas: int, seconds: float) -> Outcome:
         "sent_us": 1e6 * send,
         "choose_p99_us": 1e6 * percentile(sorted(step[0] for step in steps)),
         "entries": replicas * REPLICA_BLOCKS if policy == "prefix" else 0,
-        "bytes": table_bytes(router) if isinstance(router, PrefixRouter) else 0,
+        "bytes": table_bytes(router) if isinstance(router, PrefixRouting) else 0,
     }
 
 
@@ -178,7 +178,7 @@ def _endless() -> Iterator[SimRequest]:
             yield replace(request, conversation=f"{application}.{int(conversation) + part * 1_000_000}")
 
 
-def table_bytes(router: PrefixRouter[int]) -> int:
+def table_bytes(router: PrefixRouting[int]) -> int:
     """Of the dictionaries of the router, and 32 for the integer of each entry."""
     held, holders = router._held, router._holders
     parts = [held, *held.values(), holders, *holders.values()]

@@ -42,7 +42,7 @@ class RecordingCriteria(StoppingCriteriaList):  # type: ignore[misc]
         return stopped
 
 
-class RowsCache:
+class LoopCache:
     """What the loop holds as `past_key_values`: it may reorder the rows and ask for their length."""
 
     is_compileable = False
@@ -62,7 +62,7 @@ class DecoderOutput(NamedTuple):
     """What the loop reads of a ModelOutput, which takes longer to make. logits [num_rows, 1, vocab]."""
 
     logits: torch.Tensor
-    past_key_values: RowsCache
+    past_key_values: LoopCache
 
 
 class PackedDecoder:
@@ -98,7 +98,7 @@ class PackedDecoder:
         self._step: DecodeStep | None = None  # the last one
         self._num_new = 0  # columns of input_ids that continue the lent rows
         self.criteria: RecordingCriteria | None = None
-        self.cache = RowsCache(self)
+        self.cache = LoopCache(self)
         self.rows: list[int | None] = []
         self.padding: list[int] = []  # of each row
         self.length = 0  # positions with K/V in every layer, padding included
@@ -114,7 +114,7 @@ class PackedDecoder:
     # -- what the loops ask of a model --------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        # A `_reorder_cache` method of the model would index K/V tensors; RowsCache moves block tables.
+        # A `_reorder_cache` method of the model would index K/V tensors; LoopCache moves block tables.
         if name == "_reorder_cache":
             raise AttributeError(name)
         return getattr(self._model, name)

@@ -26,8 +26,8 @@ from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
+from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.records import CallRecord, add_record, is_recording
-from hf_paged.generation.routes import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
     check_cache,

@@ -1,4 +1,4 @@
-"""The attention and mask functions that transformers calls under the name "hf_paged", and how calls are routed there.
+"""The attention and mask functions that transformers calls under the name "hf_paged", and how calls reach them.
 
 If the key carries a LayerHandle, they run the paged kernels; otherwise they call the model's own implementation. Knows
 transformers and the kernels; never sequences.
@@ -62,7 +62,7 @@ class LayerHandle:
         return self.pool.layers[self.layer_idx]
 
 
-# -- routing: which implementation a config names while a packed forward runs --------------------------------------
+# -- which implementation a config names while a packed forward runs -------------------------------------------------
 
 IMPLEMENTATION = "_attn_implementation_internal"
 """The field of a config that names its attention implementation; NAME while a packed forward uses the config."""

@@ -1,4 +1,5 @@
-"""The plan of a step for the torch implementation: which sequences are attended to together, and where their keys lie.
+"""The buckets of a step for the torch implementation: which sequences are attended to together, and where
+their keys lie.
 
 Computed on the host, once per step and mask. Knows lengths and block tables; never K or V.
 """

@@ -104,10 +104,10 @@ def paged_attention(
         _write_step(key, value, key_cache, value_cache, metadata)
     # Only the fused attention can compute a long prompt at once: otherwise its scores would fill the memory.
     whole_prompts = softcap is None and alibi_slopes is None
-    plan = (key_cache.shape[1], sliding_window, chunk_size, whole_prompts)
-    buckets = metadata.scratch.get(("torch", plan))
+    settings = (key_cache.shape[1], sliding_window, chunk_size, whole_prompts)
+    buckets = metadata.scratch.get(("torch", settings))
     if buckets is None:
-        buckets = metadata.scratch[("torch", plan)] = make_buckets(metadata, *plan)
+        buckets = metadata.scratch[("torch", settings)] = make_buckets(metadata, *settings)
     kv = _KeysValues(key_cache, value_cache, key, value)
     options = _Options(scale, softcap, sinks, alibi_slopes, needs_lse=return_lse or sinks is not None)
     if len(buckets) == 1 and out is None and not return_lse:
@@ -120,7 +120,7 @@ def paged_attention(
     lse = None
     if return_lse:
         lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
-    for part in _parts(buckets, plan, kv.bytes_per_token, metadata.scratch):
+    for part in _parts(buckets, settings, kv.bytes_per_token, metadata.scratch):
         o, row_lse = _attend_bucket(part, query, kv, options, metadata.scratch)
         _scatter(part, o, out)
         if lse is not None and row_lse is not None:
@@ -164,14 +164,14 @@ def _attend_step(
 
 
 def _parts(
-    buckets: list[Bucket], plan: tuple[Any, ...], bytes_per_token: int, scratch: dict[Any, Any]
+    buckets: list[Bucket], settings: tuple[Any, ...], bytes_per_token: int, scratch: dict[Any, Any]
 ) -> Iterator[Bucket]:
     """The buckets, cut so that the gathered K/V of each part fits the workspace."""
     for number, bucket in enumerate(buckets):
         num_seqs, span = bucket.slots.shape
         step = max(1, _WORKSPACE_BYTES // (span * bytes_per_token))
         for low in range(0, num_seqs, step):
-            key = ("torch part", plan, number, low, step)
+            key = ("torch part", settings, number, low, step)
             part = scratch.get(key)
             if part is None:
                 part = scratch[key] = slice_bucket(bucket, low, low + step)

@@ -45,7 +45,7 @@ class AttentionMetadata:
                      reading once. It decides which kernel is used, never its results.
     in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
-    scratch          values derived from the above (masks, gather indices, split plans), computed by the first layer
+    scratch          values derived from the above (masks, gather indices, partitions), computed by the first layer
                      that needs them and reused by the other layers.
     checked          the checks that `kernels.validation` has passed.
     """

@@ -3,7 +3,7 @@ ValueError that names the argument.
 
 Shapes, dtypes, devices and strides are checked in every call. The values of a step (block ids, lengths, slots) are
 checked once per `AttentionMetadata`, unless hf_paged has derived them from its own block tables (`in_bounds`), because
-on a GPU checking makes the host wait. The native implementation always checks the values when it makes its plan.
+on a GPU checking makes the host wait. The native implementation always checks the values when it makes its partition.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.serving.middleware import Gate, send_problem
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.relay import SILENCE_SECONDS, Asked, Part, Relay, ReplicaLost
-from hf_paged.serving.routing import Policy, Router, make_router
+from hf_paged.serving.routing import Policy, Router, make_routing
 from hf_paged.serving.scaling import Pressure, wanted_replicas
 from hf_paged.serving.settings import Limits, Settings
 
@@ -52,8 +52,8 @@ class AppArgs(BaseModel):
     """The arguments of `build_app`, which a configuration file of Ray Serve gives as `args`.
 
     checkpoint: a folder that every machine of the cluster has, or a name on the hub. replicas: that are started;
-    max_replicas: to which autoscaling may add (None: no autoscaling). routing: see `routing.make_router`, with
-    routing_options for PrefixRouter. cpus, gpus: of one replica. adapters: name -> folder; a replica loads one when
+    max_replicas: to which autoscaling may add (None: no autoscaling). routing: see `routing.make_routing`, with
+    routing_options for PrefixRouting. cpus, gpus: of one replica. adapters: name -> folder; a replica loads one when
     the first request names it. settings, cache, scheduler: fields of Settings, CacheConfig and SchedulerConfig; the
     last two are those of one replica. switches: arguments of its Engine. drain_seconds: that requests of a replica
     which is to end may take. wait_seconds: for a replica that takes a request, before the client gets status 503.
@@ -83,7 +83,7 @@ class AppArgs(BaseModel):
     def _check(self) -> AppArgs:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}; raise it")
-        make_router(self.routing, **self.routing_options)
+        make_routing(self.routing, **self.routing_options)
         CacheConfig(**self.cache)
         SchedulerConfig(**self.scheduler)
         if self.make_settings().admin_key is not None:
@@ -324,7 +324,7 @@ class ReplicaRouter(RequestRouter):
     """
 
     def initialize_state(self, policy: Policy = "prefix", **options: float) -> None:
-        self._policy: Router[ReplicaID] = make_router(policy, **options)
+        self._policy: Router[ReplicaID] = make_routing(policy, **options)
         self._chosen: dict[asyncio.Future[Any], ReplicaID] = {}  # by a request that is on its way
         self._seen: set[asyncio.Future[Any]] = set()  # whose end is awaited
         self._in_flight: Counter[tuple[str, ReplicaID]] = Counter()  # by a request that is there

@@ -83,7 +83,7 @@ class LeastLoaded(Generic[Replica]):
         self._turns.forget(replica)
 
 
-class PrefixRouter(Generic[Replica]):
+class PrefixRouting(Generic[Replica]):
     """A request goes where its first blocks are cached, unless that replica is much busier than another one.
 
     Blocks that need not be computed are weighed against requests in flight: `blocks_per_request` blocks count as much
@@ -187,10 +187,10 @@ def _least(loads: Mapping[Replica, float], rank: Callable[[Replica], object]) ->
     return min(loads, key=rank)  # type: ignore[arg-type]  # ranks are numbers, or tuples of numbers
 
 
-def make_router(policy: Policy, **options: float) -> Router[Replica]:
-    """options: of PrefixRouter. Raises ValueError for an unknown policy."""
+def make_routing(policy: Policy, **options: float) -> Router[Replica]:
+    """options: of PrefixRouting. Raises ValueError for an unknown policy."""
     if policy == "prefix":
-        return PrefixRouter(**options)  # type: ignore[arg-type]
+        return PrefixRouting(**options)  # type: ignore[arg-type]
     if policy not in ("least-loaded", "round-robin"):
         raise ValueError(f"policy={policy!r}: use 'prefix', 'least-loaded' or 'round-robin'")
     return LeastLoaded() if policy == "least-loaded" else RoundRobin()

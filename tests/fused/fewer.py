@@ -11,10 +11,10 @@ import torch
 from hf_paged.fused import overrides
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.kernels import experts as expert_definitions
-from hf_paged.kernels import routing as routing_definitions
+from hf_paged.kernels import router as router_definitions
 from hf_paged.kernels import rows as definitions
 from hf_paged.kernels.rows import ACTIVATIONS, Norm, RotaryKind
-from hf_paged.kernels.triton import experts, gate, norm, rotary, routing
+from hf_paged.kernels.triton import experts, gate, norm, rotary, router
 from hf_paged.kernels.triton.launch import INTERPRET
 from hf_paged.kernels.triton.norm import Rows
 from hf_paged.model import state
@@ -22,7 +22,7 @@ from tests.generation import tape
 from tests.poison import poison
 
 OPERATIONS = (
-    (norm, "add_norm"), (gate, "gated"), (rotary, "rotate"), (routing, "route"), (experts, "assign"),
+    (norm, "add_norm"), (gate, "gated"), (rotary, "rotate"), (router, "route"), (experts, "assign"),
     (experts, "product"), (experts, "combine"),
 )  # fmt: skip
 """What our kernels compute in one launch each."""
@@ -97,4 +97,4 @@ def product(*args: Any, size: str | None = None, **kwargs: Any) -> torch.Tensor:
     return expert_definitions.product(*args, **kwargs)
 
 
-route, assign, combine = routing_definitions.route, expert_definitions.assign, expert_definitions.combine
+route, assign, combine = router_definitions.route, expert_definitions.assign, expert_definitions.combine

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers.integrations import moe
 
 from hf_paged import CacheConfig, Engine
-from hf_paged.fused.experts import projections_of
+from hf_paged.fused.expert_modules import projections_of
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.integration.attention import packed_cache
 from hf_paged.kernels.triton import experts as kernels

@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hf_paged import Engine, prepack, release_memory, weights_changed
 from hf_paged.fused import overrides as fused_overrides
-from hf_paged.fused.cpu import experts as native
+from hf_paged.fused.cpu import mixtures as native
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels.native import build as native_build
 from tests.architectures.tiny import tiny_model

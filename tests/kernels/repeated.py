@@ -26,9 +26,10 @@ import host_step
 from hf_paged.kernels import ops
 from hf_paged.kernels.experts import Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import REPEATABLE
-from hf_paged.kernels.routing import Router, RouterKind
+from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
-from hf_paged.kernels.triton import experts, gate, norm, rotary, routing
+from hf_paged.kernels.triton import experts, gate, norm, rotary
+from hf_paged.kernels.triton import router as router_kernel
 from hf_paged.kernels.triton.launch import Launch, RowLaunches
 from hf_paged.kernels.triton.sampling import greedy
 from tests.kernels.cases import Case, make_batch
@@ -243,7 +244,7 @@ def calls_of_experts() -> Iterator[Callable[[], Any]]:
     yield partial(experts.combine, empty(16, 64), empty(8, 2, dtype=torch.float32))
 
 
-def calls_of_routing() -> Iterator[Callable[[], Any]]:
+def calls_of_router() -> Iterator[Callable[[], Any]]:
     usual, bias = Router(RouterKind(), 2), empty(8, dtype=torch.float32)
     for logits, tensor, router, dtype in (
         (empty(8, 8), None, usual, torch.float32), (empty(5, 8), None, usual, torch.float32),
@@ -252,7 +253,7 @@ def calls_of_routing() -> Iterator[Callable[[], Any]]:
         (empty(8, 8), None, usual._replace(scale=2.0), torch.float32), (empty(8, 8), None, usual, torch.bfloat16),
         (empty(8, 8), None, Router(RouterKind("sigmoid"), 2), torch.float32), (empty(1, 8), None, usual, torch.float32),
     ):  # fmt: skip
-        yield partial(routing.route, logits, tensor, router, dtype)
+        yield partial(router_kernel.route, logits, tensor, router, dtype)
 
 
 def kept_launches(module: Any, calls: Iterable[Callable[[], Any]]) -> dict[str, Any]:
@@ -299,6 +300,6 @@ if __name__ == "__main__":
         print(json.dumps(greedy_launches()))
         for module, calls in (
             (norm, calls_of_norm()), (gate, calls_of_gate()), (rotary, calls_of_rotary()),
-            (experts, calls_of_experts()), (routing, calls_of_routing()),
+            (experts, calls_of_experts()), (router_kernel, calls_of_router()),
         ):  # fmt: skip
             print(json.dumps(kept_launches(module, calls)))

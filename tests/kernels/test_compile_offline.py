@@ -127,7 +127,7 @@ def test_decode_without_a_common_prefix_is_lean(compiled: tuple[str, dict[str, d
 def test_serving_compiles_nothing_after_a_few_steps() -> None:
     """Batch sizes, table widths and lengths are no constants of a kernel: a handful of steps compiles every variant."""
     found = json.loads(offline("sm90", "sweep"))
-    assert set(found) == {"common_prefix_kernel", "plan_kernel", "split_kernel", "reduce_kernel", "whole_kernel",
+    assert set(found) == {"common_prefix_kernel", "partition_kernel", "split_kernel", "reduce_kernel", "whole_kernel",
                           "write_kv_kernel", "prefix_depth_kernel"}  # fmt: skip
     assert {name: counts["all"] for name, counts in found.items()} == {n: c["few"] for n, c in found.items()}
     assert sum(counts["all"] for counts in found.values()) <= 14

@@ -124,7 +124,7 @@ def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
                 batch.query, batch.key_cache, batch.value_cache, metadata, share=share, **batch.options
             )
         )
-        plans += [plan.counts() for plan in metadata.scratch.values() if isinstance(plan, native_ops._Plan)]
+        plans += [plan.counts() for plan in metadata.scratch.values() if isinstance(plan, native_ops._Partition)]
     assert torch.equal(*results)
     shared, private = plans
     assert shared[0] < private[0], "nothing was shared"

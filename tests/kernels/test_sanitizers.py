@@ -55,11 +55,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     [
         (
             ("tests/kernels/test_gather.py", "-k", "native and not two_to_the"),
-            {"hfp_check", "hfp_plan", "hfp_attention", "hfp_prefill", "hfp_write_kv", "hfp_copy_blocks"},
+            {"hfp_check", "hfp_partition", "hfp_attention", "hfp_prefill", "hfp_write_kv", "hfp_copy_blocks"},
         ),
         (
             ("tests/kernels/test_native.py", "-k", "tiles or sharing or equal_ids or threads_and"),
-            {"hfp_check", "hfp_plan", "hfp_plan_counts", "hfp_attention", "hfp_prefill"},
+            {"hfp_check", "hfp_partition", "hfp_partition_counts", "hfp_attention", "hfp_prefill"},
         ),
         (("tests/kernels/test_validation.py", "-k", "native"), {"hfp_check", "hfp_attention", "hfp_write_kv"}),
         (("tests/fused/test_layers.py",), set()),

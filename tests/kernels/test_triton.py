@@ -11,7 +11,7 @@ from hf_paged.kernels import ops, reference
 from hf_paged.kernels.metadata import announce
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
-from hf_paged.kernels.triton import plan as triton_plan
+from hf_paged.kernels.triton import partition as triton_partition
 from hf_paged.kernels.triton import tuning as triton_tuning
 from tests.kernels.cases import Batch, Case, check, make_batch, unwritten
 
@@ -59,8 +59,8 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
         triton_tuning, "small_tile", lambda *args: replace(tile := tiles(*args), many=max(tile.many, 32))
     )
     monkeypatch.setattr(triton_ops, "MAX_WHOLE_TILES", 0)
-    monkeypatch.setattr(triton_plan, "MIN_TILES", 1)
-    monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
+    monkeypatch.setattr(triton_partition, "MIN_TILES", 1)
+    monkeypatch.setattr(triton_partition, "MIN_SHARED_KEYS", 32)
 
 
 @pytest.mark.quick_cases("decode", "head_dim=80", "window=20", "sinks=True,", "chunk_size=64")
@@ -155,34 +155,34 @@ def test_same_bits_twice() -> None:
     assert torch.equal(batch.run("triton"), batch.run("triton"))
 
 
-# -- the plan ------------------------------------------------------------------------------------------------------
+# -- the partition -----------------------------------------------------------------------------------------------------
 
 
-def planned(batch: Batch) -> triton_plan.Plan:
-    """Run with poisoned scratch memory, compare with the reference, and return the plan."""
+def planned(batch: Batch) -> triton_partition.Partition:
+    """Run with poisoned scratch memory, compare with the reference, and return the partition."""
     batch.metadata.scratch.clear()
     arguments = batch.query, batch.key_cache, batch.value_cache, batch.metadata
     ops.paged_attention(*arguments, impl="triton", **batch.options)
-    ((plan, partial_out, partial_lse),) = batch.metadata.scratch.values()
+    ((partition, partial_out, partial_lse),) = batch.metadata.scratch.values()
     partial_out.fill_(torch.nan)
     partial_lse.fill_(torch.nan)
     again = ops.paged_attention(*arguments, impl="triton", **batch.options)
     torch.testing.assert_close(again, batch.run("reference"), atol=2e-5, rtol=2e-5)
-    return plan
+    return partition
 
 
-def units_of(plan: triton_plan.Plan) -> list[tuple[int, int, int, int]]:
+def units_of(partition: triton_partition.Partition) -> list[tuple[int, int, int, int]]:
     """(first sequence, tokens, first tile, tiles) of the units that have work."""
-    return [tuple(unit) for unit in plan.units.view(-1, 4).tolist() if unit[3] > 0]
+    return [tuple(unit) for unit in partition.units.view(-1, 4).tolist() if unit[3] > 0]
 
 
 @pytest.mark.usefixtures("split")
 def test_plan_is_made_once_a_step_and_cuts_the_work_evenly() -> None:
     batch = make_batch(Case(((1, 1000), (1, 70), (0, 0), (1, 200)), heads=(2, 2), head_dim=16), DEVICE)
-    plan = planned(batch)
-    assert units_of(plan) == [(0, 1, 0, 16), (1, 1, 0, 2), (3, 1, 0, 4)]
-    assert int(plan.tile_starts[-1]) == 2 * 22
-    assert int(plan.schedule[0]) == max(1, -(-44 // plan.num_programs))
+    partition = planned(batch)
+    assert units_of(partition) == [(0, 1, 0, 16), (1, 1, 0, 2), (3, 1, 0, 4)]
+    assert int(partition.tile_starts[-1]) == 2 * 22
+    assert int(partition.schedule[0]) == max(1, -(-44 // partition.num_programs))
 
 
 @pytest.mark.usefixtures("split")
@@ -207,9 +207,9 @@ def test_layers_of_a_compiled_model_share_the_plan(monkeypatch: pytest.MonkeyPat
     announce([m])
     results = [layer(), layer()]
     announce(())
-    assert kernels.count(triton_plan.plan_kernel) == 1 and kernels.count(triton_ops.split_kernel) == 2
+    assert kernels.count(triton_partition.partition_kernel) == 1 and kernels.count(triton_ops.split_kernel) == 2
     results.append(layer())
-    assert kernels.count(triton_plan.plan_kernel) == 2
+    assert kernels.count(triton_partition.partition_kernel) == 2
     for result in results:
         torch.testing.assert_close(result, batch.run("reference"), atol=2e-5, rtol=2e-5)
 
@@ -227,10 +227,10 @@ def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
     """Four sequences with 192 common keys, and between them one that cannot share because it has two new tokens."""
     shared = 192 // int(options.get("block_size", 16))
     lens = ((1, 250), (1, 200), (1, 321), (2, 300), (1, 193))
-    plan = planned(make_batch(Case(lens, head_dim=16, shared=shared, **options), DEVICE))
-    assert plan.share
-    assert units_of(plan) == [(0, 4, 0, 3), (0, 1, 3, 1), (1, 1, 3, 1), (2, 1, 3, 3), (3, 2, 0, 5), (4, 1, 3, 1)]
-    assert plan.order.tolist() == [0, 1, 2, 4, 3] and plan.ranks.tolist() == [0, 1, 2, 0, 3]
+    partition = planned(make_batch(Case(lens, head_dim=16, shared=shared, **options), DEVICE))
+    assert partition.share
+    assert units_of(partition) == [(0, 4, 0, 3), (0, 1, 3, 1), (1, 1, 3, 1), (2, 1, 3, 3), (3, 2, 0, 5), (4, 1, 3, 1)]
+    assert partition.order.tolist() == [0, 1, 2, 4, 3] and partition.ranks.tolist() == [0, 1, 2, 0, 3]
 
 
 @pytest.mark.quick_cases("2-16", "6-7")
@@ -239,9 +239,9 @@ def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
 def test_more_sequences_share_than_fit_a_small_tile(count: int, group: int) -> None:
     """They share a tile of 32 rows, or several."""
     lens = tuple((1, 100 + i) for i in range(count))
-    plan = planned(make_batch(Case(lens, heads=(group, 1), head_dim=16, shared=6), DEVICE))
-    assert units_of(plan)[0] == (0, count, 0, 1)
-    assert int(plan.tile_starts[1]) == -(-count * group // 32)  # row tiles, of one tile of keys each
+    partition = planned(make_batch(Case(lens, heads=(group, 1), head_dim=16, shared=6), DEVICE))
+    assert units_of(partition)[0] == (0, count, 0, 1)
+    assert int(partition.tile_starts[1]) == -(-count * group // 32)  # row tiles, of one tile of keys each
 
 
 @pytest.mark.usefixtures("split")
@@ -250,12 +250,12 @@ def test_members_of_two_groups_take_turns() -> None:
     batch = make_batch(Case(((1, 180),) * 6 + ((1, 20),), heads=(2, 1), head_dim=16, shared=2), DEVICE)
     tables = batch.metadata.block_tables
     tables[2, :10], tables[4, :10], tables[3, :10], tables[5, :10] = *[tables[0, :10]] * 2, *[tables[1, :10]] * 2
-    plan = planned(batch)
-    assert units_of(plan)[:2] == [(0, 3, 0, 2), (3, 3, 0, 2)] and plan.order.tolist() == [0, 2, 4, 1, 3, 5, 6]
+    partition = planned(batch)
+    assert units_of(partition)[:2] == [(0, 3, 0, 2), (3, 3, 0, 2)] and partition.order.tolist() == [0, 2, 4, 1, 3, 5, 6]
 
 
 def bytes_read(lens: tuple[int, ...], groups: list[tuple[range, int]], group: int = 4) -> int:
-    """The bytes of bf16 K/V that a decode step of 128-dimensional heads reads by its plan, for one KV head.
+    """The bytes of bf16 K/V that a decode step of 128-dimensional heads reads by its partition, for one KV head.
 
     groups: sequences, and how many leading tokens they have in common."""
     block_size, num_seqs = 16, len(lens)
@@ -271,15 +271,15 @@ def bytes_read(lens: tuple[int, ...], groups: list[tuple[range, int]], group: in
         max_seq_len=max(lens),
     )
     tile = triton_tuning.small_tile(triton_launch.Target("cuda", 90, 132), 2, 128, group)
-    plan, launches = triton_plan.make_plan(
+    partition, launches = triton_partition.make_partition(
         metadata, num_programs=264, num_kv_heads=1, group=group, block_size=block_size, sliding_window=0, chunk_size=0,
         share=True, combine=False, bm=tile.bm, many=tile.many, bn=tile.bn,
     )  # fmt: skip
     for launch in launches:
         launch.run(torch.device(DEVICE))
-    assert int(plan.item_starts[-1]) + plan.num_programs * (tile.many // tile.bm) <= plan.num_slots
-    assert sorted(plan.order.tolist()) == list(range(num_seqs))
-    return int(plan.tile_starts[-1]) * tile.bn * 2 * 128 * 2
+    assert int(partition.item_starts[-1]) + partition.num_programs * (tile.many // tile.bm) <= partition.num_slots
+    assert sorted(partition.order.tolist()) == list(range(num_seqs))
+    return int(partition.tile_starts[-1]) * tile.bn * 2 * 128 * 2
 
 
 def test_sixteen_samples_read_their_prompt_once() -> None:
@@ -314,10 +314,12 @@ def test_decode_without_a_common_prefix_is_one_launch_a_layer(options: dict[str,
     lens = ((1, 1000), (1, 70), (0, 0), (1, 200))
     batch = make_batch(Case(lens, **{"heads": (4, 2), "head_dim": 16} | options), DEVICE)
     batch.metadata = replace(batch.metadata, shares=False)
-    plan = planned(batch)
-    assert not plan.share and not plan.arrivals.any() and len(plan.arrivals) == 4 * batch.key_cache.shape[2]
+    partition = planned(batch)
+    assert (
+        not partition.share and not partition.arrivals.any() and len(partition.arrivals) == 4 * batch.key_cache.shape[2]
+    )
     launches, out = launches_of(batch)
-    assert [launch.kernel for launch in launches] == [triton_plan.plan_kernel, triton_ops.split_kernel]
+    assert [launch.kernel for launch in launches] == [triton_partition.partition_kernel, triton_ops.split_kernel]
     assert launches[1].args["PARTS"] > 0 and torch.equal(out, launches_of(batch)[1])
     metadata = batch.metadata
     kept = len(metadata.scratch)
@@ -415,7 +417,7 @@ def test_launches_of_one_step_compute_any_other(
     longest: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches decided on the host for eight padding sequences are valid for others: grids, kernels, plans, tables."""
-    monkeypatch.setattr(triton_plan, "MIN_SHARED_KEYS", 32)
+    monkeypatch.setattr(triton_partition, "MIN_SHARED_KEYS", 32)
     options = {"head_dim": 16, "heads": (2, 1), **options}
     shares = options.pop("shares", True)
     size, example = 8, make_batch(Case(((1, 1),), **options), DEVICE)

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from hf_paged.kernels import experts as definitions
-from hf_paged.kernels import routing
+from hf_paged.kernels import router as router_definition
 from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection
-from hf_paged.kernels.routing import Router, RouterKind
+from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import ACTIVATIONS, are_close
 from hf_paged.kernels.triton import experts as triton_experts
 from hf_paged.kernels.triton import launch as triton_launch
-from hf_paged.kernels.triton import routing as triton_routing
+from hf_paged.kernels.triton import router as triton_router
 from hf_paged.kernels.triton.experts import SIZES, assign, combine, product
-from hf_paged.kernels.triton.routing import route
+from hf_paged.kernels.triton.router import route
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -160,7 +160,7 @@ def test_routers(kind: RouterKind) -> None:
         logits = logits_of(2, num_experts, dtype)
         for bias in (None, None if kind.is_low else random(num_experts)):
             router = Router(kind, top_k, 0.1 if kind.scores == "mixer" else 1e-3, 1.7)
-            actual, expected = (each(logits, bias, router, dtype) for each in (route, routing.route))
+            actual, expected = (each(logits, bias, router, dtype) for each in (route, router_definition.route))
             if kind.groups == 1 or bias is not None:  # sums of two logits may be equal otherwise
                 assert torch.equal(actual[1], expected[1])
                 torch.testing.assert_close(
@@ -191,7 +191,7 @@ def test_three_variants_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatc
         seen.add((self.kernel.__name__, tuple(plain.items())))
 
     monkeypatch.setattr(triton_launch.Launch, "run", record)
-    for module in (triton_experts, triton_routing):
+    for module in (triton_experts, triton_router):
         monkeypatch.setattr(module, "_launches", triton_launch.RowLaunches())
     both, router = projections(8, 40, 24, torch.float32), Router(RouterKind(), 2)
     for count in (1, 2, 3, 16, 33, 64, 65, 256, 1000, 2000):

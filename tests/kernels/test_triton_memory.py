@@ -15,7 +15,7 @@ from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.rows import RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
-from hf_paged.kernels.triton import plan as triton_plan
+from hf_paged.kernels.triton import partition as triton_partition
 from hf_paged.kernels.triton import split as triton_split
 from hf_paged.kernels.triton.launch import Target
 from hf_paged.kernels.triton.rotary import rotate
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "MAX_WHOLE_TILES", 0)
-    monkeypatch.setattr(triton_plan, "MIN_TILES", 1)
+    monkeypatch.setattr(triton_partition, "MIN_TILES", 1)
 
 
 def errors(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], set[bytes]]:
@@ -40,13 +40,13 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], set[bytes]]:
     batch = make_batch(Case(((1, 300), (1, 190)), heads=(2, 1), head_dim=16))
     expected, found, results = batch.run("reference"), [], set()
     out = torch.empty_like(expected)
-    plan, step = triton_ops.attention_launches(
+    partition, step = triton_ops.attention_launches(
         batch.query, batch.key_cache, batch.value_cache, replace(batch.metadata, shares=False), batch.options["scale"],
         None, None, None, None, None, out, None, Target("cuda", 90, 3),
     )  # fmt: skip
     memory = WeakMemory(monkeypatch)
-    plan.run(out.device)
-    for seed in range(4):  # layers with one plan: the counters must be 0 again
+    partition.run(out.device)
+    for seed in range(4):  # layers with one partition: the counters must be 0 again
         memory.seed(seed)
         step.run(out.device)
         found.append((out - expected).abs().nan_to_num(9.0).max().item())

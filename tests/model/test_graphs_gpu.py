@@ -52,9 +52,9 @@ def test_same_outputs_with_and_without(family: str) -> None:
 
 def compiled() -> int:
     """Number of compiled versions of our kernels so far."""
-    from hf_paged.kernels.triton import gate, norm, plan, rotary, split, whole, write
+    from hf_paged.kernels.triton import gate, norm, partition, rotary, split, whole, write
 
-    modules = (gate, norm, plan, rotary, split, whole, write)
+    modules = (gate, norm, partition, rotary, split, whole, write)
     kernels = [value for module in modules for value in vars(module).values() if hasattr(value, "device_caches")]
     return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 

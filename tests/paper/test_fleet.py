@@ -11,7 +11,7 @@ import pytest
 from benchmarks import fleet, fleet_page
 from benchmarks.fleet_simulator import SYSTEM, Fleet, Traffic, chain, cost_model, make_replica, requests_of
 from benchmarks.paper.requests import SimRequest
-from hf_paged.serving.routing import Choice, PrefixRouter, RoundRobin
+from hf_paged.serving.routing import Choice, PrefixRouting, RoundRobin
 
 TRAFFIC = Traffic(4500, 2.0, 0.0)
 SMALL = replace(fleet.SETUP, slots=9000)
@@ -87,7 +87,7 @@ def test_chains_are_prefixes_of_later_ones() -> None:
     assert len(pairs) > 40
     for before, after in pairs:
         assert chain(after)[: len(chain(before))] == chain(before)
-    router = PrefixRouter[int]()
+    router = PrefixRouting[int]()
     router.sent(chain(requests[0]), 0)
     other = next(r for r in requests if r.conversation.split(".")[0] == requests[0].conversation.split(".")[0])
     assert router.matched(chain(other), 0) >= SYSTEM // 16

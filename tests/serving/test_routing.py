@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged.serving.routing import Choice, LeastLoaded, PrefixRouter, RoundRobin, Router, chain_of, make_router
+from hf_paged.serving.routing import Choice, LeastLoaded, PrefixRouting, RoundRobin, Router, chain_of, make_routing
 
 IDLE = {"a": 0.0, "b": 0.0, "c": 0.0}
 
@@ -37,7 +37,7 @@ def test_least_loaded() -> None:
 
 def test_a_conversation_stays() -> None:
     """New prompts are spread over idle replicas; longer ones with the same beginning go where it was sent."""
-    router = PrefixRouter[str]()
+    router = PrefixRouting[str]()
     homes = {start: sent(router, (start,), IDLE).replica for start in (1, 2, 3)}
     assert sorted(homes.values()) == ["a", "b", "c"]
     for turn in range(2, 6):
@@ -48,7 +48,7 @@ def test_a_conversation_stays() -> None:
 
 def test_unless_it_is_much_busier() -> None:
     """Eight blocks at four a request are worth two requests: beyond that the request goes elsewhere."""
-    router = PrefixRouter[str](blocks_per_request=4)
+    router = PrefixRouting[str](blocks_per_request=4)
     chain = tuple(range(8))
     router.sent(chain, "a")
     assert router.choose(chain, {"a": 2, "b": 0.5}) == Choice("a", 8, 8)
@@ -57,7 +57,7 @@ def test_unless_it_is_much_busier() -> None:
 
 
 def test_a_short_common_prefix_does_not_draw_all() -> None:
-    router = PrefixRouter[str](blocks_per_request=4)
+    router = PrefixRouting[str](blocks_per_request=4)
     loads = dict(IDLE)
     for start in range(30):
         loads[sent(router, (1000, 1001, start), loads).replica] += 1
@@ -65,7 +65,7 @@ def test_a_short_common_prefix_does_not_draw_all() -> None:
 
 
 def test_a_shorter_match_on_an_idle_replica() -> None:
-    router = PrefixRouter[str](blocks_per_request=1)
+    router = PrefixRouting[str](blocks_per_request=1)
     router.sent((1, 2, 3, 4), "a")
     router.sent((1, 2, 3), "b")
     assert router.choose((1, 2, 3, 4), {"a": 5, "b": 0, "c": 0}) == Choice("b", 3, 4)
@@ -73,7 +73,7 @@ def test_a_shorter_match_on_an_idle_replica() -> None:
 
 
 def test_replicas_come_and_go() -> None:
-    router = PrefixRouter[str]()
+    router = PrefixRouting[str]()
     router.sent((1, 2), "a")
     assert router.choose((1, 2), {"b": 50}) == Choice("b")  # a takes no requests now
     assert router.choose((1, 2), IDLE).replica == "a"
@@ -86,7 +86,7 @@ def test_replicas_come_and_go() -> None:
 
 def test_the_oldest_blocks_are_forgotten() -> None:
     """Of a prompt the last block first, as the prefix cache evicts them."""
-    router = PrefixRouter[str](most_blocks=4)
+    router = PrefixRouting[str](most_blocks=4)
     router.sent((1, 2, 3), "a")
     router.sent((7, 8), "a")
     assert [router.matched(chain, "a") for chain in ((1, 2, 3), (7, 8))] == [2, 2]
@@ -97,21 +97,21 @@ def test_the_oldest_blocks_are_forgotten() -> None:
 @pytest.mark.parametrize("options", [{"blocks_per_request": 0}, {"blocks_per_request": float("inf")}])
 def test_no_such_weight(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="blocks_per_request="):
-        PrefixRouter(**options)
+        PrefixRouting(**options)
 
 
 @pytest.mark.parametrize("most_blocks", [0, True, 1.5])
 def test_no_such_memory(most_blocks: int) -> None:
     with pytest.raises(ValueError, match="most_blocks="):
-        PrefixRouter(most_blocks=most_blocks)
+        PrefixRouting(most_blocks=most_blocks)
 
 
 def test_by_name() -> None:
-    assert isinstance(make_router("prefix", most_blocks=3), PrefixRouter)
-    assert isinstance(make_router("least-loaded"), LeastLoaded)
-    assert isinstance(make_router("round-robin"), RoundRobin)
+    assert isinstance(make_routing("prefix", most_blocks=3), PrefixRouting)
+    assert isinstance(make_routing("least-loaded"), LeastLoaded)
+    assert isinstance(make_routing("round-robin"), RoundRobin)
     with pytest.raises(ValueError, match="policy='random'"):
-        make_router("random")  # type: ignore[arg-type]
+        make_routing("random")  # type: ignore[arg-type]
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ LOADS = st.dictionaries(REPLICAS, st.integers(0, 9).map(float), min_size=1)
 EVENTS = st.lists(st.one_of(st.tuples(CHAINS, REPLICAS), REPLICAS), max_size=20)
 
 
-def played(router: PrefixRouter[str], events: list[object]) -> dict[str, OrderedDict[int, None]]:
+def played(router: PrefixRouting[str], events: list[object]) -> dict[str, OrderedDict[int, None]]:
     """What plain lists say that each replica holds after the events: prompts sent, and replicas that are gone."""
     held: dict[str, list[int]] = {}
     for event in events:
@@ -147,7 +147,7 @@ def test_the_best_replica_is_chosen(
     events: list[object], chain: tuple[int, ...], loads: dict[str, float], most: int, weight: float
 ) -> None:
     """The choice is that of a search over all replicas, and what is remembered is what plain lists say."""
-    router = PrefixRouter[str](blocks_per_request=weight, most_blocks=most)
+    router = PrefixRouting[str](blocks_per_request=weight, most_blocks=most)
     held = played(router, events)
     for replica in "abcd":
         assert router.held(replica) == len(held.get(replica, ())) <= most
@@ -165,7 +165,7 @@ def test_the_best_replica_is_chosen(
 
 @given(EVENTS)
 def test_forgetting_all_leaves_nothing(events: list[object]) -> None:
-    router = PrefixRouter[str](most_blocks=5)
+    router = PrefixRouting[str](most_blocks=5)
     played(router, events)
     for replica in "abcd":
         router.forget(replica)

@@ -18,7 +18,7 @@ Numbers = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _Formula:
     """One way to compute the factor. operations: torch's, but conversions, the last of them the query's product with
     it; "limit" and "growth" stand for these numbers of the module. rounds: the factor, to the query's dtype. is_given:
     whether the positions are an argument of the module; else it asks the cache."""
@@ -34,8 +34,8 @@ def _of_rope(parameters: Any) -> Numbers:
     return parameters["llama_4_scaling_beta"], parameters["original_max_position_embeddings"]
 
 
-FORMS = (
-    _Form(  # Llama 4
+FORMULAS = (
+    _Formula(  # Llama 4
         (
             ("add", 1.0), ("div", "limit"), ("floor", None), ("log1p", None), ("mul", "growth"), ("add", 1.0),
             ("mul", None),
@@ -45,7 +45,7 @@ FORMS = (
         rounds=False,
         is_given=False,
     ),
-    _Form(  # Ministral 3
+    _Formula(  # Ministral 3
         (
             ("div", "limit"), ("floor", None), ("add", 1.0), ("log", None), ("mul", "growth"), ("add", 1.0),
             ("mul", None),
@@ -62,38 +62,38 @@ FORMS = (
 class Factor:
     """The factor of one module's query, with its current numbers."""
 
-    form: int
+    formula: int
 
     @property
     def is_given(self) -> bool:
         """Whether the module gets the positions."""
-        return FORMS[self.form].is_given
+        return FORMULAS[self.formula].is_given
 
     def __call__(self, module: nn.Module, cache: PackedCache, rows: torch.Tensor) -> torch.Tensor:
         """[num_tokens], of the step's positions, on the device of `rows`; computed by the first layer that asks."""
-        form = FORMS[self.form]
-        growth, limit = form.numbers(module)
+        formula = FORMULAS[self.formula]
+        growth, limit = formula.numbers(module)
 
         def compute() -> torch.Tensor:
-            factor = form.factor(cache.positions.to(rows.device), growth, limit)
-            return factor.to(rows.dtype) if form.rounds else factor
+            factor = formula.factor(cache.positions.to(rows.device), growth, limit)
+            return factor.to(rows.dtype) if formula.rounds else factor
 
-        return cache.once((self.form, growth, limit, rows.dtype, rows.device), compute)
+        return cache.once((self.formula, growth, limit, rows.dtype, rows.device), compute)
 
 
 def factor_of(call: Call) -> tuple[Factor | None, list[Operation]]:
     """The factor by which a module multiplied its query at last, and the operations before it."""
     operations = [each for each in call.operations if each[0] != "_to_copy"]
-    for number, form in enumerate(FORMS):
-        start = len(operations) - len(form.operations)
-        if start < 0 or [name for name, _ in operations[start:]] != [name for name, _ in form.operations]:
+    for number, formula in enumerate(FORMULAS):
+        start = len(operations) - len(formula.operations)
+        if start < 0 or [name for name, _ in operations[start:]] != [name for name, _ in formula.operations]:
             continue
         try:
-            growth, limit = form.numbers(call.module)
+            growth, limit = formula.numbers(call.module)
         except (AttributeError, KeyError, TypeError):
             continue
         named: dict[Any, float] = {"growth": growth, "limit": limit}
-        expected = [() if each is None else (named.get(each, each),) for _, each in form.operations]
+        expected = [() if each is None else (named.get(each, each),) for _, each in formula.operations]
         if expected == [numbers for _, numbers in operations[start:]]:
             return Factor(number), operations[:start]
     return None, operations

@@ -14,7 +14,7 @@ from torch.nn.modules import module as _module
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
-from hf_paged.fused.gpu.experts import experts_part
+from hf_paged.fused.gpu.experts_part import experts_part
 from hf_paged.fused.gpu.layers import LayerPart, layer_part
 from hf_paged.fused.gpu.parts import ChainPart, NormPart, Part, activation_part, chain_part, gated_part, norm_of
 from hf_paged.fused.gpu.rotary import names_of, rotary_functions

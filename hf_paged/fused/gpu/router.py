@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hf_paged.fused.gpu.parts import Part
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of
-from hf_paged.kernels.routing import MAX_EXPERTS, Router, RouterKind, route
+from hf_paged.kernels.router import MAX_EXPERTS, Router, RouterKind, route
 from hf_paged.kernels.rows import DTYPES, are_alike, are_close
 
 
@@ -83,7 +83,7 @@ class RouterPart(Part):
         self._dtypes = call.input.dtype, *(x.dtype for x in call.output[:2])
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        from hf_paged.kernels.triton.routing import route
+        from hf_paged.kernels.triton.router import route
 
         rows = at(self._rows, args, kwargs)
         dtype, logits_dtype, weights_dtype = self._dtypes

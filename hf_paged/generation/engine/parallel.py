@@ -1,4 +1,4 @@
-"""Runners for a tensor-parallel model: the driver's sends each step's plan, those of the other ranks carry it out.
+"""Runners for a tensor-parallel model: the driver's sends each step as a message, the others carry it out.
 
 All ranks move blocks and compute forwards. Block tables, requests and sampling exist on the driver alone.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import RankError, UnsupportedModelError
-from hf_paged.generation.engine.plan import Forward, StepPlan
+from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
 from hf_paged.generation.engine.runner import Packed, Runner, StepResult
 from hf_paged.generation.engine.sizing import OpenedMemory
@@ -27,7 +27,7 @@ from hf_paged.model.state import state_of, unwrapped
 
 
 class _Event(Enum):
-    """What the driver tells the other ranks besides plans: a message of one byte."""
+    """What the driver tells the other ranks besides steps: a message of one byte."""
 
     PAUSE = b"p"
     COMPARE = b"="  # what each rank has got
@@ -94,8 +94,8 @@ class DrivingRunner(_RankRunner):
         self._packed = deque(pack(None, part) for part in parts if part)
         forwards = [forward for forward, _ in self._packed]
         if forwards or output.moves_blocks:
-            plan = StepPlan(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
-            self._ranks.send(plan.to_bytes())
+            step = StepMessage(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
+            self._ranks.send(step.to_bytes())
         with self._ranks.guard():
             super().prepare(output)
 
@@ -136,7 +136,7 @@ class FollowingRunner(_RankRunner):
         raise RuntimeError(f"rank {self._ranks.rank} follows rank 0, which takes the requests; call run_worker()")
 
     def follow(self, on_pause: Callable[[], Any] | None) -> None:
-        """Carry out the driver's plans until it closes its engine. Raises RankError if a rank fails."""
+        """Carry out the steps of the driver until it closes its engine. Raises RankError if a rank fails."""
         while not self._is_done:
             message = self._ranks.receive()
             with self._ranks.guard():
@@ -145,14 +145,14 @@ class FollowingRunner(_RankRunner):
     def _obey(self, message: bytearray, on_pause: Callable[[], Any] | None) -> None:
         event = _Event(bytes(message)) if len(message) == 1 else None
         if event is None:
-            plan = StepPlan.from_bytes(message)
-            if plan.weights_epoch != self._epoch:
-                self._epoch = plan.weights_epoch
+            step = StepMessage.from_bytes(message)
+            if step.weights_epoch != self._epoch:
+                self._epoch = step.weights_epoch
                 self._weights.changed()
             super().check_model()
             self.look()
             self.follow_model()
-            self.carry_out(plan)
+            self.carry_out(step)
         elif event is _Event.PAUSE:
             if on_pause is not None:
                 on_pause()

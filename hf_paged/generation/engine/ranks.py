@@ -1,7 +1,7 @@
 """The ranks of a tensor-parallel model: the driver's messages to the others, and the end of all if one fails or hangs.
 
-Rank 0 drives: it alone schedules and samples, and broadcasts each step's plan (SOSP'23 section 4.6). torch.distributed
-carries the messages, with gloo beside whatever backend the forwards use. Knows messages; never what is in a plan.
+Rank 0 drives: it alone schedules and samples, and broadcasts each step (SOSP'23 section 4.6). torch.distributed
+carries the messages, with gloo beside whatever backend the forwards use. Knows messages; never what is in them.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Ranks:
     def check_same_messages(self) -> None:
         """On every rank: raises AssertionError on the driver unless all have got the same messages."""
         seen = self._gather(struct.pack("=qq", self._count, zlib.crc32(self._last)))
-        assert not self.is_driver or len(set(seen)) == 1, f"the ranks have followed different plans: {seen}"
+        assert not self.is_driver or len(set(seen)) == 1, f"the ranks have got different messages: {seen}"
 
     def _gather(self, data: bytes) -> list[bytes]:
         """The first bytes, about a thousand, of the data of each rank."""

@@ -20,7 +20,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged, UnsupportedModelError
-from hf_paged.generation.engine.plan import Forward, StepPlan
+from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence
@@ -222,7 +222,7 @@ class Runner:
             if output.moves_blocks:
                 self._move_blocks(output)
 
-    def _move_blocks(self, step: SchedulerOutput | StepPlan) -> None:
+    def _move_blocks(self, step: SchedulerOutput | StepMessage) -> None:
         if self._host_pool is not None:
             self._host_pool.swap_out(step.swap_out)
             self._host_pool.swap_in(step.swap_in)
@@ -231,12 +231,12 @@ class Runner:
         if step.block_copies:
             self.memory.pool.copy_blocks(step.block_copies)
 
-    def carry_out(self, plan: StepPlan) -> None:
-        """Do what a driver has planned: move blocks and write K/V. The driver alone needs the logits."""
+    def carry_out(self, step: StepMessage) -> None:
+        """Do what the driver says: move blocks and write K/V. The driver alone needs the logits."""
         self._follow_last_step()
         with self._without_gradients():
-            self._move_blocks(plan)
-            for forward in plan.forwards:
+            self._move_blocks(step)
+            for forward in step.forwards:
                 compute = partial(self._compute, forward)
                 if forward.adapters is None:
                     compute()

@@ -259,7 +259,7 @@ INLINE void TYPED(end_item)(const TYPED(Work) w) {
 INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next, TYPED(Buffers) b, float scale,
                             float softcap, const int64_t dim, const int64_t v_dim, const int fixed) {
     const int64_t kv_heads = call->num_kv_heads, heads = call->num_heads, group = heads / kv_heads;
-    const TYPED(Work) w = {call, call->plan->tokens + item->first, item->count, group, heads, item->count * group,
+    const TYPED(Work) w = {call, call->partition->tokens + item->first, item->count, group, heads, item->count * group,
                            padded_dim(dim), padded_dim(v_dim), round_up(2 * heads, 16), scale, softcap, b};
     const int32_t *table = call->tables + item->seq * call->table_stride;
     int64_t low, high, next_low = 0, next_high = 0;
@@ -294,7 +294,7 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
 }
 
 static TYPED(Buffers) TYPED(buffers)(char *at, const Call *call) {
-    const int64_t count = call->plan->max_count, heads = call->num_heads, rows = count * (heads / call->num_kv_heads);
+    const int64_t count = call->partition->max_count, heads = call->num_heads, rows = count * (heads / call->num_kv_heads);
     TYPED(Buffers) b;
     b.q = take(&at, count * heads * padded_dim(call->head_dim) * (int64_t)sizeof(Q_ELEMENT));
     b.sums = take(&at, count * heads * W * 4);
@@ -309,17 +309,17 @@ static TYPED(Buffers) TYPED(buffers)(char *at, const Call *call) {
 }
 
 void TYPED(attention)(const Call *call, float scale, float softcap) {
-    const Plan *plan = call->plan;
+    const Partition *partition = call->partition;
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
-    const int64_t own_bytes = thread_bytes(plan->max_count, call->num_heads, call->num_kv_heads, dim, v_dim);
-    char *parts = call->workspace + plan->num_slots * slot_bytes(call->num_heads, v_dim);
+    const int64_t own_bytes = thread_bytes(partition->max_count, call->num_heads, call->num_kv_heads, dim, v_dim);
+    char *parts = call->workspace + partition->num_slots * slot_bytes(call->num_heads, v_dim);
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1)
     {
         const TYPED(Buffers) b = TYPED(buffers)(parts + omp_get_thread_num() * own_bytes, call);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < plan->num_items; i++) {
-            const Item *item = plan->items + i;
-            const Item *next = i + call->threads < plan->num_items ? item + call->threads : NULL;
+        for (int64_t i = 0; i < partition->num_items; i++) {
+            const Item *item = partition->items + i;
+            const Item *next = i + call->threads < partition->num_items ? item + call->threads : NULL;
             if (COMMON_DIMS && dim == 64 && v_dim == 64)
                 TYPED(run_item)(call, item, next, b, scale, softcap, 64, 64, 1);
             else if (COMMON_DIMS && dim == 128 && v_dim == 128)

@@ -206,7 +206,7 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
 
 /* What to prefetch while heads [h, h + together) are computed: the following heads of these keys, or the first heads
  * of the next item. */
-INLINE AmxAhead amx_plan_ahead(const AmxWork *w, int64_t h, int64_t together, const int64_t v_dim, const int width) {
+INLINE AmxAhead amx_look_ahead(const AmxWork *w, int64_t h, int64_t together, const int64_t v_dim, const int width) {
     const int64_t first = h + together < w->kv_heads ? h + together : 0;
     const int64_t last = first + together < w->kv_heads ? first + together : w->kv_heads;
     AmxAhead ahead = {first ? w->at : w->next, first, last, 0, 0, 0};
@@ -340,7 +340,7 @@ INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, A
     const Item *item = at->item;
     const int64_t kv_heads = call->num_kv_heads, heads = call->num_heads, group = heads / kv_heads;
     const int64_t rows = item->count * group;
-    AmxWork w = {call, at, next, call->plan->tokens + item->first, item->count, group, heads, kv_heads, rows,
+    AmxWork w = {call, at, next, call->partition->tokens + item->first, item->count, group, heads, kv_heads, rows,
                  amx_blocks(rows), (int64_t)item->chunk * CHUNK, round_up(2 * heads, 16), at->first / STEP,
                  (at->last + STEP - 1) / STEP, b, {0}, {0}};
     AmxMask mask = {scale, softcap, softcap <= 0 && !call->slopes, call->slopes != NULL};
@@ -350,7 +350,7 @@ INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, A
     AmxAhead ahead = {0};
     amx_begin(&w, &mask, dim, v_dim, width);
     for (int64_t h = 0; h < kv_heads; h++) {
-        if (h % together == 0) ahead = amx_plan_ahead(&w, h, together, v_dim, width);
+        if (h % together == 0) ahead = amx_look_ahead(&w, h, together, v_dim, width);
         amx_head(&w, &ahead, &mask, h, dim, v_dim, width);
     }
     for (int64_t t = 0; t < w.count; t++)
@@ -375,24 +375,24 @@ int amx_has_shape(const Call *call) {
 }
 
 void attention_amx(const Call *call, float scale, float softcap) {
-    const Plan *plan = call->plan;
+    const Partition *partition = call->partition;
     const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads, group = heads / kv_heads;
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
-    const int64_t own_bytes = thread_bytes(plan->max_count, heads, kv_heads, dim, v_dim);
-    char *parts = call->workspace + plan->num_slots * slot_bytes(heads, v_dim);
+    const int64_t own_bytes = thread_bytes(partition->max_count, heads, kv_heads, dim, v_dim);
+    char *parts = call->workspace + partition->num_slots * slot_bytes(heads, v_dim);
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1)
     {
         char *at = parts + omp_get_thread_num() * own_bytes;
-        AmxBuffers b = amx_divide(&at, plan->max_count, heads, kv_heads, dim, v_dim);
+        AmxBuffers b = amx_divide(&at, partition->max_count, heads, kv_heads, dim, v_dim);
         AmxRows rows[2];
         int side = 0, configured = 0;
         rows[0].item = rows[1].item = NULL;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < plan->num_items; i++) {
-            const Item *item = plan->items + i;
+        for (int64_t i = 0; i < partition->num_items; i++) {
+            const Item *item = partition->items + i;
             if (rows[side].item != item) amx_locate(call, item, &rows[side]);
-            if (i + call->threads < plan->num_items) amx_locate(call, item + call->threads, &rows[side ^ 1]);
-            const AmxRows *now = &rows[side], *next = i + call->threads < plan->num_items ? &rows[side ^ 1] : now;
+            if (i + call->threads < partition->num_items) amx_locate(call, item + call->threads, &rows[side ^ 1]);
+            const AmxRows *now = &rows[side], *next = i + call->threads < partition->num_items ? &rows[side ^ 1] : now;
             const int width = item->count * group <= 4 ? 4 : 16;
             if (width != configured) _tile_loadconfig(width == 4 ? &amx_config_4 : &amx_config_16);
             configured = width;

@@ -5,10 +5,10 @@
 #include "prefill.h"
 
 /* Bytes of workspace, aligned to 64, for hfp_attention. */
-HFP_EXPORT int64_t hfp_workspace_bytes(const Plan *plan, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+HFP_EXPORT int64_t hfp_workspace_bytes(const Partition *partition, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                                        int64_t v_head_dim, int64_t threads) {
-    return plan->num_slots * slot_bytes(num_heads, v_head_dim) +
-           threads * thread_bytes(plan->max_count, num_heads, num_kv_heads, head_dim, v_head_dim) + 64;
+    return partition->num_slots * slot_bytes(num_heads, v_head_dim) +
+           threads * thread_bytes(partition->max_count, num_heads, num_kv_heads, head_dim, v_head_dim) + 64;
 }
 
 /* Bytes of workspace, aligned to 64, for hfp_prefill. */
@@ -16,14 +16,14 @@ HFP_EXPORT int64_t hfp_prefill_bytes(int64_t head_dim, int64_t v_head_dim, int64
     return threads * prefill_bytes(head_dim, v_head_dim) + 64;
 }
 
-/* Attention of the sequences in the plan, after the new K/V has been written. dtype: 0 fp32, 1 bf16, 2 fp16. Returns
+/* Attention of the sequences in the partition, after the new K/V has been written. dtype: 0 fp32, 1 bf16, 2 fp16. Returns
  * 0, or -1 if this build has no code for the dtype. */
 HFP_EXPORT int hfp_attention(const Call *call, int dtype) {
     const float scale = (float)call->scale, softcap = (float)call->softcap;
     if (call->new_key)
         hfp_write_kv(call->new_key, call->new_value, (char *)call->key, (char *)call->value, call->slots,
                      call->num_tokens, call->num_kv_heads, call->block_size, &call->strides, call->threads);
-    if (!call->plan->num_items) return 0; /* only sequences for hfp_prefill */
+    if (!call->partition->num_items) return 0; /* only sequences for hfp_prefill */
     if (dtype == 0) return attention_f32(call, scale, softcap), 0;
 #if HAS_AMX
     if (dtype == 1 && amx_has_shape(call) && amx_allowed()) return attention_amx(call, scale, softcap), 0;

@@ -2,7 +2,7 @@
  * dtype. */
 #ifndef HFP_KERNELS_H
 #define HFP_KERNELS_H
-#include "plan.h"
+#include "partition.h"
 
 /* The strides of a write, in bytes: from token to token and from head to head of the new K and V, and from block to
  * block, slot to slot and head to head of the caches. k_size, v_size: bytes of one head. */
@@ -28,7 +28,7 @@ typedef struct {
     float *lse;                  /* [num_tokens, num_heads] or NULL */
     const float *sinks, *slopes; /* [num_heads] or NULL */
     const int32_t *tables;
-    const Plan *plan;
+    const Partition *partition;
     char *workspace;
     int64_t q_token, q_head, k_block, k_token, k_head, v_block, v_token, v_head, o_token, o_head;
     int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk_size, threads;

@@ -27,7 +27,7 @@ INLINE void locate(const Call *call, const int32_t *table, int64_t tile, int64_t
 
 /* The range of positions of an item that at least one of its queries sees. */
 INLINE void keys_of_item(const Call *call, const Item *item, int64_t *low, int64_t *high) {
-    const Token *tokens = call->plan->tokens + item->first;
+    const Token *tokens = call->partition->tokens + item->first;
     const int64_t start = (int64_t)item->chunk * CHUNK, end = start + CHUNK;
     *low = end;
     *high = start;

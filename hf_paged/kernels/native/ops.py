@@ -62,8 +62,8 @@ def _library() -> ctypes.CDLL:
 
 
 class _Sizes(NamedTuple):
-    """The sizes on which a plan depends. window, chunk_size: 0 = none. group: query heads per KV head. head_dim: the
-    larger one of K's and V's. num_blocks: of the cache. num_rows: of the query."""
+    """The sizes on which a partition depends. window, chunk_size: 0 = none. group: query heads per KV head. head_dim:
+    the larger one of K's and V's. num_blocks: of the cache. num_rows: of the query."""
 
     block_size: int
     window: int
@@ -74,10 +74,10 @@ class _Sizes(NamedTuple):
     num_rows: int
 
 
-class _Plan:
+class _Partition:
     """The work items of one step for one mask: made once, used by all layers of the group.
 
-    handle: the address of the plan. prompts: the sequences for `hfp_prefill`, or None.
+    handle: the address of the partition. prompts: the sequences for `hfp_prefill`, or None.
     """
 
     __slots__ = ("_few", "_long", "_memory", "_step", "_workspace_bytes", "handle", "prompts")
@@ -112,17 +112,17 @@ class _Plan:
             what = ("the query rows", "the length", "a block id")[fault % 4 - 1]
             raise ValueError(f"{what} of sequence {fault // 4} is out of bounds")
         # The memory of a tensor is freed without running Python: a finalizer would swallow Ctrl-C.
-        self._memory = buffers.empty((library.hfp_plan_bytes(ctypes.byref(step)),), torch.uint8)
+        self._memory = buffers.empty((library.hfp_partition_bytes(ctypes.byref(step)),), torch.uint8)
         self.handle = self._memory.data_ptr()
-        library.hfp_plan(self.handle, ctypes.byref(step))
+        library.hfp_partition(self.handle, ctypes.byref(step))
         self._workspace_bytes: dict[tuple[int, ...], int] = {}
 
     def follow(self) -> bool:
-        """Plan the next decode step, whose lengths are in the same memory; False if this plan has no room for it."""
+        """Go on to the next decode step, whose lengths are in the same memory; False if there is no room for it."""
         library, step = _library(), ctypes.byref(self._step)
-        if library.hfp_plan_bytes(step) > self._memory.numel():
+        if library.hfp_partition_bytes(step) > self._memory.numel():
             return False
-        library.hfp_plan(self.handle, step)
+        library.hfp_partition(self.handle, step)
         self._workspace_bytes.clear()
         return True
 
@@ -139,7 +139,7 @@ class _Plan:
     def counts(self) -> tuple[int, int, int, int]:
         """Work items, queries in them, queries with several chunks, partial results."""
         counts = (ctypes.c_int64 * 4)()
-        _library().hfp_plan_counts(self.handle, counts)
+        _library().hfp_partition_counts(self.handle, counts)
         return tuple(counts)
 
 
@@ -201,27 +201,27 @@ def paged_attention(
         sinks = as_plain(sinks.to(torch.float32)).contiguous()
     if alibi_slopes is not None:
         alibi_slopes = as_plain(alibi_slopes.to(torch.float32)).contiguous()
-    call, plan, num_bytes = attention_call(
+    call, partition, num_bytes = attention_call(
         query, key_cache, value_cache, metadata, target, key=key, value=value, sliding_window=sliding_window,
         chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, share=share,
     )  # fmt: skip
     call.scale, call.softcap, call.workspace = scale, softcap or 0.0, workspace(num_bytes)
     library, address = _library(), ctypes.byref(call)
     failed = library.hfp_attention(address, _DTYPES[dtype])
-    if plan.prompts is not None:
-        failed |= library.hfp_prefill(address, _DTYPES[dtype], ctypes.byref(plan.prompts))
+    if partition.prompts is not None:
+        failed |= library.hfp_prefill(address, _DTYPES[dtype], ctypes.byref(partition.prompts))
     if failed:
         raise ValueError(f"impl='native': this CPU cannot convert {dtype}; use impl='torch'")
     if target is not out:
         out.copy_(target)
     if lse is not None:
         return out, lse
-    if key is not None and value is not None and plan.prompts is None and sinks is None and alibi_slopes is None:
+    if key is not None and value is not None and partition.prompts is None and sinks is None and alibi_slopes is None:
         written = call.held[:2]
         if share and target is out and query is given and written[0] is key and written[1] is value:  # used as they are
             options = scale, sliding_window, chunk_size, softcap
             layout = layout_of((query, key_cache, value_cache, key, value), options)
-            metadata.scratch[REPEATABLE] = Repeatable(call, layout, query, plan)
+            metadata.scratch[REPEATABLE] = Repeatable(call, layout, query, partition)
     return out
 
 
@@ -230,16 +230,16 @@ class Repeatable:
     other addresses, so that nothing has to be checked or derived again: that takes several times as long as the kernel.
     """
 
-    __slots__ = ("_call", "_dtype", "_layout", "_plan", "_shape")
+    __slots__ = ("_call", "_dtype", "_layout", "_partition", "_shape")
 
-    def __init__(self, call: Call, layout: tuple[Any, ...], query: torch.Tensor, plan: _Plan) -> None:
-        self._call, self._layout, self._plan = call, layout, plan
+    def __init__(self, call: Call, layout: tuple[Any, ...], query: torch.Tensor, partition: _Partition) -> None:
+        self._call, self._layout, self._partition = call, layout, partition
         self._dtype = query.dtype
         self._shape = (*query.shape[:2], call.v_head_dim)
 
     def follow(self) -> bool:
         """Become the attention of the next decode step (see `DecodeStep`); False if it must be prepared again."""
-        return self._plan.follow()
+        return self._partition.follow()
 
     def run(
         self,
@@ -263,7 +263,7 @@ class Repeatable:
         call.key, call.value = key_cache.data_ptr(), value_cache.data_ptr()
         call.new_key, call.new_value = key.data_ptr(), value.data_ptr()
         shape = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim, call.threads
-        call.workspace = workspace(self._plan.workspace_bytes(*shape))
+        call.workspace = workspace(self._partition.workspace_bytes(*shape))
         _library().hfp_attention(ctypes.byref(call), _DTYPES[self._dtype])
         return out
 
@@ -283,8 +283,8 @@ def attention_call(
     alibi_slopes: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     share: bool = True,
-) -> tuple[Call, _Plan, int]:
-    """The arguments of an attention for the kernels; the plan of the step; and the bytes of workspace that it needs.
+) -> tuple[Call, _Partition, int]:
+    """The arguments of an attention for the kernels; the partition of the step; and the bytes of workspace for it.
 
     The arguments are as for `ops.paged_attention`, but the last dimension of every tensor is contiguous, and sinks and
     alibi_slopes are fp32. The caller sets the scale, the softcap and the address of the workspace.
@@ -294,9 +294,9 @@ def attention_call(
     window, chunk, threads = sliding_window or 0, chunk_size or 0, torch.get_num_threads()
     group, dim = num_heads // num_kv_heads, max(head_dim, v_head_dim)
     sizes = _Sizes(block_size, window, chunk, group, dim, num_blocks, num_tokens)
-    plan: _Plan | None = metadata.scratch.get(("native", sizes, share))
-    if plan is None:
-        plan = metadata.scratch[("native", sizes, share)] = _Plan(metadata, sizes, share)
+    partition: _Partition | None = metadata.scratch.get(("native", sizes, share))
+    if partition is None:
+        partition = metadata.scratch[("native", sizes, share)] = _Partition(metadata, sizes, share)
     new_kv: tuple[Any, ...] = _NO_NEW_KV
     slots = None
     if key is not None and value is not None:
@@ -312,13 +312,13 @@ def attention_call(
         0 if lse is None else lse.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        metadata.block_tables.data_ptr(), plan.handle, 0,
+        metadata.block_tables.data_ptr(), partition.handle, 0,
         *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
         metadata.block_tables.stride(0), num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk,
         threads, *new_kv,
     )  # fmt: skip
     call.held = key, value, slots
-    return call, plan, plan.workspace_bytes(num_heads, num_kv_heads, head_dim, v_head_dim, threads)
+    return call, partition, partition.workspace_bytes(num_heads, num_kv_heads, head_dim, v_head_dim, threads)
 
 
 def write_kv(

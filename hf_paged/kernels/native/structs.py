@@ -1,4 +1,4 @@
-"""The C structs of the kernels, field for field as in plan.h and kernels.h, and the signatures of the entry points.
+"""The C structs of the kernels, field for field as in partition.h and kernels.h, and the signatures of their functions.
 
 Addresses are integers.
 """
@@ -15,7 +15,7 @@ def _integers(*names: str) -> list[tuple[str, type]]:
 
 
 class Step(ctypes.Structure):
-    """The arguments of `hfp_plan` and `hfp_check`."""
+    """The arguments of `hfp_partition` and `hfp_check`."""
 
     _fields_ = _integers(
         "tables", "seq_lens", "starts", "seqs", "table_stride", "num_seqs", "block_size", "window", "chunk_size",
@@ -43,7 +43,7 @@ class Call(ctypes.Structure):
 
     _fields_ = [
         *_integers(
-            "query", "key", "value", "out", "lse", "sinks", "slopes", "tables", "plan", "workspace",
+            "query", "key", "value", "out", "lse", "sinks", "slopes", "tables", "partition", "workspace",
             "q_token", "q_head", "k_block", "k_token", "k_head", "v_block", "v_token", "v_head", "o_token", "o_head",
             "table_stride", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "block_size", "window",
             "chunk_size", "threads", "new_key", "new_value", "slots", "num_tokens",
@@ -64,9 +64,9 @@ class Prompts(ctypes.Structure):
 
 _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_check": ([_POINTER, *[_INTEGER] * 4], _INTEGER),
-    "hfp_plan_bytes": ([_POINTER], _INTEGER),
-    "hfp_plan": ([_POINTER, _POINTER], None),
-    "hfp_plan_counts": ([_POINTER, _POINTER], None),
+    "hfp_partition_bytes": ([_POINTER], _INTEGER),
+    "hfp_partition": ([_POINTER, _POINTER], None),
+    "hfp_partition_counts": ([_POINTER, _POINTER], None),
     "hfp_workspace_bytes": ([_POINTER, *[_INTEGER] * 5], _INTEGER),
     "hfp_attention": ([_POINTER, _INT], _INT),
     "hfp_prefill_bytes": ([_INTEGER] * 3, _INTEGER),

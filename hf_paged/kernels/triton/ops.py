@@ -15,7 +15,7 @@ from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import REPEATABLE, SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton import tuning as triton_tuning
 from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, stride_unit, target_of
-from hf_paged.kernels.triton.plan import PLAN_KERNELS, make_plan
+from hf_paged.kernels.triton.partition import PARTITION_KERNELS, make_partition
 from hf_paged.kernels.triton.repeat import Repeated
 from hf_paged.kernels.triton.split import reduce_kernel, split_kernel
 from hf_paged.kernels.triton.tuning import Tile
@@ -25,7 +25,7 @@ from hf_paged.kernels.triton.write import copy_blocks, write_kv, write_kv_launch
 __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
 WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V and writes it
-# A decode step over at most this many tiles of keys uses the whole kernel: no plan and no reduction.
+# A decode step over at most this many tiles of keys uses the whole kernel: no partition and no reduction.
 MAX_WHOLE_TILES = 4
 # Programs of the split kernel per core: one wave, with enough loads in flight to use the memory bandwidth.
 PROGRAMS_PER_CORE = 2
@@ -67,7 +67,7 @@ def paged_attention(
             launches.insert(0, write_kv_launch(key, value, key_cache, value_cache, metadata.slot_mapping))
     compiled = [launch.run(query.device) for launch in launches]
     if is_ordinary and launches and None not in compiled and REPEATABLE not in metadata.scratch:
-        again = [each for each in zip(launches, compiled) if each[0].kernel not in PLAN_KERNELS]
+        again = [each for each in zip(launches, compiled) if each[0].kernel not in PARTITION_KERNELS]
         options = scale, sliding_window, chunk_size, softcap
         metadata.scratch[REPEATABLE] = Repeated(again, inputs, out, options)
     return out if lse is None else (out, lse)
@@ -186,38 +186,38 @@ def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, targ
         share, tile = False, replace(tile, many=tile.bm)
     # AMD's barrier does not order other threads' writes before the count of a part.
     combine = tile.many == tile.bm and max_query == 1 and not share and target.backend == "cuda"
-    key = ("triton_plan", heads, group, common["BLOCK_SIZE"], window, chunk, common["V_HEAD_DIM"], tile)
+    key = ("triton_partition", heads, group, common["BLOCK_SIZE"], window, chunk, common["V_HEAD_DIM"], tile)
     launches: list[Launch] = []
     if key not in metadata.scratch:
-        plan, launches = make_plan(
+        partition, launches = make_partition(
             metadata, num_programs=target.num_cores * PROGRAMS_PER_CORE, num_kv_heads=heads, group=group,
             block_size=common["BLOCK_SIZE"], sliding_window=window, chunk_size=chunk, share=share, combine=combine,
             bm=tile.bm, many=tile.many, bn=tile.bn,
         )  # fmt: skip
         device = metadata.seq_lens.device
-        partial_out = buffers.empty((plan.num_slots * tile.bm * common["V_HEAD_DIM"],), torch.float32, device)
-        partial_lse = buffers.empty((plan.num_slots * tile.bm,), torch.float32, device)
-        metadata.scratch[key] = plan, partial_out, partial_lse
-    plan, partial_out, partial_lse = metadata.scratch[key]
-    planned = {
-        "units": plan.units, "tile_starts": plan.tile_starts, "item_starts": plan.item_starts,
-        "schedule": plan.schedule, "partial_out": partial_out, "partial_lse": partial_lse,
+        partial_out = buffers.empty((partition.num_slots * tile.bm * common["V_HEAD_DIM"],), torch.float32, device)
+        partial_lse = buffers.empty((partition.num_slots * tile.bm,), torch.float32, device)
+        metadata.scratch[key] = partition, partial_out, partial_lse
+    partition, partial_out, partial_lse = metadata.scratch[key]
+    divided = {
+        "units": partition.units, "tile_starts": partition.tile_starts, "item_starts": partition.item_starts,
+        "schedule": partition.schedule, "partial_out": partial_out, "partial_lse": partial_lse,
         "num_units": num_seqs * 2 if share else num_seqs, "SHARE": share, "BM": tile.bm, "MANY": tile.many,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     rows = next_power_of_2(group)
-    args = common | planned | {
-        "order": plan.order, "arrivals": plan.arrivals, "BN": tile.bn, "STAGES": tile.num_stages,
+    args = common | divided | {
+        "order": partition.order, "arrivals": partition.arrivals, "BN": tile.bn, "STAGES": tile.num_stages,
         "ROWS": rows, "PARTS": max(1, COMBINED // (rows * common["BLOCK_DV"])) if combine else 0,
     }  # fmt: skip
-    launches.append(Launch(split_kernel, (plan.num_programs,), args, options))
+    launches.append(Launch(split_kernel, (partition.num_programs,), args, options))
     if combine:
         return launches
     names = ("query_start_loc", "out", "lse", "out_token_stride", "out_head_stride", "NUM_KV_HEADS", "GROUP",
              "V_HEAD_DIM", "BLOCK_DV", "num_seqs")  # fmt: skip
-    args = {name: common[name] for name in names} | planned
-    args |= {"groups": plan.groups, "ranks": plan.ranks, "token_starts": plan.token_starts, "max_query": max_query,
-             "SPLITS": max(4, 4096 // common["BLOCK_DV"])}  # fmt: skip
+    args = {name: common[name] for name in names} | divided
+    args |= {"groups": partition.groups, "ranks": partition.ranks, "token_starts": partition.token_starts,
+             "max_query": max_query, "SPLITS": max(4, 4096 // common["BLOCK_DV"])}  # fmt: skip
     grid = (num_seqs if max_query == 1 else metadata.short_tokens, heads * group)
     launches.append(Launch(reduce_kernel, grid, args, {"num_warps": 4}))
     return launches

@@ -1,8 +1,8 @@
-"""Attention whose work a plan cuts into equal runs of tiles: decode, and verification of a few speculative tokens.
+"""Attention whose work a partition cuts into equal runs of tiles: decode, and verification of a few speculative tokens.
 
 A run with all keys of its rows writes the output. Other runs write partial results, to be combined by their
-log-sum-exp: by the last program that has a part of them, or by a second kernel. Knows a step's tensors and its Plan;
-never layers.
+log-sum-exp: by the last program that has a part of them, or by a second kernel. Knows a step's tensors and its
+Partition; never layers.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
@@ -244,7 +244,7 @@ def reduce_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     SHARE: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h): combine head h of new token i of the planned sequences, if its keys were split; of sequence i if
+    """Program (i, h): combine head h of new token i of the divided sequences, if its keys were split; of sequence i if
     max_query is 1, so that none of them has more tokens than one."""
     index = tl.program_id(0)
     head = tl.program_id(1)

@@ -1,7 +1,7 @@
 """Attention where one program processes all keys of a tile of rows: prefill, chunked prefill and short decode steps.
 
-Each program finds its own sequence, so that no plan is needed and the host reads no lengths. Knows a step's tensors;
-never layers.
+Each program finds its own sequence, so that no partition is needed and the host reads no lengths. Knows a step's
+tensors; never layers.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"

@@ -1,7 +1,7 @@
 """One step as plain data: all that a process needs to compute it on its own device (SOSP'23 section 4.6).
 
-With tensor parallelism the driver sends each plan to the other ranks, as numbers alone: nothing in it can be run. A
-plan refers to blocks, never to sequences, requests or tensors of a device.
+With tensor parallelism the driver sends each step to the other ranks, as numbers alone: nothing in it can be run. A
+message refers to blocks, never to sequences, requests or tensors of a device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
+class StepMessage:
     """A step, to be carried out in this order: `swap_out`, `swap_in`, `block_copies`, then the forwards.
 
     The lists of copies are those of a SchedulerOutput. weights_epoch: increases when the driver has noticed a change of
@@ -67,8 +67,8 @@ class StepPlan:
         return b"".join((struct.pack(f"={1 + len(numbers)}q", len(numbers), *numbers), *data))
 
     @classmethod
-    def from_bytes(cls, data: bytearray) -> StepPlan:
-        """The plan of `to_bytes`. Its arrays share the memory of `data`."""
+    def from_bytes(cls, data: bytearray) -> StepMessage:
+        """The step of `to_bytes`. Its arrays share the memory of `data`."""
         (count,) = struct.unpack_from("=q", data)
         numbers = iter(struct.unpack_from(f"={count}q", data, _ALIGNMENT))
         epoch, num_forwards = next(numbers), next(numbers)

@@ -1,5 +1,5 @@
-"""The plan of a split attention step: which program processes which keys of which rows. Computed on the device, once
-per step.
+"""The partition of a split attention step: which program processes which keys of which rows. Computed on the device,
+once per step.
 
 A unit is a range of keys with the tokens that attend to it: either the new tokens of one sequence and its keys, or
 several sequences with one new token each and the keys of their common prefix. A unit consists of items, one for each KV
@@ -27,14 +27,14 @@ MIN_TILES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Partition:
     """All tensors int32. num_units is num_seqs; with sharing it is twice that, shared units before private ones.
 
     units         [num_units, 4]: first sequence (of a shared unit, its place in `order`), number of tokens, first tile
                   of keys, number of tiles
     tile_starts   [num_units + 1]: number of tiles before each unit
     item_starts   [num_units + 1]: number of slots of the items before each unit; a slot holds BM rows
-    token_starts  [num_seqs + 1]: number of new tokens of the planned sequences before each sequence
+    token_starts  [num_seqs + 1]: number of new tokens of the divided sequences before each sequence
     schedule      [1 + num_programs]: tiles per program; then the unit in which each program starts
     groups        [num_seqs]: the shared unit of each sequence (only with sharing)
     order         [num_seqs]: the sequences, those of a shared unit one after the other (only with sharing)
@@ -106,7 +106,7 @@ def common_prefix_kernel(
     """Program i finds the group of sequence i: those with the same depth, and there the same block.
 
     leaders[i]: the first of them; ranks[i]: the number of those before i; shared[i]: tiles of keys that i has in common
-    with the first. Also clears the counters of the plan kernel.
+    with the first. Also clears the counters of the partition kernel.
     """
     seq = tl.program_id(0)
     tl.store(members + seq, 0)
@@ -143,14 +143,14 @@ def common_prefix_kernel(
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "num_arrivals"])
-def plan_kernel(
+def partition_kernel(
     seq_lens, query_start_loc, leaders, ranks, shared, members, group_tiles, units, tile_starts, item_starts,
     token_starts, schedule, groups, order, arrivals, num_seqs, num_programs, num_arrivals,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     MAX_QUERY: tl.constexpr, SHARE: tl.constexpr, MIN_TILES: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr,
     BN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program fills the Plan. Sequences with more than MAX_QUERY new tokens are left to another launch."""
+    """One program fills the Partition. Sequences with more than MAX_QUERY new tokens are left to another launch."""
     tiles_before = num_seqs * 0
     items_before = num_seqs * 0
     tokens_before = num_seqs * 0
@@ -249,7 +249,7 @@ def plan_kernel(
         tl.store(schedule + 1 + program, below, mask=program < num_programs)
 
 
-PLAN_KERNELS = prefix_depth_kernel, common_prefix_kernel, plan_kernel
+PARTITION_KERNELS = prefix_depth_kernel, common_prefix_kernel, partition_kernel
 
 
 def _aligned_parts(sizes: list[int], device: torch.device) -> list[torch.Tensor]:
@@ -261,7 +261,7 @@ def _aligned_parts(sizes: list[int], device: torch.device) -> list[torch.Tensor]
 
 
 def max_slots(metadata: AttentionMetadata, num_kv_heads: int, group: int, bm: int, many: int, *, share: bool) -> int:
-    """An upper bound of the slots of all items of a plan, from sizes that the host knows.
+    """An upper bound of the slots of all items of a partition, from sizes that the host knows.
 
     A unit of r rows has one slot for each KV head if r <= bm, else those of ceil(r / many) tiles: fewer than
     r / bm + many / bm, and many / bm < r * many / bm^2.
@@ -273,7 +273,7 @@ def max_slots(metadata: AttentionMetadata, num_kv_heads: int, group: int, bm: in
     return slots * num_kv_heads
 
 
-def make_plan(
+def make_partition(
     metadata: AttentionMetadata,
     *,
     num_programs: int,
@@ -287,8 +287,8 @@ def make_plan(
     bm: int,
     many: int,
     bn: int,
-) -> tuple[Plan, list[Launch]]:
-    """The plan's tensors and the launches that fill them, for the sequences with up to SHORT_QUERY new tokens.
+) -> tuple[Partition, list[Launch]]:
+    """The partition's tensors and the launches that fill them, for the sequences with up to SHORT_QUERY new tokens.
 
     share: find common prefixes (not with a sliding window). combine: see `split.split_kernel`. bm, many: rows in a
     tile, see `tile.tile_rows`.
@@ -300,7 +300,7 @@ def make_plan(
     parts = _aligned_parts(sizes + [num_seqs if share else 0] * 8, device)
     units, tile_starts, item_starts, token_starts, schedule, arrivals, groups, order, ranks, *found = parts
     slots = num_programs * (many // bm) + max_slots(metadata, num_kv_heads, group, bm, many, share=share)
-    plan = Plan(
+    partition = Partition(
         units, tile_starts, item_starts, token_starts, schedule, groups, order, ranks, arrivals, num_programs, slots,
         share,
     )  # fmt: skip
@@ -327,5 +327,5 @@ def make_plan(
         "CHUNK": chunk_size, "MAX_QUERY": SHORT_QUERY, "SHARE": share, "MIN_TILES": MIN_TILES, "BM": bm, "MANY": many,
         "BN": bn, "WIDTH": 256,
     }  # fmt: skip
-    launches.append(Launch(plan_kernel, (1,), args, {"num_warps": 4}))
-    return plan, launches
+    launches.append(Launch(partition_kernel, (1,), args, {"num_warps": 4}))
+    return partition, launches

@@ -1,5 +1,5 @@
-/* Makes the plan of a step, and checks that its indices are within the tables and the cache. */
-#include "plan.h"
+/* Makes the partition of a step, and checks that its indices are within the tables and the cache. */
+#include "partition.h"
 
 /* A chunk of one sequence. Members of different sequences that share a chunk form a linked list, a group. */
 typedef struct {
@@ -7,7 +7,7 @@ typedef struct {
     int32_t last;             /* in the first member of a group: the last one; in the others: -1 */
 } Member;
 
-/* Upper bounds of the numbers of elements in a plan, which are the lengths of its arrays. */
+/* Upper bounds of the numbers of elements in a partition, which are the lengths of its arrays. */
 typedef struct {
     int64_t members, pairs, queries, rows, table;
 } Extent;
@@ -27,9 +27,9 @@ static Extent extent_of(const Step *step) {
     return extent;
 }
 
-/* The memory of a plan: the arrays that it consists of, then those that are needed only to make it. */
+/* The memory of a partition: the arrays that it consists of, then those that are needed only to make it. */
 typedef struct {
-    Plan *plan;
+    Partition *partition;
     Item *items;
     Token *tokens;
     Merge *merges;
@@ -47,7 +47,7 @@ static void *part_of(uintptr_t *at, int64_t count, size_t size) {
 
 static Parts divide(uintptr_t *at, Extent extent) {
     Parts parts;
-    parts.plan = part_of(at, 1, sizeof(Plan));
+    parts.partition = part_of(at, 1, sizeof(Partition));
     parts.items = part_of(at, extent.pairs, sizeof(Item));
     parts.tokens = part_of(at, extent.pairs, sizeof(Token));
     parts.merges = part_of(at, extent.queries, sizeof(Merge));
@@ -101,7 +101,7 @@ static void make_members(const Step *step, const Parts *parts, Extent extent) {
 
 /* Assign slots for partial results to the queries whose keys span several chunks. */
 static void make_merges(const Step *step, const Parts *parts) {
-    Plan *plan = parts->plan;
+    Partition *partition = parts->partition;
     for (int64_t n = 0; n < step->num_seqs; n++) {
         const int64_t i = step->seqs[n], q = step->starts[i + 1] - step->starts[i], context = step->seq_lens[i] - q;
         for (int64_t t = 0; t < q; t++) {
@@ -109,18 +109,18 @@ static void make_merges(const Step *step, const Parts *parts) {
             const int64_t count = (context + t) / CHUNK - low + 1;
             if (count <= 1) continue;
             const int32_t row = step->starts[i] + (int32_t)t;
-            plan->merges[plan->num_merges++] = (Merge){row, (int32_t)plan->num_slots, (int32_t)count};
-            parts->slots[row] = (int32_t)plan->num_slots;
-            plan->num_slots += count;
+            partition->merges[partition->num_merges++] = (Merge){row, (int32_t)partition->num_slots, (int32_t)count};
+            parts->slots[row] = (int32_t)partition->num_slots;
+            partition->num_slots += count;
         }
     }
 }
 
 /* Make the items of a group: all its queries, at most max_count in an item. */
 static void make_items(const Step *step, const Parts *parts, int64_t head) {
-    Plan *plan = parts->plan;
+    Partition *partition = parts->partition;
     const Member *members = parts->members;
-    Item item = {(int32_t)plan->num_tokens, 0, members[head].chunk, members[head].seq};
+    Item item = {(int32_t)partition->num_tokens, 0, members[head].chunk, members[head].seq};
     const int64_t c = item.chunk;
     for (int32_t k = (int32_t)head; k >= 0; k = members[k].next) {
         const int64_t i = members[k].seq, q = step->starts[i + 1] - step->starts[i], context = step->seq_lens[i] - q;
@@ -129,47 +129,47 @@ static void make_items(const Step *step, const Parts *parts, int64_t head) {
             const int64_t low = first_key(pos, step->window, step->chunk_size) / CHUNK;
             if (c < low || c > high) continue;
             if (item.count == step->max_count) {
-                plan->items[plan->num_items++] = item;
-                item.first = (int32_t)plan->num_tokens;
+                partition->items[partition->num_items++] = item;
+                item.first = (int32_t)partition->num_tokens;
                 item.count = 0;
             }
             const int32_t row = step->starts[i] + (int32_t)t;
-            plan->tokens[plan->num_tokens++] =
+            partition->tokens[partition->num_tokens++] =
                 (Token){row, (int32_t)pos, low == high ? -1 : parts->slots[row] + (int32_t)(c - low)};
             item.count++;
         }
     }
-    if (item.count) plan->items[plan->num_items++] = item;
+    if (item.count) partition->items[partition->num_items++] = item;
 }
 
-/* Bytes of memory, aligned to 16, for hfp_plan. */
-HFP_EXPORT int64_t hfp_plan_bytes(const Step *step) {
+/* Bytes of memory, aligned to 16, for hfp_partition. */
+HFP_EXPORT int64_t hfp_partition_bytes(const Step *step) {
     uintptr_t end = 0;
     divide(&end, extent_of(step));
     return (int64_t)end;
 }
 
-/* Make the plan in `memory`, which the caller owns. The step must have passed hfp_check. */
-HFP_EXPORT void hfp_plan(void *memory, const Step *step) {
+/* Make the partition in `memory`, which the caller owns. The step must have passed hfp_check. */
+HFP_EXPORT void hfp_partition(void *memory, const Step *step) {
     const Extent extent = extent_of(step);
     uintptr_t at = (uintptr_t)memory;
     const Parts parts = divide(&at, extent);
-    Plan *plan = parts.plan;
-    *plan = (Plan){parts.items, parts.tokens, parts.merges, 0, 0, 0, 0, 0};
+    Partition *partition = parts.partition;
+    *partition = (Partition){parts.items, parts.tokens, parts.merges, 0, 0, 0, 0, 0};
     make_members(step, &parts, extent);
     make_merges(step, &parts);
     for (int64_t head = 0; head < extent.members; head++)
         if (parts.members[head].last >= 0) make_items(step, &parts, head);
-    for (int64_t k = 0; k < plan->num_items; k++)
-        if (plan->items[k].count > plan->max_count) plan->max_count = plan->items[k].count;
+    for (int64_t k = 0; k < partition->num_items; k++)
+        if (partition->items[k].count > partition->max_count) partition->max_count = partition->items[k].count;
 }
 
 /* counts[4]: items, queries in them, queries with several chunks, partial results. */
-HFP_EXPORT void hfp_plan_counts(const Plan *plan, int64_t *counts) {
-    counts[0] = plan->num_items;
-    counts[1] = plan->num_tokens;
-    counts[2] = plan->num_merges;
-    counts[3] = plan->num_slots;
+HFP_EXPORT void hfp_partition_counts(const Partition *partition, int64_t *counts) {
+    counts[0] = partition->num_items;
+    counts[1] = partition->num_tokens;
+    counts[2] = partition->num_merges;
+    counts[3] = partition->num_slots;
 }
 
 /* The first fault of one sequence, as hfp_check numbers them; 0 if it has none. */
@@ -185,7 +185,7 @@ static int check_sequence(const Step *step, int64_t i, int64_t table_width, int6
     return 0;
 }
 
-/* Check the first `count` sequences, planned or not. Returns 0, or 4 * i + the fault of the first faulty sequence i: 1
+/* Check the first `count` sequences, divided or not. Returns 0, or 4 * i + the fault of the first faulty sequence i: 1
  * for its query rows, 2 for its length, 3 for a block id. */
 HFP_EXPORT int64_t hfp_check(const Step *step, int64_t count, int64_t table_width, int64_t num_blocks,
                              int64_t num_rows) {

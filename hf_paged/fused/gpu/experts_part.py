@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.fused.experts import KnownExperts, known_experts
+from hf_paged.fused.expert_modules import KnownExperts, known_experts
 from hf_paged.fused.gpu.parts import Part
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of
 

@@ -14,7 +14,7 @@ import torch
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.block_manager import BlockCopy
 from hf_paged.generation.engine import parallel, sizing
-from hf_paged.generation.engine.plan import Forward, StepPlan
+from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.ranks import check_heads
 from hf_paged.kernels.metadata import StepArrays, step_arrays
 from tests import models
@@ -120,17 +120,17 @@ def test_adapters_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.add_request(models.prompts(5)[0], config("greedy"), adapter="y")
         follower.model.delete_adapter("y")
         with pytest.raises(RuntimeError, match="without adapter 'y'; load the same adapters"):
-            follower._runner._obey(*_next_plan(driver))
+            follower._runner._obey(*_next_message(driver))
 
 
-def _next_plan(driver: Engine) -> tuple[Any, None]:
+def _next_message(driver: Engine) -> tuple[Any, None]:
     sent: list[Any] = []
     driver._runner._ranks.obey = sent.append  # type: ignore[attr-defined]
     driver.step()
     return sent[0], None
 
 
-def test_a_plan_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, follower, line = pair(monkeypatch, lambda: models.build("llama"))
     with follower, driver:
         driver.generate(models.prompts(*[50] * 64), config("greedy", max_new_tokens=4))
@@ -139,18 +139,18 @@ def test_a_plan_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("wanted, adapters", [(None, None), ([0], b"adapters"), ([], b"")])
-def test_a_plan_is_plain_data(count: int, wanted: list[int] | None, adapters: bytes | None) -> None:
-    """Its bytes make the same plan elsewhere, with aligned arrays."""
+def test_a_message_is_plain_data(count: int, wanted: list[int] | None, adapters: bytes | None) -> None:
+    """Its bytes make the same step elsewhere, with aligned arrays."""
     tables = [[[index, 7] for index in range(count)]] * 2
     rows = None if wanted is None else np.array(wanted, dtype=np.int64)
     tokens = np.arange(2 * count)[::2]  # not contiguous
     forward = Forward(tokens, step_arrays(tables, [20] * count, [1] * count, 16), rows, adapters)
     copies = [[BlockCopy(1, 2)], [BlockCopy(3, 4), BlockCopy(2**40, 6)], []]
-    sent = StepPlan(*copies, [forward] * (count - 1), count)
-    plan = StepPlan.from_bytes(bytearray(sent.to_bytes()))
-    assert (plan.swap_out, plan.swap_in, plan.block_copies, plan.weights_epoch) == (*copies, count)
-    assert len(plan.forwards) == count - 1
-    for got in plan.forwards:
+    sent = StepMessage(*copies, [forward] * (count - 1), count)
+    step = StepMessage.from_bytes(bytearray(sent.to_bytes()))
+    assert (step.swap_out, step.swap_in, step.block_copies, step.weights_epoch) == (*copies, count)
+    assert len(step.forwards) == count - 1
+    for got in step.forwards:
         for name in (field.name for field in dataclasses.fields(StepArrays)):
             theirs, ours = getattr(got.step, name), getattr(forward.step, name)
             np.testing.assert_equal(theirs, ours)

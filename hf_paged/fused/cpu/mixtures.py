@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.weights import fits
-from hf_paged.fused.experts import KnownExperts, is_of_interface, known_experts, projections_of
+from hf_paged.fused.expert_modules import KnownExperts, is_of_interface, known_experts, projections_of
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels import buffers
 from hf_paged.kernels.experts import GateKind, Projection

@@ -1,6 +1,6 @@
 """The experts of each token and their weights, from the logits of all experts, in one launch.
 
-Knows tensors; never modules. The definition is in `hf_paged/kernels/routing.py`.
+Knows tensors; never modules. The definition is in `hf_paged/kernels/router.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hf_paged.kernels import buffers
-from hf_paged.kernels.routing import Router
+from hf_paged.kernels.router import Router
 from hf_paged.kernels.triton.gate import sigmoid
 from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 

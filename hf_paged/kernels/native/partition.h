@@ -1,4 +1,4 @@
-/* The plan of a step: work items, each of which attends to one chunk of keys with the queries that see it. Made once
+/* The partition of a step: work items, each of which attends to one chunk of keys with the queries that see it. Made once
  * per step, and used by all layers with the same mask. */
 #ifndef HFP_PLAN_H
 #define HFP_PLAN_H
@@ -23,13 +23,13 @@ typedef struct {
     Token *tokens;
     Merge *merges;
     int64_t num_items, num_tokens, num_merges, num_slots, max_count;
-} Plan;
+} Partition;
 
 /* A step, which the caller describes as 64-bit words in this order (kernels/native/structs.py). Sequence i has the
  * query rows [starts[i], starts[i + 1]). window, chunk_size: 0 = none. */
 typedef struct {
     const int32_t *tables, *seq_lens, *starts;
-    const int32_t *seqs; /* [num_seqs]: the numbers of the sequences to plan */
+    const int32_t *seqs; /* [num_seqs]: the numbers of the sequences to partition */
     int64_t table_stride, num_seqs, block_size, window, chunk_size;
     int64_t max_count; /* maximum queries in an item */
     int64_t share;     /* whether sequences that hold the same blocks of a chunk share its items */
