@@ -31,6 +31,10 @@ class QueueFull(RuntimeError):
     """The queue of waiting requests is full (`SchedulerConfig.max_waiting`); submit the request again later."""
 
 
+class EngineStopped(RuntimeError):
+    """The engine is closed, or its thread has ended; `__cause__` is the error that ended it, if it was one."""
+
+
 class RankError(RuntimeError):
     """A process of a tensor-parallel engine has failed or ended, and the engine with it, on all ranks."""
 

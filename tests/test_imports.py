@@ -156,6 +156,20 @@ def test_import_is_light() -> None:
     assert packages == "['hf_paged']" and int(count) <= 8
 
 
+OF_THE_ENGINE = ("engine", "loop", "core", "stepper")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_clients_of_the_engine_leave_its_private_members_alone(path: Path) -> None:
+    """Such as `engine._lock` or `self._core._step()`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+            continue
+        owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+        if owner.strip("_") in OF_THE_ENGINE:
+            assert path.name == "loop.py", f"{path.name}:{node.lineno} uses {owner}.{node.attr}"
+
+
 def test_public_names() -> None:
     here = {
         name

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -27,8 +28,9 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_paged.bridges.cb_options import engine_options, longest_request
-from hf_paged.generation.engine.admission import RequestOptions
+from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import CompletionOutput, RequestOutput
 from hf_paged.generation.validation import check_generation, check_generation_config
 
@@ -134,7 +136,7 @@ class PagedManager(ContinuousBatchingManager):
         self._engine: Engine | None = None
         self._running: dict[str, _Pending] = {}  # by request id; the thread's own
         self._stop_wanted = threading.Event()
-        self._aborts = self._keeps_engine = False
+        self._keeps_engine = False
 
     def set_generation_config(self, config: Any) -> None:
         """Use this config, or the model's own, for requests that are added from now on. Raises ValueError."""
@@ -145,7 +147,7 @@ class PagedManager(ContinuousBatchingManager):
         if self._returns_logprobs:
             config.output_scores = True
         limits = self._options.scheduler_config.for_device(self.model.device.type)
-        check_generation(self.model, config, limits, tokenizer=None, options=RequestOptions())
+        check_generation(self.model, RequestOptions(generation_config=config), limits, tokenizer=None)
         self.generation_config = config
         self.num_return_sequences = config.num_return_sequences or 1
 
@@ -174,8 +176,9 @@ class PagedManager(ContinuousBatchingManager):
             return
         self.background_thread_status.clear()
         self._stop_wanted.clear()
-        self._aborts = self._keeps_engine = False
+        self._keeps_engine = False
         self._engine = self._engine or self._options.open(self.model)
+        self._engine.call(partial(self._obey, self._engine))  # what has been queued before
         self._generation_thread = threading.Thread(
             target=self._run, args=(self._engine,), name="hf-paged-continuous-batching", daemon=True
         )
@@ -195,11 +198,10 @@ class PagedManager(ContinuousBatchingManager):
             return
         if self._engine is not None and self._engine.is_paused_here:
             raise RuntimeError("this thread has paused the manager: leave `with manager.pause()` first")
-        self._aborts |= hard_stop
         self._keeps_engine = keep_for_next_session
         self._stop_wanted.set()
-        with suppress(queue.Full):
-            self.input_queue.put_nowait([])  # wakes the thread
+        if self._engine is not None:
+            self._engine.end_run("now" if hard_stop else "when idle")
         if block:
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session:
@@ -301,15 +303,18 @@ class PagedManager(ContinuousBatchingManager):
     def _send_to_thread(self, command: list[_Pending] | str) -> None:
         """Have it done between two steps. Raises queue.Full, as transformers, if the queue stays full."""
         self.input_queue.put(command, timeout=_PUT_SECONDS)
+        engine = self._engine
+        if engine is not None:
+            with suppress(EngineStopped):  # the thread has ended, and says so in the results
+                engine.call(partial(self._obey, engine))
 
     # -- in the thread ------------------------------------------------------------------------------------------
 
     def _run(self, engine: Engine) -> None:
         try:
-            while self._obey(engine):
-                if engine.has_unfinished_requests():
-                    for output in engine.step():
-                        self._deliver(output)
+            engine.run(lambda outputs, _: self._deliver(outputs))
+            for request in self._running.values():
+                engine.abort(request.engine_id)
             self._end_all("the manager was stopped before this request was complete")
         except BaseException as error:  # whatever it is, no caller may wait for ever
             self._keeps_engine = False
@@ -321,22 +326,15 @@ class PagedManager(ContinuousBatchingManager):
                 self._engine = None
             self.background_thread_status.mark_as_stopped()
 
-    def _obey(self, engine: Engine) -> bool:
-        """Do what is queued, and wait for something to do. False when the thread is to end."""
-        while True:
-            is_idle = not engine.has_unfinished_requests()
-            if self._stop_wanted.is_set() and self.input_queue.empty() and (is_idle or self._aborts):
-                for request in self._running.values():
-                    engine.abort(request.engine_id)
-                return False
-            try:
-                command = self.input_queue.get(block=is_idle)
-            except queue.Empty:
-                return True
-            if isinstance(command, str):
-                self._cancel(engine, command)
-            else:
-                self._join(engine, command)
+    def _obey(self, engine: Engine) -> None:
+        """Do what is queued, between two steps."""
+        with suppress(queue.Empty):
+            while True:
+                command = self.input_queue.get_nowait()
+                if isinstance(command, str):
+                    self._cancel(engine, command)
+                else:
+                    self._join(engine, command)
 
     def _cancel(self, engine: Engine, request_id: str) -> None:
         request = self._running.pop(request_id, None)
@@ -366,7 +364,11 @@ class PagedManager(ContinuousBatchingManager):
         config.max_length = longest_request(engine, config)
         return config
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self._deliver_one(output)
+
+    def _deliver_one(self, output: RequestOutput) -> None:
         request = self._running.get(output.request_id.rpartition("/")[0])
         if request is None or request.engine_id != output.request_id:
             return  # cancelled

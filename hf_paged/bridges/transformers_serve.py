@@ -19,11 +19,12 @@ from fastapi import HTTPException
 from transformers.cli.serving import utils
 
 from hf_paged.bridges.cb_options import engine_options, longest_request
-from hf_paged.errors import QueueFull
+from hf_paged.errors import EngineStopped, QueueFull
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import CompletionOutput
 from hf_paged.serving.plan import Submission
-from hf_paged.serving.worker import EngineStopped, EngineWorker
+from hf_paged.serving.worker import EngineWorker
 
 
 def get_manager(function: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
@@ -159,23 +160,15 @@ class PagedGenerateManager(utils.BaseGenerateManager):
         if room > 0 and config.max_new_tokens is not None:
             config.max_new_tokens = min(config.max_new_tokens, room)
         engine.tokenizer = tokenizer
-        submission = Submission(
-            prompt_ids=list(inputs["input_ids"]),
-            config=copy.deepcopy(config),
-            processors=[],
-            criteria=[],
-            adapter=None,
-            cache_salt=None,
-            priority=0,
-        )
-        return _run(worker, submission)
+        options = RequestOptions(generation_config=copy.deepcopy(config))
+        return _run(worker, Submission(list(inputs["input_ids"]), options))
 
 
 async def _run(worker: EngineWorker, submission: Submission) -> AsyncGenerator[CompletionOutput, None]:
     """Raises CBWorkerDeadError if the engine stops, HTTPException for a request that it does not take."""
     try:
         requests = await asyncio.to_thread(worker.prepare, [submission])
-        job = await worker.open(requests)
+        job = worker.open(requests)
         try:
             while changes := await job.changes():
                 output = changes[0]

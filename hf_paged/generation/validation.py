@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -105,10 +104,11 @@ _OPTIONAL = {
 }
 
 
-def check_optional(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments by these names that are neither None nor what they have to be."""
-    for name, value in options.items():
-        rule = _OPTIONAL[name]
+def check_optional(options: Any) -> None:
+    """Raises ValueError for an argument that is neither None nor what it has to be. options: `RequestOptions`, or a
+    mapping with some of its names."""
+    for name, rule in _OPTIONAL.items():
+        value = options.get(name) if isinstance(options, Mapping) else getattr(options, name)
         if value is not None and not rule.fits(value):
             raise ValueError(f"{name}={shown(value)}: {rule.needed}")
 
@@ -118,7 +118,7 @@ def check_optional(options: Mapping[str, Any]) -> None:
 
 def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
-    check_optional({name: kwargs.get(name) for name in ("logits_processor", "stopping_criteria", "streamer")})
+    check_optional(kwargs)
     cache = paged_part(kwargs.get("past_key_values"))
     if cache is not None and not isinstance(cache, PagedKVCache):
         raise ValueError(
@@ -292,40 +292,11 @@ def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
                 )
 
 
-MAX_LOGPROBS = 1024
-"""More of the most likely tokens than any caller reads."""
-
-
-def check_request(generation_config: Any, options: Any) -> None:
-    """The arguments of `Engine.add_request` but the prompt, each by itself. options: `RequestOptions`."""
-    check_generation_config(generation_config)
-    priority, deadline = options.priority, options.deadline
-    if not _is_finite_number(priority):
-        raise ValueError(f"priority={shown(priority)}: a finite number is needed; lower numbers run first")
-    if deadline is not None and not (_is_finite_number(deadline) and deadline > 0):
-        raise ValueError(f"deadline={shown(deadline)}: a positive number of seconds is needed, or None")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(options, name)
-        if value is not None and not (is_integer(value) and 0 <= value <= MAX_LOGPROBS):
-            raise ValueError(f"{name}={shown(value)}: an integer from 0 to {MAX_LOGPROBS} is needed, or None")
-    start = options.prompt_logprobs_start
-    if not is_integer(start) or start < 0 or (start and options.prompt_logprobs is None):
-        raise ValueError(f"prompt_logprobs_start={shown(start)}: a place in the prompt, beside prompt_logprobs=k")
-    check_optional({name: getattr(options, name) for name in _OPTIONAL})
-
-
-def _is_finite_number(value: Any) -> bool:
-    if type(value) is int:
-        return True
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and (isinstance(value, Integral) or isfinite(value))
-
-
-def check_generation(model: Any, config: Any, scheduler: SchedulerConfig, *, tokenizer: Any, options: Any) -> None:
-    """Check a request's config as far as that is cheap, and whether it fits its `RequestOptions`. `config` is a
-    GenerationConfig or None; what it does not set comes from the model's. Raises ValueError.
+def check_generation(model: Any, options: Any, scheduler: SchedulerConfig, *, tokenizer: Any) -> None:
+    """Check the config of a request's `RequestOptions` as far as that is cheap, and whether it fits the others. What it
+    does not set comes from the model's. Raises ValueError.
     """
-    defaults = model.generation_config
+    config, defaults = options.generation_config, model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
     refuse_no_cache(getattr(config, "use_cache", None))
     check_options(config, defaults)

@@ -345,7 +345,7 @@ class _Picture:
         return [([*a["merged_adapters"]], copy.copy(a.get("scaling"))) for a in self._adapters]
 
     def numbers(self) -> list[Any]:
-        """The public attributes of the modules that are numbers; not those of the root, whose dictionary is not kept."""
+        """The public attributes of the modules that are numbers; but for the root, whose dictionary is not kept."""
         return list(map(dict.get, self._numbered, self._names_of_numbers))
 
     def has_structure_of(self, other: _Picture) -> bool:

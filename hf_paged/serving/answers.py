@@ -16,13 +16,14 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hf_paged.errors import EngineStopped
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.choices import Choices, Delta
 from hf_paged.serving.clients import until_gone
 from hf_paged.serving.forms import Form, usage
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem, overdue
-from hf_paged.serving.worker import EngineStopped, Job
+from hf_paged.serving.worker import Job
 
 _Result = TypeVar("_Result")
 _LONG = 512  # tokens that are not turned into text on the event loop

@@ -27,7 +27,7 @@ from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.refusals import check_messages
 from hf_paged.serving.response_form import ResponseForm
 from hf_paged.serving.responses import ResponsesRequest, chat_of
-from hf_paged.serving.service import CLIENT_GONE, Service
+from hf_paged.serving.service import CLIENT_GONE, Service, refusals
 
 # Routes of other servers: what to do instead.
 _ELSEWHERE = {
@@ -261,19 +261,21 @@ def _add_admin(app: FastAPI, service: Service) -> None:
 
     @app.post("/pause", dependencies=allowed, response_model=replies.Status)
     async def pause(mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> dict[str, str]:
-        await service.call_engine(service.worker.pause(mode))
+        with refusals():
+            await service.worker.pause(mode)
         if clear_cache:
-            await service.call_engine(service.worker.call(lambda engine: engine.clear_prefix_cache()))
+            await service.call_engine(lambda engine: engine.clear_prefix_cache())
         return {"status": "paused"}
 
     @app.post("/resume", dependencies=allowed, response_model=replies.Status)
     async def resume() -> dict[str, str]:
-        await service.call_engine(service.worker.resume())
+        with refusals():
+            service.worker.resume()
         return {"status": "resumed"}
 
     @app.post("/reset_prefix_cache", dependencies=allowed, response_model=replies.Status)
     async def reset_prefix_cache() -> dict[str, str]:
-        await service.call_engine(service.worker.call(lambda engine: engine.clear_prefix_cache()))
+        await service.call_engine(lambda engine: engine.clear_prefix_cache())
         return {"status": "ok"}
 
     @app.post("/v1/load_lora_adapter", dependencies=allowed, response_model=replies.AdapterStatus)

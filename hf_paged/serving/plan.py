@@ -12,10 +12,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
+from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.grammar import Grammar
 from hf_paged.serving.constrained import calls_of, check_end, content_of, tools_of
@@ -30,20 +31,11 @@ _MAX_EXPONENT = 126  # of 2, in fp32
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """One request to the engine: the arguments of `Engine.add_request`."""
+class Submission(NamedTuple):
+    """One request to the engine."""
 
     prompt_ids: list[int]
-    config: Any
-    processors: list[Any]
-    criteria: list[Any]
-    adapter: str | None
-    cache_salt: str | None
-    priority: int
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    deadline: float | None = None
+    options: RequestOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +88,10 @@ class Plan:
             grammar = Grammar(compiled, self.eos_token_ids, is_bounded=True)
         except ValueError as error:
             raise Problem(400, f"this model cannot follow a grammar: {error}") from error
-        made = [replace(each, processors=[grammar, *each.processors]) for each in self.submissions]
+        made = [
+            Submission(prompt, replace(options, logits_processor=[grammar, *(options.logits_processor or ())]))
+            for prompt, options in self.submissions
+        ]
         return replace(self, submissions=made)
 
 
@@ -338,13 +333,15 @@ class _Options:
         }
 
     def submission(self, prompt: list[int], max_new_tokens: int, **others: Any) -> Submission:
-        """others: the fields that are equal for all prompts. Raises Problem (400)."""
+        """others: the options that are equal for all prompts. Raises Problem (400)."""
         return Submission(
-            prompt_ids=prompt,
-            config=self._config(max_new_tokens),
-            processors=self._processors(len(prompt)),
-            criteria=self._criteria(len(prompt)),
-            **others,
+            prompt,
+            RequestOptions(
+                generation_config=self._config(max_new_tokens),
+                logits_processor=self._processors(len(prompt)) or None,
+                stopping_criteria=self._criteria(len(prompt)) or None,
+                **others,
+            ),
         )
 
     def _config(self, max_new_tokens: int) -> Any:

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving import schema
+from hf_paged.serving.problems import not_served
 from hf_paged.serving.refusals import Refusals, note_unused, refuse
 from hf_paged.serving.schema import (
     AList,
+    AllowedTools,
     AnObject,
     AString,
     AtLeastOne,
     Body,
     ByKind,
+    CalledFunction,
     ChatRequest,
+    Conversation,
     Count,
     FunctionDefinition,
     FunctionName,
+    FunctionNamed,
     Hint,
     Items,
+    Message,
     NamedSchema,
-    Options,
-    StructuredOutputs,
-    TemplateKwargs,
+    NamedTool,
+    ObjectFormat,
     Text,
+    TextFormat,
+    Tool,
+    ToolCall,
+    ToolChoices,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -175,9 +184,8 @@ class OtherTool(BaseModel):
 OneTool = Annotated[FunctionTool | OtherTool, Field(discriminator="type")]
 
 
-class ToolName(Body):
+class ToolName(FunctionNamed):
     type: Literal["function"]
-    name: FunctionName
 
 
 class ToolNames(Body):
@@ -211,7 +219,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Options):
+class ResponsesRequest(Conversation):
     """POST /v1/responses."""
 
     input: Annotated[
@@ -229,12 +237,8 @@ class ResponsesRequest(Options):
         ]
         | None
     ) = None
-    parallel_tool_calls: bool | None = None
     include: Annotated[Items[_Includable], Field(max_length=16)] | None = None
-    top_logprobs: Count | None = None
     stream_options: ResponseStreamOptions | None = None
-    structured_outputs: StructuredOutputs | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
     reasoning: Reasoning | None = None
     max_tool_calls: Count | None = None
     # Refused unless they ask for nothing.
@@ -248,6 +252,8 @@ class ResponsesRequest(Options):
     def _scores_are_asked_for(self) -> ResponsesRequest:
         if self.top_logprobs is not None and _LOGPROBS not in (self.include or ()):
             raise ValueError(f"top_logprobs needs include=[{_LOGPROBS!r}]")
+        if self.structured_outputs is not None and not isinstance(_format(self.text), TextFormat | None):
+            raise ValueError("text.format and structured_outputs exclude each other")
         return self
 
 
@@ -262,43 +268,34 @@ _REFUSED: Refusals = {
 
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
-    """The chat request for the same answer. Raises Problem."""
+    """The chat request for the same answer. Its values have been checked as those of the body. Raises Problem."""
     refuse(body, _REFUSED)
-    fields = {name: getattr(body, name) for name in Options.model_fields}
-    options = body.text or TextOptions()
-    scored = _LOGPROBS in (body.include or ())
     for name in set(body.include or ()) - {_LOGPROBS}:
         note_unused(f"include: {name}", "an answer has text and calls of functions only")
-    try:
-        return ChatRequest.model_validate(
-            {
-                **fields,
-                "messages": _messages(body),
-                "max_completion_tokens": body.max_output_tokens,
-                "response_format": _format(options),
-                "structured_outputs": body.structured_outputs,
-                "verbosity": options.verbosity,
-                "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-                "tools": _tools(body),
-                "tool_choice": _choice(body.tool_choice),
-                "parallel_tool_calls": body.parallel_tool_calls,
-                "logprobs": scored or None,
-                "top_logprobs": body.top_logprobs,
-                "chat_template_kwargs": body.chat_template_kwargs,
-            }
-        )
-    except ValidationError as error:
-        message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise Problem(422, message, code="invalid_field") from error
+    return ChatRequest.model_construct(
+        **{name: getattr(body, name) for name in Conversation.model_fields},
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens,
+        response_format=_format(body.text),
+        verbosity=None if body.text is None else body.text.verbosity,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        tools=_tools(body),
+        tool_choice=_choice(body.tool_choice),
+        logprobs=True if _LOGPROBS in (body.include or ()) else None,
+    )
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+def _message(role: str, content: str | None = None, **others: Any) -> Message:
+    return Message.model_construct(role=role, content=content, **others)  # type: ignore[arg-type]
+
+
+def _messages(body: ResponsesRequest) -> list[Message]:
     """An answer's reasoning, text and calls, which are items of their own here, are one message."""
-    made: list[dict[str, Any]] = []
+    made: list[Message] = []
     if body.instructions is not None:
-        made.append({"role": "system", "content": body.instructions})
+        made.append(_message("system", body.instructions))
     if isinstance(body.input, str):
-        return [*made, {"role": "user", "content": body.input}]
+        return [*made, _message("user", body.input)]
     reasoning: str | None = None
     for number, item in enumerate(body.input):
         where = f"input[{number}]"
@@ -308,18 +305,18 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             reasoning = "".join(part.text for part in item.content or ())
             continue
         if isinstance(item, CallOutputItem):
-            output = _text(item.output, f"{where}.output")
-            made.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            made.append(_message("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id))
             continue
         if isinstance(item, MessageItem):
-            made.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
-        elif not made or made[-1]["role"] != "assistant" or reasoning is not None:
-            made.append({"role": "assistant"})
+            made.append(_message(item.role, _text(item.content, f"{where}.content")))
+        elif not made or made[-1].role != "assistant" or reasoning is not None:
+            made.append(_message("assistant"))
         if isinstance(item, CallItem):
-            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-            made[-1].setdefault("tool_calls", []).append(call)
-        if reasoning and made[-1]["role"] == "assistant":
-            made[-1]["reasoning_content"] = reasoning
+            function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+            call = ToolCall.model_construct(id=item.call_id, function=function)
+            made[-1].tool_calls = [*(made[-1].tool_calls or ()), call]
+        if reasoning and made[-1].role == "assistant":
+            made[-1].reasoning_content = reasoning
         reasoning = None
     return made
 
@@ -333,26 +330,27 @@ def _text(content: str | list[Any], where: str) -> str:
     return "\n".join(part.text for part in content)
 
 
-def _format(options: TextOptions) -> dict[str, Any] | None:
-    if isinstance(options.format, SchemaFormat):
-        given = options.format.model_dump(by_alias=True, exclude={"type"})
-        return {"type": "json_schema", "json_schema": given}
-    return None if options.format is None else {"type": options.format.type}
+def _format(text: TextOptions | None) -> Any:
+    given = None if text is None else text.format
+    if isinstance(given, SchemaFormat):
+        return schema.SchemaFormat.model_construct(type="json_schema", json_schema=given)
+    kinds = {"text": TextFormat, "json_object": ObjectFormat}
+    return None if given is None else kinds[given.type].model_construct(type=given.type)
 
 
-def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+def _tools(body: ResponsesRequest) -> list[Tool] | None:
     for tool in body.tools or ():
         if isinstance(tool, OtherTool):
             raise not_served(f"tools: this server runs no tools, so it has no {tool.type!r}", param="tools")
     if body.tools is None:
         return None
-    return [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools]
+    return [Tool.model_construct(type="function", function=tool) for tool in body.tools]
 
 
 def _choice(given: Any) -> Any:
     if isinstance(given, ToolName):
-        return {"type": "function", "function": {"name": given.name}}
+        return NamedTool.model_construct(type="function", function=given)
     if isinstance(given, ToolNames):
-        tools = [_choice(tool) for tool in given.tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": given.mode, "tools": tools}}
+        choices = ToolChoices.model_construct(mode=given.mode, tools=[_choice(tool) for tool in given.tools])
+        return AllowedTools.model_construct(type="allowed_tools", allowed_tools=choices)
     return given

@@ -189,6 +189,7 @@ class Options(Body):
     ignore_eos: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
+    structured_outputs: StructuredOutputs | None = None
     user: Hint | None = None
     store: bool | None = None
     metadata: Annotated[Texts, Field(max_length=16)] | None = None
@@ -227,7 +228,6 @@ class Sampling(Options):
     early_stopping: Annotated[Annotated[bool, ABoolean] | Annotated[Literal["never"], AString], ByKind] | None = None
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -385,14 +385,27 @@ class Templated(Body):
         return self
 
 
-class ChatRequest(Sampling, Templated):
+class Conversation(Options):
+    """What a chat request and a request to /v1/responses take, beside tools in forms of their own."""
+
+    top_logprobs: Count | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> Conversation:
+        if not getattr(self, "tools", None) and getattr(self, "tool_choice", None) not in (None, "none", "auto"):
+            raise ValueError("tool_choice needs tools")
+        return self
+
+
+class ChatRequest(Sampling, Conversation, Templated):
     """POST /v1/chat/completions."""
 
     messages: Messages
     add_special_tokens: bool = False
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Count | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], AString]
@@ -401,7 +414,6 @@ class ChatRequest(Sampling, Templated):
         ]
         | None
     ) = None
-    parallel_tool_calls: bool | None = None
     functions: Items[dict[str, Any]] | None = None
     function_call: Annotated[Annotated[str, AString] | Annotated[dict[str, Any], AnObject], ByKind] | None = None
     reasoning_effort: Hint | None = None
@@ -418,8 +430,6 @@ class ChatRequest(Sampling, Templated):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError(f"max_tokens={both[0]} and max_completion_tokens={both[1]} contradict each other")
-        if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice needs tools")
         return self
 
 

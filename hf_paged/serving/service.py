@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hf_paged.errors import QueueFull
+from hf_paged.errors import EngineStopped, QueueFull
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
@@ -37,7 +37,7 @@ from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan
-from hf_paged.serving.worker import EngineStopped, EngineWorker, Job
+from hf_paged.serving.worker import EngineWorker, Job
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -133,7 +133,8 @@ class Service:
     def drain(self) -> None:
         """Take no further requests, and let the others finish, also those that a pause has kept."""
         self.is_draining = True
-        self.worker.resume_now()
+        with suppress(EngineStopped):
+            self.worker.resume()
 
     async def _prepared(self, what: Callable[[], _Result], request: Request) -> _Result:
         """The result of something that tokenizes."""
@@ -189,7 +190,7 @@ class Service:
             with self._place():
                 return await self._prepared(what, request)
 
-        with _refusals():
+        with refusals():
             return await unless_gone(work(), request.receive)
 
     @contextmanager
@@ -210,7 +211,7 @@ class Service:
 
         Raises Problem, also when `ends_at` has come: the engine knows its own deadline from the first step on.
         """
-        with _refusals():
+        with refusals():
             try:
                 async with asyncio.timeout_at(ends_at):
                     return await unless_gone(self._open(make, request), request.receive)
@@ -222,7 +223,7 @@ class Service:
             parts, requests = await self._requests(make, request)
         if not requests:
             return parts, None
-        return parts, await self.worker.open(requests, finals_only=parts.plan.reads_once)
+        return parts, self.worker.open(requests, finals_only=parts.plan.reads_once)
 
     async def _requests(self, make: Callable[[], _Parts], request: Request) -> tuple[_Parts, list[EngineRequest]]:
         def prepare() -> tuple[_Parts, list[EngineRequest] | None]:
@@ -236,10 +237,10 @@ class Service:
             requests = await self._prepared(partial(self.worker.prepare, plan.submissions), request)
         return parts, requests
 
-    async def call_engine(self, awaitable: Any) -> Any:
-        """The result of what the engine was asked for, its refusals as Problems."""
-        with _refusals():
-            return await awaitable
+    async def call_engine(self, what: Callable[[Engine], _Result]) -> _Result:
+        """The result of what the engine's thread calls between two steps, its refusals as Problems."""
+        with refusals():
+            return await self.worker.call(what)
 
     async def stats(self) -> EngineStats:
         """The engine's figures now. Does not wait for a step. Raises Problem (503) if the engine has stopped."""
@@ -266,7 +267,7 @@ class Service:
             check_adapter(folder)
         except ValueError as error:
             raise Problem(400, str(error), param="lora_path") from error
-        await self.call_engine(self.worker.call(lambda engine: load_adapter(engine.model, name, folder)))
+        await self.call_engine(lambda engine: load_adapter(engine.model, name, folder))
         self.served.adapters[name] = folder
 
     async def unload_adapter(self, name: str) -> None:
@@ -275,7 +276,7 @@ class Service:
         if name not in self.served.adapters:
             raise Problem(404, f"no adapter {name!r} is loaded", param="lora_name", code="model_not_found")
         del self.served.adapters[name]
-        await self.call_engine(self.worker.call(lambda engine: unload_adapter(engine.model, name)))
+        await self.call_engine(lambda engine: unload_adapter(engine.model, name))
 
     def _check_one_rank(self) -> None:
         if self._num_ranks > 1:
@@ -315,7 +316,7 @@ class Service:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def refusals() -> Iterator[None]:
     """The engine's refusals, as Problems."""
     try:
         yield

@@ -65,7 +65,7 @@ class RequestSpan:
         if plan.n != 1:
             attributes["gen_ai.request.choice.count"] = plan.n
         if plan.submissions:
-            config = plan.submissions[0].config
+            config = plan.submissions[0].options.generation_config
             attributes |= {
                 "gen_ai.request.max_tokens": config.max_new_tokens,
                 "gen_ai.request.temperature": config.temperature if config.do_sample else 0.0,

@@ -22,7 +22,7 @@ if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai", "htt
 
 import httpx
 
-from tests.serving.harness import QA, plain, text_of, tokenizer
+from tests.serving.harness import QA, is_asked, plain, text_of, tokenizer
 from tests.waiting import Gate, until
 
 
@@ -167,7 +167,7 @@ def test_a_request_that_cannot_be_served_is_its_own_error(server: Any) -> None:
 
 def test_a_client_that_goes_away_ends_its_request(server: Any) -> None:
     complete(server, "The", max_tokens=1)
-    engine, worker = manager_of(server)._engine, manager_of(server)._worker
+    engine = manager_of(server)._engine
     before = engine.stats().generated_tokens
     gate = Gate(engine, 6)
     options = json.dumps({"max_new_tokens": 800, "do_sample": False, "eos_token_id": 2**20})
@@ -175,7 +175,7 @@ def test_a_client_that_goes_away_ends_its_request(server: Any) -> None:
     assert next(text for text in map(text_in, pieces) if text)
     gate.wait()
     pieces.close()
-    until(lambda: bool(worker._commands))  # to abort it after the step
+    until(lambda: is_asked(engine))  # to abort it after the step
     gate.open()
     until(lambda: not engine.has_unfinished_requests())
     assert engine.stats().blocks_used == 0 and engine.stats().generated_tokens == before + 7
@@ -211,7 +211,7 @@ def test_a_client_that_goes_away_while_a_text_is_sent(server: Any) -> None:
                 is_first = False
                 await asyncio.to_thread(gate.wait)
                 is_gone.set()
-                await asyncio.to_thread(until, lambda: bool(worker._commands))  # to abort it after the step
+                await asyncio.to_thread(until, lambda: is_asked(engine))  # to abort it after the step
 
         await server.server.config.loaded_app(scope, receive, send)
 

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import MinLengthLogitsProcessor, Sup
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.errors import QueueFull
 from hf_paged.generation import prepare
-from hf_paged.generation.engine import core
+from hf_paged.generation.engine import loop
 from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.requests.outputs import RequestOutput
 from tests import models
@@ -424,7 +424,7 @@ def test_what_is_shared_equals_what_is_prepared_alone(
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the engine, in a list of one number that the test may change."""
     now = [1000.0]
-    monkeypatch.setattr(core.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
     return now
 
 

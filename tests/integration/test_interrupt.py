@@ -17,7 +17,7 @@ from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
-from hf_paged.generation.engine import core, engine, stepper
+from hf_paged.generation.engine import engine, loop, stepper
 from hf_paged.generation.requests import batch, group, request
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
@@ -205,8 +205,9 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader waits forever, no block is lost, and every request that ends without an error has the right tokens."""
     owners = (
         engine.Engine,
-        core.EngineCore,
-        core.Delivery,
+        loop.EngineLoop,
+        loop.Delivery,
+        loop.RequestStream,
         stepper.Stepper,
         batch.SampledTokens,
         request.SingleRequest,
@@ -217,7 +218,7 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     places = {method.__code__ for method in methods if isinstance(method, FunctionType)}
     places |= {batch.sample_batch.__code__, batch._sample_alike.__code__, batch._extend_histories.__code__}
     # Outputs that are on their way to the caller get lost.
-    lost = {Engine.__init__.__code__, Engine.step.__code__, core.Delivery.take_unclaimed.__code__}
+    lost = {Engine.__init__.__code__, Engine.step.__code__, loop.Delivery.take_unclaimed.__code__}
     monkeypatch.setattr(sys.modules[__name__], "TRACED", places - lost)
     model = models.build("llama", num_hidden_layers=1)
     kinds: list[dict[str, Any]] = [

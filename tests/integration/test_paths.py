@@ -1,4 +1,5 @@
-"""How many of our modules a decode step enters. Newcomers read this path, so the bounds may fall but must not rise.
+"""How many of our modules a decode step enters, and a chat request until its first token. Newcomers read these paths,
+so the bounds may fall but must not rise.
 
 The optional faster parts (`hf_paged/fused`) are switched off: they depend on the machine, and the step is the same
 without them. With those for fp32 on a CPU, a step enters the overrides, the look at the weights and two modules more.
@@ -7,6 +8,9 @@ without them. With those for fp32 on a CPU, a step enters the overrides, the loo
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,10 +21,12 @@ from transformers import GenerationConfig
 from hf_paged import Engine
 from hf_paged.fused import overrides as fused_overrides
 from tests import models
+from tests.serving.harness import NAME, serving
+from tests.serving.test_constrained import TEMPLATE
 
 pytestmark = pytest.mark.skipif(sys.getprofile() is not None, reason="needs the profiler that something else uses")
 
-ENGINE_STEP, GENERATE_STEP = 12, 7
+ENGINE_STEP, GENERATE_STEP, CHAT_REQUEST = 12, 7, 52
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -52,6 +58,17 @@ class Modules:
     def start(self) -> None:
         self.entered.clear()
         sys.setprofile(self._note)
+
+    @contextmanager
+    def in_other_threads(self) -> Iterator[Callable[[], None]]:
+        """In the threads that begin within the block, from a call of what this yields on."""
+        is_on = threading.Event()
+        threading.setprofile(lambda frame, event, given: self._note(frame, event, given) if is_on.is_set() else None)
+        try:
+            yield is_on.set
+        finally:
+            is_on.clear()
+            threading.setprofile(None)  # type: ignore[arg-type]
 
     def stop(self) -> None:
         sys.setprofile(None)
@@ -100,3 +117,19 @@ def test_a_decode_step_of_generate() -> None:
     assert len(steps) == 8
     assert steps[4] >= {"generation.decoder", "cache.block_manager", "integration.attention", "kernels"}
     assert len(steps[4]) <= GENERATE_STEP, sorted(steps[4])
+
+
+def test_a_chat_request_until_its_first_token() -> None:
+    """In all threads of a server: the event loop, the one that tokenizes, and the engine's."""
+    modules = Modules()
+    fields: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    with modules.in_other_threads() as begin, serving(chat_template=TEMPLATE) as server:
+        chat = server.client.chat.completions
+        chat.create(**fields, max_tokens=2)  # examines the model
+        begin()
+        stream = chat.create(**fields, max_tokens=20, stream=True)
+        next(chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
+        entered = set(modules.entered)
+        list(stream)
+    assert entered >= {"serving.app", "serving.plan", "serving.worker", "generation.engine.scheduler", "kernels"}
+    assert len(entered) <= CHAT_REQUEST, sorted(entered)

@@ -105,7 +105,7 @@ class Running:
 
     def await_command(self) -> None:
         """Until something waits for the end of the step in progress."""
-        until(lambda: bool(self.service.worker._commands))
+        until(lambda: is_asked(self.engine))
 
     def close(self) -> None:
         self.http.close()
@@ -119,6 +119,11 @@ class Running:
         assert self.service.worker.num_in_flight == 0
         stats = self.call(lambda engine: (engine.check_integrity(), engine.stats())[1])
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.blocks_used) == (0, 0, 0, 0)
+
+
+def is_asked(engine: hf_paged.Engine) -> bool:
+    """Whether something waits for the end of the step in progress."""
+    return bool(engine._calls or engine._deferred or engine._arriving) or engine.is_halted
 
 
 def patient(limits: Limits) -> Limits:

@@ -129,7 +129,7 @@ def test_a_pause_whose_caller_has_gone(server: Running) -> None:
     stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
     pause = server.on_loop(server.service.worker.pause("wait"))
     begun = server.on_loop(server.service.worker.call(lambda engine: None))  # after the pause, between the same steps
-    until(lambda: server.service.worker._commands or begun.done())
+    until(lambda: server.engine._calls or begun.done())
     gate.pass_on(1)
     begun.result(120)
     pause.cancel()
@@ -144,7 +144,7 @@ def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
     stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
     first = server.on_loop(server.service.worker.pause("wait"))
     second = server.on_loop(server.service.worker.pause("keep"))
-    until(lambda: len(server.service.worker._commands) == 2)
+    until(lambda: server.engine.is_halted and server.engine._halt_mode == "keep")
     gate.open()
     first.result(120), second.result(120)
     answer = server.http.get("/ready")

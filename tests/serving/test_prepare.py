@@ -21,6 +21,7 @@ from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Ended, Running, serving
 from tests.serving.test_constrained import RESPONSES, TEMPLATE, TOOLS
+from tests.waiting import Gate, until
 
 QUESTION = [{"role": "user", "content": "Hello"}]
 
@@ -139,34 +140,24 @@ def test_the_engine_gets_all_that_a_request_asks_for(server: Running) -> None:
     assert StopText in map(type, request.criteria)
 
 
-def test_a_client_that_goes_while_a_pause_holds_its_request_back(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, is_left, worker, engine = threading.Event(), threading.Event(), server.service.worker, server.engine
-    step, submit, leave = engine.step, engine.submit, worker._leave
-    submitted: list[Any] = []
-
-    def left(command: Any) -> None:
-        leave(command)
-        if command.is_addition:
-            is_left.set()
-
-    monkeypatch.setattr(engine, "step", lambda: (go_on.wait(120), step())[1])
+def test_a_client_that_goes_while_a_pause_holds_its_request_back(server: Running) -> None:
+    gate, worker, engine = Gate(server.engine, 0), server.service.worker, server.engine
+    before = engine.stats().generated_tokens
     stream = server.client.completions.create(model=NAME, prompt="x", max_tokens=3, stream=True)
     pause = server.on_loop(worker.pause("wait"))
-    monkeypatch.setattr(engine, "submit", lambda requests: (submitted.append(requests), submit(requests)))
-    monkeypatch.setattr(worker, "_leave", left)
-    with Ended("before it was queued") as gone:
+    until(lambda: worker.is_paused)
+    with Ended("disconnected") as gone:
         late = server.connect()
         body = b'{"prompt": "late"}'
         late.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         late.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        assert is_left.wait(120)
+        until(lambda: engine.stats().num_waiting == 1)
         late.close()
         gone.wait()
-    go_on.set()
+    gate.open()
     assert list(stream)
     pause.result(120)
     assert server.http.post("/resume").status_code == 200
-    assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
-    assert len(submitted) == 1
+    assert server.post("/v1/completions", prompt="x", max_tokens=1, ignore_eos=True).status_code == 200
+    assert engine.stats().generated_tokens <= before + 4
+    server.assert_idle()

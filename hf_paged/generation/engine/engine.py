@@ -1,11 +1,13 @@
 """Engine: continuous batching of requests over one model (SOSP'23 sections 4 and 5).
 
-The public class: makes requests from prompts and options, and follows them. `core.py` runs the steps.
+The public class: makes requests from prompts and options, and follows them. `loop.py` runs the steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -13,20 +15,21 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
+from tqdm.auto import tqdm
 
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.engine.admission import Admission, RequestOptions, one_each, options_of_each
-from hf_paged.generation.engine.core import EngineCore
+from hf_paged.generation.engine.admission import Admission
+from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.prompts import as_prompt, as_prompts
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
-from hf_paged.generation.engine.streams import RequestStream, progress_bar
+from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
 from hf_paged.generation.validation import check_engine
@@ -40,7 +43,7 @@ from hf_paged.model.support import examine, refuse_unsupported
 Prompt = SequenceOf[int] | torch.Tensor
 
 
-class Engine(EngineCore):
+class Engine(EngineLoop):
     """Serves requests that arrive and end at any step, each with its own GenerationConfig.
 
     Results equal those of `model.generate` for the same request alone. The engine does not change the model, but on a
@@ -105,7 +108,7 @@ class Engine(EngineCore):
         self._asked, self._wanted = asked, (prepack, fuse, cuda_graphs)
         self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
-        super().__init__(self.scheduler_config, scheduler, runner, self._follow_model)
+        super().__init__(self.scheduler_config, scheduler, runner)
         self._admission = Admission(
             self._model,
             self._adapters,
@@ -121,35 +124,24 @@ class Engine(EngineCore):
         self,
         prompt_ids: Prompt,
         generation_config: Any = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        streamer: Any = None,
-        adapter: str | None = None,
-        cache_salt: str | None = None,
-        attention_mask: SequenceOf[int] | torch.Tensor | None = None,
-        deadline: float | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        prompt_logprobs_start: int = 0,
+        **options: Unpack[OptionArguments],
     ) -> str:
         """Queue a request; returns its id. It waits for no step in progress (with PEFT adapters, for its forward).
 
-        prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate`
-        (None = the model's); its attribute `seed` seeds the request's own random numbers. priority: lower runs first;
-        equal ones run in order of arrival. streamer: a streamer of transformers, fed as by `generate`: the prompt now,
-        the tokens in the thread that runs the step. adapter: name of the PEFT adapter for this request, independent of
-        the model's active adapters and of other requests; "__base__" = the base model without adapters; None = the
-        adapters that are active in the PEFT model now, until the request ends, so not the base model. cache_salt:
-        requests share cached prefixes only with requests of the same salt and adapter. attention_mask: of a padded
-        prompt, [length], 0 for padding at its ends. deadline: seconds after which
-        the request ends with finish_reason "deadline", waiting included. (The config's `max_time` ends a running
-        request after its next token, and a waiting one at once.) logprobs: k, to also have the k most likely tokens at
-        each generated position in the outputs (not with beams). prompt_logprobs: k, to have the log-probabilities of
-        the prompt's tokens from `prompt_logprobs_start` on, and the k most likely tokens at the position of each. Only
-        what stands before them is taken from cached prefixes, and a step needs memory for the logits of all its tokens.
+        prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate` (None
+        = the model's); its attribute `seed` seeds the request's own random numbers. request_id: None = one made by the
+        engine. priority: lower runs first; equal ones run in order of arrival. logits_processor, stopping_criteria:
+        lists of the caller's, as for `generate`. streamer: a streamer of transformers, fed as by `generate`: the prompt
+        now, the tokens in the thread that runs the step. adapter: name of the PEFT adapter for this request,
+        independent of the model's active adapters and of other requests; "__base__" = the base model without adapters;
+        None = the adapters that are active in the PEFT model now, until the request ends, so not the base model.
+        cache_salt: requests share cached prefixes only with requests of the same salt and adapter. attention_mask: of a
+        padded prompt, [length], 0 for padding at its ends. deadline: seconds after which the request ends with
+        finish_reason "deadline", waiting included. (The config's `max_time` ends a running request after its next
+        token, and a waiting one at once.) logprobs: k, to also have the k most likely tokens at each generated position
+        in the outputs (not with beams). prompt_logprobs: k, to have the log-probabilities of the prompt's tokens from
+        `prompt_logprobs_start` on, and the k most likely tokens at the position of each. Only what stands before them
+        is taken from cached prefixes, and a step needs memory for the logits of all its tokens.
 
         Raises ValueError for a wrong argument, and for a request that cannot reach its length limit in the memory of
         this engine; QueueFull if `max_waiting` requests wait already. The engine is then unchanged.
@@ -157,28 +149,14 @@ class Engine(EngineCore):
         If the adapter is deleted, or merged into the weights, requests that use it end with an error. If its weights
         are changed in place, they continue with the new weights.
         """
-        options = RequestOptions(
-            request_id=request_id,
-            priority=priority,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            streamer=streamer,
-            adapter=adapter,
-            cache_salt=cache_salt,
-            attention_mask=attention_mask,
-            deadline=deadline,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            prompt_logprobs_start=prompt_logprobs_start,
-        )
-        request = self.prepare_request(prompt_ids, generation_config, options)
+        request = self.prepare_request(prompt_ids, options_of(generation_config, options))
         self.submit([request])
         return request.request_id
 
-    def prepare_request(self, prompt_ids: Prompt, generation_config: Any, options: RequestOptions) -> Request:
+    def prepare_request(self, prompt_ids: Prompt, options: RequestOptions) -> Request:
         """The longer part of `add_request`, for `submit` in another thread. The request has arrived now."""
         self._check_usable()
-        return self._admission.request(prompt_ids, generation_config, options, self.tokenizer)
+        return self._admission.request(prompt_ids, options, self.tokenizer)
 
     def longest_request(self, num_beams: int = 1) -> int:
         """The most tokens, prompt included, that the model and an empty cache allow a request."""
@@ -213,7 +191,8 @@ class Engine(EngineCore):
         """
         stream = self._open_stream(prompts, generation_config, attention_mask, options, finals_only=True)
         finished: dict[str, RequestOutput] = {}
-        with closing(stream), progress_bar(len(stream.requests), progress) as bar:
+        is_shown = sys.stderr.isatty() if progress is None else progress
+        with closing(stream), tqdm(total=len(stream.requests), unit="request", disable=not is_shown) as bar:
             started, before = time.monotonic(), self._stepper.generated_tokens
             for output in stream:
                 finished[output.request_id] = output
@@ -273,17 +252,11 @@ class Engine(EngineCore):
     ) -> RequestStream:
         self._check_usable()
         rows = as_prompts(prompts, attention_mask)
-        configs = one_each("generation_config", generation_config, len(rows))
-        requests: list[Request] = []
-        for (prompt, mask), config, each in zip(rows, configs, options_of_each(options, len(rows))):
-            each = replace(each, attention_mask=mask)
-            requests.append(self._admission.request(prompt, config, each, self.tokenizer))
-        stream = RequestStream(requests, self._delivery.open_inbox(requests), self, finals_only=finals_only)
-        try:
-            self.submit(requests)
-        except BaseException:
-            stream.close()
-            raise
+        masks = [mask for _, mask in rows]
+        each = options_of_each(generation_config, {**options, "attention_mask": masks}, len(rows))
+        requests = [self._admission.request(row[0], own, self.tokenizer) for row, own in zip(rows, each)]
+        stream = RequestStream(self, requests, finals_only=finals_only)
+        self.follow(stream)
         return stream
 
     # -- prefixes -----------------------------------------------------------------------------
@@ -299,18 +272,15 @@ class Engine(EngineCore):
             raise ValueError("there is no prefix cache: prefix_caching=False, or the model has recurrent states")
         from transformers import GenerationConfig
 
-        options = RequestOptions(adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
+        config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+        options = RequestOptions(generation_config=config, adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
         with self._lock:
-            config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
-            request = self.prepare_request(ids, config, options)
-            self.submit([request])
-            try:
-                while self._requests.get(request.request_id) is request:
-                    self._step()
-            finally:
-                self._discard([request])
-            if request.error is not None:
-                raise RuntimeError(f"the prefix was not computed: {request.error}") from request.exception
+            request = self.prepare_request(ids, options)
+            with closing(RequestStream(self, [request], finals_only=True)) as stream:
+                self.follow(stream)
+                (output,) = stream
+            if output.error is not None:
+                raise RuntimeError(f"the prefix was not computed: {output.error}") from output.exception
             root, cache = request.group.cache_root, self._scheduler.prefix_cache  # of the model as it is now
             if root is None or cache is None:
                 raise RuntimeError("the prefix was not cached: the weights have changed meanwhile; try again")
@@ -345,7 +315,7 @@ class Engine(EngineCore):
         self._weights.changed()
         self._deferred.append(self._drop_stale_prefixes)
         with self._lock:
-            self._settle_now()
+            self.settle()
 
     @contextmanager
     def pause(self, *, recompute: bool = False) -> Iterator[None]:
@@ -364,7 +334,7 @@ class Engine(EngineCore):
             self._check_open()
             self._between_steps(self._stepper.settle)
             self._runner.pause()
-            self._pauses.begin()
+            self._pauses.append(threading.get_ident())
         try:
             yield
         finally:
@@ -373,12 +343,14 @@ class Engine(EngineCore):
                     if not self._closed:
                         self._between_steps(partial(self._resume, recompute))
                 finally:
-                    self._pauses.end()
+                    self._pauses.remove(threading.get_ident())
+                    self._pause_ended.notify_all()
+                    self._wake()
 
     @property
     def is_paused_here(self) -> bool:
         """Whether this thread is inside `pause`, and so must not wait for a step."""
-        return self._pauses.is_own
+        return threading.get_ident() in self._pauses
 
     def _resume(self, recompute: bool) -> None:
         if recompute:
@@ -488,12 +460,12 @@ class Engine(EngineCore):
 
     def stats(self) -> EngineStats:
         """The current statistics. Does not wait for a step in progress, whose work is then partly in the figures."""
-        self._settle_now()
+        self.settle()
         return collect_stats(
             self._runner,
             self._scheduler,
             self._stepper,
-            num_arriving=len(self._arriving) + len(self._reserved),
+            num_arriving=self.num_arriving,
             prompt_tokens=self._prompt_tokens,
         )
 
@@ -524,15 +496,7 @@ class Engine(EngineCore):
         with self._lock:
             if self._closed:
                 return
-            self._check_not_stepping()
-            with self._door:
-                while not self._settle():
-                    pass
-                for request in list(self._requests.values()):
-                    self._abort(request)
-                self._delivery.clear()
-                self._closed = True
-            self._end_streams()
+            self._shut_down()
             self._let_memory_go()
             self._weights.release_views()
 

@@ -6,7 +6,7 @@ connects them and confines a failure to the requests concerned. It knows neither
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from math import isnan
 
@@ -44,11 +44,15 @@ def _described(error: BaseException, stage: _Stage | None = None) -> str:
     return text if stage is None else f"{stage.value}: {text}"
 
 
+Changed = dict[Request, None]
+"""Requests that have got tokens or ended, in the order of change."""
+
+
 class Stepper:
     """Runs steps over `requests`, which the caller adds to and removes from between steps.
 
-    Each request that gets tokens in a step is added to `changed`, also if the step fails later. `fail` ends a request
-    with an error message and the exception that caused it, and finishes it in the scheduler.
+    `step` returns the requests that have got tokens or failed: a request that fails has its error, and is finished in
+    the scheduler. A step that is broken off leaves them in `changed` as well; the caller empties it.
 
     With `is_async` a step is scheduled and launched before the host knows the tokens of the last one (it may change
     between steps). Requests with
@@ -62,16 +66,13 @@ class Stepper:
         scheduler: Scheduler,
         runner: Runner,
         requests: Mapping[str, Request],
-        changed: dict[Request, None],
-        fail: Callable[[Request, str, BaseException | None], None],
         *,
         is_async: bool,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._requests = requests
-        self._changed = changed
-        self._fail = fail
+        self.changed: Changed = {}
         self.is_async = is_async
         self._is_retried = False  # whether the last step met other modules than the model had
         self._sampled: SampledTokens | None = None  # in the last step; the host has not read them yet
@@ -82,7 +83,7 @@ class Stepper:
         self.steps = 0
         self.generated_tokens = 0
 
-    def step(self) -> None:
+    def step(self) -> Changed:
         """Run one step. A failure ends the requests concerned; interrupts and errors in scheduling are raised too."""
         self._stage, self.output = _Stage.SCHEDULE, None
         try:
@@ -101,6 +102,7 @@ class Stepper:
             self._recover(stage, error)
             if stage is _Stage.SCHEDULE or not isinstance(error, Exception):
                 raise
+        return self.changed
 
     def settle(self) -> None:
         """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""
@@ -150,7 +152,7 @@ class Stepper:
             if isnan(logprob + invalid):
                 self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT, None)
                 continue
-            self._changed[request] = None
+            self.changed[request] = None
             self.generated_tokens += 1
             if top and seq in top:
                 request.sample.top_logprobs.append(top[seq])
@@ -238,7 +240,7 @@ class Stepper:
         except Exception as error:  # NaN, or a processor or criterion of the caller: the other requests go on
             self._fail(request, _described(error), error)
             return
-        self._changed[request] = None
+        self.changed[request] = None
         self._apply(request, decision)
         self.generated_tokens += num_tokens
 
@@ -287,15 +289,21 @@ class Stepper:
         # It is unknown which requests got their tokens and which blocks are intact: all that hold blocks fail.
         self._sampled = None
         for request in list(self._requests.values()):
-            if request.group.status is not SeqStatus.WAITING and request not in self._changed:
+            if request.group.status is not SeqStatus.WAITING and request not in self.changed:
                 self._fail(request, request.group.error or cause, error)
-        self._fail_all((request.group for request in self._changed), cause, error)
+        self._fail_all((request.group for request in self.changed), cause, error)
         self._scheduler.discard_plan()
 
     def _can_retry(self, stage: _Stage) -> bool:
         if stage is _Stage.MOVE_BLOCKS:
             return self._runner.can_repeat and self.output is not None and not self.output.moves_blocks
         return stage is _Stage.READ or (stage is _Stage.FORWARD and self._runner.can_repeat)
+
+    def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:
+        request.error, request.exception = error, exception
+        self.changed[request] = None
+        request.stop_all(FinishReason.ERROR)
+        self._scheduler.finish_group(request.group, FinishReason.ERROR)
 
     def _fail_all(self, groups: Iterable[SequenceGroup], cause: str, error: BaseException) -> None:
         """End these requests with an error, unless they have ended already."""

@@ -17,6 +17,7 @@ import torch
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from hf_paged.generation.prepare import PreparedRequest
+from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import (
     CompletionOutput,
     Lists,
@@ -103,12 +104,16 @@ class Sample:
 class Request:
     """A request in the engine.
 
+    `group` is what the scheduler sees of it. They are two objects because scheduler, block tables and the simulator of
+    the paper know neither tensors nor transformers.
+
     `history` is int64 [num_rows, capacity]: prompt and generated tokens, one row for each sample or beam, as the
     processors and criteria of transformers expect them. It is kept only if a processor or criterion reads it, and made
     when it is read first: a copy to the device may wait for the step in progress.
     """
 
     streamer: Any = None  # of transformers; only a SingleRequest can have one
+    options = RequestOptions()  # those it was added with
 
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
         config = prepared.generation_config

@@ -1,6 +1,10 @@
-"""EngineCore: the steps of an engine over its requests, shared by any number of threads.
+"""EngineLoop: the one loop of an engine. Takes in requests, runs steps, pauses, keeps deadlines, delivers outputs.
 
-Knows requests; never prompts, options or models. `engine.py` makes the requests.
+Knows requests; never prompts, options or models. `engine.py` makes the requests. Callers of `Engine.step`, streams, the
+server's thread and the manager of continuous batching are its clients.
+
+Ctrl-C may come between any two lines, in a step as in what callers ask for. So whatever has been begun may be done
+again, and a record leaves its queue only when all that it stands for has been done.
 """
 
 from __future__ import annotations
@@ -10,55 +14,97 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import QueueFull
-from hf_paged.generation.engine.pauses import Pauses
+from hf_paged.errors import EngineStopped, QueueFull
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.snapshots import EngineSnapshot, Watch
-from hf_paged.generation.engine.stepper import Stepper
+from hf_paged.generation.engine.stepper import Changed, Stepper
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Delivered, Request
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus
 from hf_paged.locks import RefusingLock
 
-Inbox = dict[Request, None]
-"""Requests that have changed since their reader last looked, in the order of change."""
+HaltMode = Literal["abort", "wait", "keep"]
+"""What a halt does with the requests in flight: abort them, let them end, or keep them for later."""
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """The outputs of some requests for one reader, whichever thread runs the steps; ends when all are finished.
+
+    The reader gets the latest state of each request, once, however many steps it took. Closing the stream, from any
+    thread, aborts the unfinished requests. One that is garbage collected does the same with the engine's next step.
+    """
+
+    def __init__(self, loop: EngineLoop, requests: Sequence[Request], *, finals_only: bool) -> None:
+        """finals_only: finished outputs only."""
+        self.requests = requests
+        self.changed: Changed = {}  # since the reader last looked
+        self.unfinished = set(requests)
+        self.outputs: deque[RequestOutput] = deque()  # made, and not read yet
+        self.is_closed = False
+        self._loop = loop
+        self._finals_only = finals_only
+        self._delivered: dict[Request, Delivered] = {}
+
+    def __next__(self) -> RequestOutput:
+        output = self._loop.read(self)
+        if output is None:
+            raise StopIteration
+        return output
+
+    def take(self) -> None:
+        """Make the outputs of what has changed. No request may change meanwhile."""
+        for request in self.changed:
+            if request not in self.unfinished:
+                continue  # it had ended before this delivery, and the reader has its last output
+            is_finished = request.metrics.finish_time is not None
+            if is_finished:
+                self.unfinished.discard(request)
+            if is_finished or not self._finals_only:
+                self.outputs.append(request.output(self._delivered))
+        self.changed.clear()
+
+    def abandon(self) -> None:
+        """Close it with the engine's next step. Takes no lock, as a finalizer must not."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._loop.drop(self.requests)
+
+    def close(self) -> None:
+        self.abandon()
+        self._loop.settle()
+
+    def __del__(self) -> None:
+        self.abandon()
 
 
 class Delivery:
-    """Sends each request that has changed to its reader: the stream that follows it, or else the next `Engine.step`.
-
-    A request leaves `changed` or `ended` only after it has been delivered, so that a step interrupted by Ctrl-C loses
-    no output.
-    """
+    """Sends each request that has changed to its reader, or else to the next `Engine.step`."""
 
     def __init__(self) -> None:
-        self.changed: dict[Request, None] = {}  # got tokens in a step; not delivered yet
-        self.ended: list[Request] = []  # aborted, failed or out of time; not delivered yet
-        self._inboxes: dict[Request, Inbox] = {}
-        self._unclaimed: Inbox = {}
+        self.ended: list[Request] = []  # between steps: aborted, failed or out of time; not delivered yet
+        self._inboxes: dict[Request, Changed] = {}
+        self._unclaimed: Changed = {}
         self._delivered: dict[Request, Delivered] = {}  # what the callers of `step` have got of unfinished requests
 
     def __bool__(self) -> bool:
         """True while something waits for a step to deliver it."""
-        return bool(self.changed or self.ended or self._unclaimed)
+        return bool(self.ended or self._unclaimed)
 
-    def open_inbox(self, requests: Sequence[Request]) -> Inbox:
-        """From now on these requests are delivered here."""
-        inbox: Inbox = {}
-        self._inboxes.update(dict.fromkeys(requests, inbox))
-        return inbox
+    def add(self, stream: RequestStream) -> None:
+        """From now on its requests are delivered to it."""
+        self._inboxes.update(dict.fromkeys(stream.requests, stream.changed))
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Deliver nothing more of these requests."""
@@ -69,31 +115,29 @@ class Delivery:
         dropped = set(requests)
         self.ended = [request for request in self.ended if request not in dropped]
 
-    def deliver(self, update: Callable[[Request], None]) -> dict[Request, None]:
-        """Deliver everything; returns what was delivered. `update` is called first for each request in `changed`."""
-        for request in list(self.changed):
+    def deliver(self, changed: Changed, update: Callable[[Request], None]) -> Changed:
+        """Deliver what a step has `changed`, which is then empty, and what has ended between steps; returns both.
+        `update` is called first for each request in `changed`."""
+        for request in list(changed):
             update(request)
-        delivered = self.changed.copy()
+        delivered = changed.copy()
         if self._inboxes:
             for request in delivered:
                 self._inboxes.get(request, self._unclaimed)[request] = None
         else:
             self._unclaimed.update(delivered)
-        self.changed.clear()
+        changed.clear()
         self._deliver_ended(delivered)
         return delivered
 
-    def _deliver_ended(self, delivered: dict[Request, None]) -> None:
+    def _deliver_ended(self, delivered: Changed) -> None:
         while self.ended:
-            self._put(self.ended[0], delivered)
+            request = self.ended[0]
+            delivered[request] = self._inboxes.get(request, self._unclaimed)[request] = None
             del self.ended[0]
 
-    def _put(self, request: Request, delivered: dict[Request, None]) -> None:
-        self._inboxes.get(request, self._unclaimed)[request] = None
-        delivered[request] = None
-
-    def take_unclaimed(self, delivered: dict[Request, None]) -> list[RequestOutput]:
-        """Outputs of all requests that no stream follows, and of those just delivered, as they stand now.
+    def take_unclaimed(self, delivered: Changed) -> list[RequestOutput]:
+        """Outputs of all requests without a reader, and of those just delivered, as they stand now.
 
         Nothing may end a request meanwhile. What has ended since the delivery is delivered too: its output says that it
         is finished, and no second one may.
@@ -108,7 +152,6 @@ class Delivery:
         return outputs
 
     def clear(self) -> None:
-        self.changed.clear()
         self.ended.clear()
         self._unclaimed.clear()
         self._delivered.clear()
@@ -117,47 +160,46 @@ class Delivery:
 _ARRIVALS_AT_ONCE = 64
 
 
-class EngineCore:
-    """Takes in requests, runs steps, and ends requests.
+class EngineLoop:
+    """Takes in requests, runs steps, and ends requests, for any number of threads.
 
     There are two locks. `_lock` belongs to the thread that runs a step or reads outputs. `_door` is held for
     microseconds by any thread that adds or aborts a request. Invariant: queues, block tables and tokens change only in
     a step (`_is_stepping`, set under `_door` by the holder of `_lock`), or under `_door` while no step is in progress.
     What callers ask for during a step waits in `_arriving` and `_deferred` until it ends; `_settle` carries it out.
     The caller's code (processors, streamers) never runs under `_door`.
+
+    Steps run in the thread that asks for outputs (`step`, `read`), or in one that gives itself to them (`run`). No step
+    begins while a thread has paused the engine (`_pauses`), nor, in `run`, while it is halted (`_halt`).
     """
 
-    def __init__(
-        self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner, follow_weights: Callable[[], None]
-    ) -> None:
-        """follow_weights: called before each step; takes note of changes of the model."""
+    def __init__(self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._follow_weights = follow_weights
         self._requests: dict[str, Request] = {}  # all unfinished ones, by id
         self._delivery = Delivery()
-        self._stepper = Stepper(
-            scheduler,
-            runner,
-            self._requests,
-            self._delivery.changed,
-            self._fail,
-            is_async=bool(config.async_scheduling),
-        )
+        self._stepper = Stepper(scheduler, runner, self._requests, is_async=bool(config.async_scheduling))
         self._watch = Watch(scheduler, runner, self._stepper, self._requests)
         self._lock: Any = threading.RLock()
-        self._door: AbstractContextManager[object] = threading.RLock()
-        self._pauses = Pauses(self._lock)
+        self._door: Any = threading.RLock()
+        self._work = threading.Condition(self._door)  # there is something to do for `run`
+        self._pauses: list[int] = []  # the threads that have paused the engine, one entry for each pause
+        self._pause_ended = threading.Condition(self._lock)
         self._is_stepping = False
         self._deferred: deque[Callable[[], None]] = deque()
         self._reserved: set[Request] = set()  # have an id and a place; their streamers are getting the prompt
         self._arriving: dict[Request, None] = {}  # not in the scheduler yet
+        self._held: dict[Request, None] = {}  # came while a halt lets others end; they arrive when it has begun
         self._streams_to_end: deque[Request] = deque()  # finished; `end` of their streamers is due
         self._timed: list[tuple[float, int, Request, FinishReason]] = []  # a heap of the times at which requests end
         self._numbers = count()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._halt: Future[None] | None = None  # done when it has begun
+        self._halt_mode: HaltMode = "keep"
+        self._end_of_run: Literal["now", "when idle"] | BaseException | None = None
         self._closed = False
         self._prompt_tokens = 0
-        _cores.add(self)
+        _loops.add(self)
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -175,16 +217,21 @@ class EngineCore:
             for request in requests:
                 self._requests[request.request_id] = request
                 if request.streamer is None:
-                    self._arriving[request] = None
+                    self._arrive(request)
                 else:
                     self._reserved.add(request)
                 for seconds, reason in request.time_limits:
                     entry = (request.group.arrival + seconds, next(self._numbers), request, reason)
                     heappush(self._timed, entry)
                 self._prompt_tokens += request.prompt_length
+            self._work.notify_all()
         self._end_streams()
         if self._reserved:
             self._begin_streams(requests)
+
+    def _arrive(self, request: Request) -> None:
+        lets_end = self._halt is not None and not self._halt.done()
+        (self._held if lets_end else self._arriving)[request] = None
 
     def _check_room(self, requests: Sequence[Request]) -> None:
         ids = [request.request_id for request in requests]
@@ -192,9 +239,14 @@ class EngineCore:
             if request_id in self._requests or request_id in ids[:index]:
                 raise ValueError(f"request_id {request_id!r} is in use; choose another one")
         most = self._scheduler.config.max_waiting
-        waiting = self._scheduler.num_waiting + len(self._arriving) + len(self._reserved)
+        waiting = self._scheduler.num_waiting + self.num_arriving
         if most is not None and waiting + len(requests) > most:
             raise QueueFull(f"{waiting} requests wait already (max_waiting={most})")
+
+    @property
+    def num_arriving(self) -> int:
+        """Requests that the scheduler does not have yet."""
+        return len(self._arriving) + len(self._held) + len(self._reserved)
 
     def _begin_streams(self, requests: Sequence[Request]) -> None:
         """Give the prompts to the streamers, which are the caller's code, and then queue the requests."""
@@ -203,14 +255,15 @@ class EngineCore:
             for request in reserved:
                 request.begin_stream()
         except BaseException:
-            self._discard(requests)
+            self.drop(requests)
+            self.settle()
             raise
         finally:
             with self._door:
                 self._reserved.difference_update(reserved)
                 for request in reserved:
                     if not request.group.is_finished:
-                        self._arriving[request] = None
+                        self._arrive(request)
                     elif request.streamer is not None:  # aborted meanwhile
                         self._streams_to_end.append(request)
             self._end_streams()
@@ -225,10 +278,15 @@ class EngineCore:
             request = self._requests.get(request_id)
         if request is not None:
             self._deferred.append(partial(self._abort, request))
-            self._settle_now()
+            self.settle()
+            self._wake()
         return request is not None
 
-    def _settle_now(self) -> None:
+    def _wake(self) -> None:
+        with self._door:
+            self._work.notify_all()
+
+    def settle(self) -> None:
         """Carry out what callers have asked for, unless a step is in progress."""
         self._settle_and(lambda: None)
         self._end_streams()
@@ -256,12 +314,12 @@ class EngineCore:
         else:
             return False
         while self._deferred and not self._is_stepping:
-            self._deferred[0]()  # all of them may be repeated: Ctrl-C in one does not lose it
+            self._deferred[0]()
             self._deferred.popleft()
         return True
 
     def _admit(self, request: Request) -> None:
-        """Hand a request to the scheduler, unless it is there. Repeated if Ctrl-C interrupts it."""
+        """Hand a request to the scheduler, unless it is there."""
         group = request.group
         if not group.is_finished and self._scheduler.get(group.request_id) is not group:
             self._scheduler.enqueue(group)
@@ -270,20 +328,54 @@ class EngineCore:
         if self._requests.get(request.request_id) is request:
             self._end(request, FinishReason.ABORT, None)
 
+    def drop(self, requests: Sequence[Request]) -> None:
+        """With the next step or `settle`, abort the unfinished ones of these requests, and deliver no further outputs
+        of any. Takes no lock."""
+        self._deferred.append(partial(self._drop, requests))
+
     def _drop(self, requests: Sequence[Request]) -> None:
-        """Abort the unfinished ones of these requests, and deliver no further outputs of any."""
         for request in requests:
             self._abort(request)
         self._delivery.forget(requests)
 
-    def _discard(self, requests: Sequence[Request]) -> None:
-        """`_drop` as soon as no step is in progress."""
-        self._deferred.append(partial(self._drop, requests))
-        self._settle_now()
+    # -- streams ------------------------------------------------------------------------------------------------
+
+    def follow(self, stream: RequestStream) -> None:
+        """Queue the stream's requests as `submit` does. Their outputs are for it alone."""
+        self._delivery.add(stream)
+        try:
+            self.submit(stream.requests)
+        except BaseException:
+            stream.close()
+            raise
+
+    def read(self, stream: RequestStream) -> RequestOutput | None:
+        """The next output; runs steps until there is one, in turns with other threads. None: all have been read."""
+        while True:
+            with self._lock:
+                if stream.is_closed:
+                    return None
+                if not stream.outputs and stream.unfinished:
+                    self._fill(stream)
+                if stream.outputs:
+                    return stream.outputs.popleft()
+                if not stream.unfinished:
+                    stream.close()
+
+    def _fill(self, stream: RequestStream) -> None:
+        """Needs `_lock`."""
+        if not stream.changed:
+            try:
+                self._step()
+            except BaseException:
+                stream.close()
+                raise
+        with self._door:  # no request ends meanwhile
+            stream.take()
 
     def has_unfinished_requests(self) -> bool:
         """True while a step would have requests to compute or outputs to deliver."""
-        return bool(self._requests or self._delivery)
+        return bool(self._requests or self._stepper.changed or self._delivery)
 
     def _end(
         self, request: Request, reason: FinishReason, error: str | None, exception: BaseException | None = None
@@ -300,9 +392,9 @@ class EngineCore:
         self._end(request, FinishReason.ERROR, error, exception)
 
     def _close_request(self, request: Request) -> None:
-        # It may be gone already, if an interrupt struck a previous attempt.
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
+        self._held.pop(request, None)
         if not self._requests:
             self._stepper.close()
         if request.streamer is not None:
@@ -337,29 +429,140 @@ class EngineCore:
                 outputs = self._delivery.take_unclaimed(delivered)
         return outputs
 
-    def _step(self) -> dict[Request, None]:
+    def _step(self) -> Changed:
         """Run a step and deliver what has changed; returns the requests that have. Needs `_lock`."""
         self._check_not_stepping()
-        if self._pauses.owners:
-            self._pauses.wait()
+        while self._pauses:
+            if self.is_paused_here:
+                raise RuntimeError("this thread has paused the engine: leave `with engine.pause()` first")
+            self._pause_ended.wait()
         self._check_open()
         self._check_not_stepping()
         try:
             self._settle_and(self._begin_step)
             if self._scheduler.has_unfinished():
                 with torch.no_grad():
-                    self._follow_weights()
+                    self._follow_model()
                     self._stepper.step()
         finally:
             try:
-                delivered = self._delivery.deliver(self._follow_up)
+                delivered = self._delivery.deliver(self._stepper.changed, self._follow_up)
             finally:
                 self._is_stepping = False
-        self._settle_now()
+        self.settle()
         if self._watch.is_on:
             with self._door:
                 self._watch.after_step(self._prompt_tokens)
         return delivered
+
+    # -- a thread that gives itself to the steps ------------------------------------------------------------------
+
+    def run(self, deliver: Callable[[list[RequestOutput], float], None]) -> None:
+        """Run steps as requests come, until `end_run`. deliver: gets what `step` returns, and its seconds.
+
+        The thread waits while there is nothing to do. Between steps it does what `call` has asked for.
+        """
+        try:
+            while self._await_work():
+                while self._calls:
+                    function, future = self._calls.popleft()
+                    try:
+                        future.set_result(function())
+                    except Exception as error:  # the caller's: it is raised where the call was asked for
+                        future.set_exception(error)
+                if self._may_step:
+                    began = time.monotonic()
+                    outputs = self.step()
+                    deliver(outputs, time.monotonic() - began)
+                with self._door:
+                    if self._halt_is_due:
+                        self._end_waiting(self._halt)
+        finally:
+            self._end_of_run = None
+
+    def _await_work(self) -> bool:
+        """Wait for something to do. False: `run` ends."""
+        with self._door:
+            while True:
+                if isinstance(self._end_of_run, BaseException):
+                    raise self._end_of_run
+                is_idle = not self._calls and not self.has_unfinished_requests()
+                if self._closed or self._end_of_run == "now" or (self._end_of_run and is_idle):
+                    return False
+                if self._calls or self._may_step or self._halt_is_due:
+                    return True
+                self._work.wait()
+
+    @property
+    def _may_step(self) -> bool:
+        is_halted = self._halt is not None and self._halt.done()
+        return not is_halted and not self._pauses and self.has_unfinished_requests()
+
+    def end_run(self, when: Literal["now", "when idle"] | BaseException = "now") -> None:
+        """`run` returns after the step in progress, or when all requests have ended, or raises the error."""
+        with self._door:
+            if self._end_of_run is None or when != "when idle":
+                self._end_of_run = when
+            self._work.notify_all()
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Have the thread in `run` call it between two steps, also while the engine is halted. Returns its result to
+        be, which is EngineStopped if the engine is closed before."""
+        with self._door:
+            self._check_open()
+            future: Future[Any] = Future()
+            self._calls.append((function, future))
+            self._work.notify_all()
+            return future
+
+    def halt(self, mode: HaltMode) -> Future[None]:
+        """Let `run` run no further step until `go_on`. Returns a future that is done when the halt has begun.
+
+        Requests in flight are aborted, or may end before ("wait"), or are kept for later ("keep"). Requests that come
+        meanwhile wait. A halt takes the place of the one before; who waits for that waits for this one.
+        """
+        with self._door:
+            self._check_open()
+            if self._halt is None or (mode == "abort" and self._halt.done()):
+                self._halt = Future()
+            self._halt_mode = mode
+            if mode == "abort":
+                in_flight = (request for request in self._requests.values() if request not in self._held)
+                self._deferred.extend(partial(self._abort, request) for request in in_flight)
+            self._work.notify_all()
+            return self._halt
+
+    def go_on(self) -> None:
+        """End the halt."""
+        with self._door:
+            halt, self._halt = self._halt, None
+            self._end_waiting(halt)
+
+    @property
+    def is_halted(self) -> bool:
+        """True from the beginning of `halt` to `go_on`."""
+        return self._halt is not None
+
+    @property
+    def _halt_is_due(self) -> bool:
+        """Needs `_door`."""
+        if self._halt is None or self._halt.done():
+            return False
+        others = len(self._requests) > len(self._held) or self._stepper.changed or self._delivery
+        return self._halt_mode == "keep" or not others
+
+    def _end_waiting(self, halt: Future[None] | None) -> None:
+        """The halt has begun, or ends before: what it has held back arrives. Needs `_door`."""
+        self._arriving.update(self._held)
+        self._held.clear()
+        if halt is not None and not halt.done():
+            halt.set_result(None)
+        self._work.notify_all()
+
+    # -- between steps ------------------------------------------------------------------------------------------
+
+    def _follow_model(self) -> None:
+        """Called before each step: take note of changes of the model."""
 
     def _begin_step(self) -> None:
         self._end_overdue()
@@ -395,15 +598,15 @@ class EngineCore:
                     self._end(request, reason, None)
                 else:
                     running.append(entry)  # it may be preempted before its next token, and wait
-            heappop(self._timed)  # last: Ctrl-C before it loses no deadline
+            heappop(self._timed)
         for entry in running:
             heappush(self._timed, entry)
 
     def _follow_up(self, request: Request) -> None:
-        """Stream the new tokens of a request, and close it if it has ended. Repeated if Ctrl-C interrupts it."""
+        """Stream the new tokens of a request, and close it if it has ended."""
         if request.metrics.finish_time is not None:
             return
-        if request.metrics.first_token_time is None:
+        if request.metrics.first_token_time is None and request.error is None:
             request.metrics = replace(request.metrics, first_token_time=time.monotonic())
         if request.streamer is not None:
             request.tell_streamer()
@@ -429,19 +632,37 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
-        self._settle_now()
+        self.settle()
         with self._lock, self._door:
             self._scheduler.check_integrity()
-            # After an interrupt, a request may have ended in the scheduler alone.
-            ended = {request.request_id for request in self._delivery.changed if request.group.is_finished}
-            arriving = {request.request_id for request in (*self._arriving, *self._reserved)}
+            ended = {request.request_id for request in self._stepper.changed if request.group.is_finished}
+            arriving = {request.request_id for request in (*self._arriving, *self._held, *self._reserved)}
             scheduled = {group.request_id for group in self._scheduler.groups}
             assert set(self._requests) - ended - arriving == scheduled
             self._runner.check_integrity()
 
+    def _shut_down(self) -> None:
+        """Abort everything and take nothing more. Needs `_lock`."""
+        self._check_not_stepping()
+        with self._door:
+            while not self._settle():
+                pass
+            for request in list(self._requests.values()):
+                self._abort(request)
+            self._stepper.changed.clear()
+            self._delivery.clear()
+            self._closed = True
+            waiting = [future for _, future in self._calls] + ([] if self._halt is None else [self._halt])
+            self._calls.clear()
+            self._work.notify_all()
+        for future in waiting:
+            if not future.done():
+                future.set_exception(EngineStopped("the engine was closed"))
+        self._end_streams()
+
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this engine is closed; make a new one")
+            raise EngineStopped("this engine is closed; make a new one")
 
     def _check_not_stepping(self) -> None:
         """Needs `_lock`, so that a step in progress is one of this thread."""
@@ -449,14 +670,14 @@ class EngineCore:
             raise RuntimeError("a logits processor or stopping criterion may add and abort requests, nothing else")
 
 
-_cores: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+_loops: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     """Refuse the engine in a forked child: a thread of the parent may have held its locks at the fork, and would hold
     them forever."""
-    for core in list(_cores):
-        core._lock = core._door = RefusingLock(
+    for loop in list(_loops):
+        loop._lock = loop._door = RefusingLock(
             "this engine was made before the process was forked and works in the parent only; make an engine in the "
             "child (with DataLoader in worker_init_fn, with gunicorn --preload in post_fork), or start processes with "
             "'spawn'"
