@@ -178,6 +178,7 @@ class PagedManager(ContinuousBatchingManager):
         self._stop_wanted.clear()
         self._keeps_engine = False
         self._engine = self._engine or self._options.open(self.model)
+        self._engine.end_run(None)  # of a session before
         self._engine.call(partial(self._obey, self._engine))  # what has been queued before
         self._generation_thread = threading.Thread(
             target=self._run, args=(self._engine,), name="hf-paged-continuous-batching", daemon=True

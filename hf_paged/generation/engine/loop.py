@@ -355,11 +355,11 @@ class EngineLoop:
             with self._lock:
                 if stream.is_closed:
                     return None
-                if not stream.outputs and stream.unfinished:
-                    self._fill(stream)
                 if stream.outputs:
                     return stream.outputs.popleft()
-                if not stream.unfinished:
+                if stream.unfinished:
+                    self._fill(stream)
+                else:
                     stream.close()
 
     def _fill(self, stream: RequestStream) -> None:
@@ -498,8 +498,9 @@ class EngineLoop:
         is_halted = self._halt is not None and self._halt.done()
         return not is_halted and not self._pauses and self.has_unfinished_requests()
 
-    def end_run(self, when: Literal["now", "when idle"] | BaseException = "now") -> None:
-        """`run` returns after the step in progress, or when all requests have ended, or raises the error."""
+    def end_run(self, when: Literal["now", "when idle"] | BaseException | None = "now") -> None:
+        """`run` returns after the step in progress, or when all requests have ended, or raises the error. None takes
+        an earlier call back."""
         with self._door:
             if self._end_of_run is None or when != "when idle":
                 self._end_of_run = when

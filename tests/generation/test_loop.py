@@ -1,0 +1,144 @@
+"""A thread that gives itself to the steps of an engine: what it is told between them, halts, and its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine
+from hf_paged.errors import EngineStopped
+from hf_paged.generation.engine.loop import HaltMode
+from tests import models
+from tests.waiting import Gate
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def plain(prompt: Any) -> list[int]:
+    return models.shared("llama").generate(prompt[None], **OPTIONS)[0, len(prompt) :].tolist()
+
+
+class Running:
+    def __init__(self) -> None:
+        self.engine = Engine(models.shared("llama"), CacheConfig(num_blocks=64))
+        self.finished: dict[str, Any] = {}
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self.engine.run(lambda outputs, _: self.finished.update({o.request_id: o for o in outputs if o.finished}))
+        except RuntimeError as error:
+            self.error = error
+
+    def add(self, name: str, prompt: Any) -> None:
+        self.engine.add_request(prompt, GenerationConfig(**OPTIONS), request_id=name)
+
+    def end(self) -> None:
+        self.engine.end_run("when idle")
+        self.thread.join(120)
+        assert not self.thread.is_alive()
+
+    def reason(self, name: str) -> str:
+        return str(self.finished[name].outputs[0].finish_reason)
+
+
+@contextmanager
+def running() -> Iterator[Running]:
+    made = Running()
+    made.thread.start()
+    with made.engine:
+        yield made
+
+
+def test_requests_that_come_in_any_thread_run_to_their_end() -> None:
+    prompts = models.prompts(5, 9, 7)
+    with running() as made:
+        for number, prompt in enumerate(prompts):
+            made.add(str(number), prompt)
+        made.end()
+        made.engine.check_integrity()
+    tokens = [made.finished[str(number)].outputs[0].token_ids for number in range(3)]
+    assert tokens == [plain(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_halt(mode: HaltMode) -> None:
+    first, second = models.prompts(5, 9)
+    with running() as made:
+        engine, gate = made.engine, Gate(made.engine, 1)
+        made.add("first", first)
+        gate.wait()
+        begun = engine.halt(mode)
+        made.add("late", second)
+        assert not begun.done() and engine.is_halted
+        gate.open()
+        begun.result(120)
+        assert (made.reason("first") if made.finished else None) == {"keep": None, "wait": "length", "abort": "abort"}[
+            mode
+        ]
+        steps = engine.call(lambda: engine.stats().steps).result(120)
+        assert engine.call(lambda: (engine.stats().steps, engine.stats().num_waiting)).result(120) == (steps, 1)
+        engine.go_on()
+        made.end()
+        assert not engine.is_halted and made.finished["late"].outputs[0].token_ids == plain(second)
+        if mode != "abort":
+            assert made.finished["first"].outputs[0].token_ids == plain(first)
+        engine.check_integrity()
+
+
+def test_abort_in_place_of_a_halt_that_waits() -> None:
+    """What it has held back is not aborted."""
+    first, second = models.prompts(5, 9)
+    with running() as made:
+        gate = Gate(made.engine, 1)
+        made.add("first", first)
+        gate.wait()
+        waits = made.engine.halt("wait")
+        made.add("late", second)
+        assert made.engine.halt("abort") is waits
+        gate.open()
+        waits.result(120)
+        assert made.reason("first") == "abort" and "late" not in made.finished
+        made.engine.go_on()
+        made.end()
+    assert made.finished["late"].outputs[0].token_ids == plain(second)
+
+
+def test_a_pause_of_another_thread_holds_it_up() -> None:
+    (prompt,) = models.prompts(5)
+    with running() as made:
+        with made.engine.pause():
+            made.add("it", prompt)
+            steps = made.engine.stats().steps
+            assert made.engine.call(lambda: made.engine.stats().steps).result(120) == steps
+        made.end()
+    assert made.finished["it"].outputs[0].token_ids == plain(prompt)
+
+
+def test_errors_go_to_who_has_asked() -> None:
+    with running() as made:
+        with pytest.raises(ZeroDivisionError):
+            made.engine.call(lambda: 1 / 0).result(120)
+        made.engine.end_run(RuntimeError("no device"))
+        made.thread.join(120)
+    assert str(made.error) == "no device"
+
+
+def test_closing_an_engine_ends_its_thread_and_what_waits_for_it() -> None:
+    with running() as made:
+        made.end()
+        call, halt = made.engine.call(lambda: None), made.engine.halt("wait")
+    for future in (call, halt):
+        assert isinstance(future.exception(120), EngineStopped)
+    with pytest.raises(EngineStopped):
+        made.engine.call(lambda: None)
+    with running() as made:
+        made.engine.close()
+        made.thread.join(120)
+        assert not made.thread.is_alive() and made.error is None
