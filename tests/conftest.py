@@ -26,7 +26,7 @@ import hf_paged
 from hf_paged.cache import memory as memory_module
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import foreign
-from tests import models
+from tests import models, schedulings
 
 torch.set_num_threads(1)
 
@@ -103,6 +103,13 @@ def _seeded() -> None:
 def family(request: pytest.FixtureRequest) -> str:
     """Each of the six families; the model is `models.shared(family)`."""
     return str(request.param)
+
+
+@pytest.fixture
+def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `schedulings.in_both_schedulings`."""
+    if request.param == "async steps":
+        schedulings.schedule_asynchronously(monkeypatch)
 
 
 def blocks_in_use() -> int:

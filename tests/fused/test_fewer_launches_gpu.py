@@ -16,7 +16,7 @@ from hf_paged.fused.gpu.model import fused_parts
 from hf_paged.model.packed import PackedModel
 from tests import models
 from tests.architectures.tiny import tiny_model
-from tests.generation.test_engine import config
+from tests.generation.solo import config
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation import prepare
 from tests import models
-from tests.generation.test_engine import Streamer, assert_as_solo, assert_idle, config
+from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config
 
 GREEDY = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=models.PAD)
 

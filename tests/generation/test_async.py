@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ from hf_paged.generation.requests import batch
 from hf_paged.generation.requests.request import SingleRequest
 from hf_paged.kernels.sampling import ToHost
 from tests import models
-from tests.generation import tape, test_engine
-from tests.generation.test_engine import assert_as_solo, assert_idle, config, requests, row_by_row, solo
-from tests.model import test_adapters
+from tests.generation import tape
+from tests.generation.solo import assert_as_solo, assert_idle, config, requests, row_by_row, solo
 from tests.model.test_graphs import plain
+from tests.schedulings import schedule_asynchronously
 
-pytestmark = test_adapters.pytestmark
+pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 
 NEVER = models.VOCAB  # as EOS: no request ends before its last token
 ASYNC = SchedulerConfig(async_scheduling=True)
@@ -30,43 +29,7 @@ ASYNC = SchedulerConfig(async_scheduling=True)
 
 @pytest.fixture(autouse=True)
 def _async(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines schedule asynchronously by default, as on a CUDA device."""
-    chosen = SchedulerConfig.for_device
-
-    def for_device(self: SchedulerConfig, kind: str) -> SchedulerConfig:
-        return replace(chosen(self, kind), async_scheduling=self.async_scheduling is not False)
-
-    monkeypatch.setattr(SchedulerConfig, "for_device", for_device)
-
-
-# The tests of the engine that do not depend on the number of steps.
-for _name in (
-    "test_mixed_requests_equal_their_solo_runs",
-    "test_a_small_pool_changes_nothing",
-    "test_staggered_arrivals",
-    "test_logprobs_are_those_of_the_model",
-    "test_processors_and_criteria_of_the_caller_see_the_rows_of_a_solo_run",
-    "test_a_stop_string",
-    "test_finish_reasons_and_metrics",
-    "test_preemption_at_every_step",
-    "test_groups_preempted_at_every_step_beside_twelve_others",
-    "test_abort_in_every_state",
-    "test_a_forward_that_raises_fails_the_requests_of_its_step_only",
-    "test_a_processor_that_raises_fails_its_request_only",
-    "test_logits_that_are_nan_fail_their_request_only",
-    "test_a_request_that_outgrows_the_pool_fails_alone",
-    "test_models_that_cannot_run_packed_run_row_by_row",
-    "test_a_cached_prefix_is_not_computed_again",
-    "test_priorities_go_first",
-    "test_streams",
-    "test_async_streams_share_the_steps",
-    "test_a_streamer_gets_what_generate_would_give_it",
-    "test_threads",
-    "test_packed_weights_follow_the_weights",
-    "test_soak",
-):
-    globals()[_name] = getattr(test_engine, _name)
-test_adapters_of_requests = test_adapters.test_every_family
+    schedule_asynchronously(monkeypatch)
 
 
 def test_with_graphs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

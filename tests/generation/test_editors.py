@@ -21,7 +21,7 @@ from hf_paged.generation.sampling.edits import Edit, Op, apply_edits
 from hf_paged.generation.sampling.processors import chain_of, process_together
 from hf_paged.kernels import ops
 from tests import models
-from tests.generation.test_engine import assert_as_solo, assert_idle, solo
+from tests.generation.solo import assert_as_solo, assert_idle, solo
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 

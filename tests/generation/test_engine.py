@@ -19,93 +19,28 @@ from hf_paged.cache import swap
 from hf_paged.generation import prepare
 from hf_paged.generation.requests.request import ending_tokens
 from tests import models, streams
+from tests.generation.solo import (
+    OPTIONS,
+    Streamer,
+    assert_as_solo,
+    assert_idle,
+    config,
+    requests,
+    row_by_row,
+    solo,
+)
 from tests.preempting import force_preempt
+from tests.schedulings import in_both_schedulings
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
 ]
 
-STOPS = list(range(3, 20))  # EOS ids, so many that requests end early and apart
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "greedy with eos": {"eos_token_id": STOPS},
-    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4, "eos_token_id": STOPS},
-    "sample": {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 1},
-    "four samples": {"do_sample": True, "num_return_sequences": 4, "top_k": 8, "eos_token_id": STOPS, "seed": 2},
-    "cold samples": {"do_sample": True, "num_return_sequences": 4, "temperature": 0.1, "seed": 3},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-    "beams to the end": {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 2.0, "eos_token_id": STOPS},
-    "beams, early": {"num_beams": 3, "early_stopping": True, "length_penalty": -1.0, "eos_token_id": STOPS},
-    "beams, never": {"num_beams": 3, "early_stopping": "never", "eos_token_id": STOPS},
-    "beams, processors": {"num_beams": 3, "num_return_sequences": 3, "repetition_penalty": 1.5},
-    "beam sampling": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "seed": 4},
-}
-
-
-def config(name: str, **changes: Any) -> GenerationConfig:
-    options = {"max_new_tokens": 10, "eos_token_id": models.EOS, "pad_token_id": models.PAD, **OPTIONS[name], **changes}
-    seed = options.pop("seed", None)
-    made = GenerationConfig(**options)
-    if seed is not None:
-        made.seed = seed
-    return made
-
-
-def solo(
-    model: Any, prompt: torch.Tensor, options: GenerationConfig, **kwargs: Any
-) -> tuple[list[list[int]], list[float] | None]:
-    """Tokens (and beam scores) of plain generate for this request alone, padding cut off."""
-    if hasattr(options, "seed"):
-        torch.manual_seed(options.seed)
-    result = model.generate(
-        prompt[None],
-        generation_config=options,
-        attention_mask=torch.ones_like(prompt[None]),
-        return_dict_in_generate=True,
-        output_scores=True,
-        **kwargs,
-    )
-    ends = options.eos_token_id if isinstance(options.eos_token_id, list) else [options.eos_token_id]
-    rows = []
-    for row in result.sequences[:, len(prompt) :].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-        rows.append(row[:end])
-    scores = getattr(result, "sequences_scores", None)
-    return rows, None if scores is None else scores.tolist()
-
-
-def requests(count: int, seed: int = 0) -> list[tuple[torch.Tensor, GenerationConfig]]:
-    rng = random.Random(seed)
-    lengths = [rng.randrange(1, 40) for _ in range(count)]
-    names = list(itertools.islice(itertools.cycle(OPTIONS), count))
-    return list(zip(models.prompts(*lengths, seed=seed), map(config, names)))
-
-
-def assert_as_solo(model: Any, outputs: list[hf_paged.RequestOutput], wanted: list[Any]) -> None:
-    for output, (prompt, options) in zip(outputs, wanted):
-        rows, scores = solo(model, prompt, options)
-        assert output.error is None
-        assert output.finished
-        assert output.prompt_token_ids == prompt.tolist()
-        assert [c.token_ids for c in output.outputs] == rows, options
-        assert [c.index for c in output.outputs] == list(range(len(rows)))
-        assert all(len(c.logprobs) == len(c.token_ids) for c in output.outputs)
-        if scores is not None:
-            assert [c.score for c in output.outputs] == pytest.approx(scores, abs=1e-3)
-
-
-def assert_idle(engine: Engine) -> None:
-    engine.check_integrity()
-    stats = engine.stats()
-    assert stats.blocks_used == stats.blocks_swapped == 0
-    assert stats.blocks_free + stats.blocks_cached == stats.num_blocks
-    assert not engine.has_unfinished_requests()
-
 
 # -- the same answers ---
 
 
+@in_both_schedulings
 @pytest.mark.smoke_cases("llama")
 def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
     model = models.shared(family)
@@ -129,6 +64,7 @@ def test_swaps_beside_the_steps_change_nothing(family: str, chance: float, monke
     assert device.waits > 20
 
 
+@in_both_schedulings
 @pytest.mark.quick_cases("llama", "gemma3", "gpt2")
 @pytest.mark.smoke_cases("llama")
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
@@ -147,6 +83,7 @@ def test_a_small_pool_changes_nothing(family: str, preemption: Any) -> None:
     assert_as_solo(model, outputs, wanted)
 
 
+@in_both_schedulings
 def test_staggered_arrivals() -> None:
     model = models.shared("llama")
     wanted = requests(20, seed=2)
@@ -175,6 +112,7 @@ def test_neighbours_change_no_bit() -> None:
     assert together.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
+@in_both_schedulings
 def test_logprobs_are_those_of_the_model() -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(12)
@@ -192,6 +130,7 @@ def test_logprobs_are_those_of_the_model() -> None:
     assert completion.cumulative_logprob == pytest.approx(sum(raw), abs=1e-3)
 
 
+@in_both_schedulings
 def test_processors_and_criteria_of_the_caller_see_the_rows_of_a_solo_run() -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(6)
@@ -231,6 +170,7 @@ def test_processors_and_criteria_of_the_caller_see_the_rows_of_a_solo_run() -> N
         assert plain[0, len(prompt) :].tolist()[: len(first)] == first
 
 
+@in_both_schedulings
 def test_a_stop_string() -> None:
     model, tokenizer = models.shared("llama"), models.tokenizer()
     (prompt,) = models.prompts(8)
@@ -323,6 +263,7 @@ def test_stop_strings_are_kept_by_device() -> None:
     assert kept.criterion(tokenizer, "ab", torch.device("cpu")) is cpu
 
 
+@in_both_schedulings
 def test_finish_reasons_and_metrics() -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(8)
@@ -353,6 +294,8 @@ def test_samples_share_a_sequence_until_they_differ() -> None:
 # -- preemption, aborts, accidents ---
 
 
+@pytest.mark.quick_cases("waiting steps", "recompute")
+@in_both_schedulings
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["greedy", "processors", "four samples", "beams", "beam sampling"])
 def test_preemption_at_every_step(name: str, mode: Any) -> None:
@@ -384,6 +327,7 @@ def test_preemption_at_every_step(name: str, mode: Any) -> None:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
+@in_both_schedulings
 @pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if len(options) > 1])
 def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: str) -> None:
@@ -447,6 +391,7 @@ def test_a_swap_that_fails_is_an_error_of_all_that_have_blocks(
     assert_as_solo(model, [output for output, _ in right], [wanted for _, wanted in right])
 
 
+@in_both_schedulings
 @pytest.mark.parametrize("name", ["greedy", "four samples", "beams"])
 @pytest.mark.parametrize("state", ["waiting", "chunk", "decode", "swapped", "recompute"])
 def test_abort_in_every_state(name: str, state: str) -> None:
@@ -471,6 +416,7 @@ def test_abort_in_every_state(name: str, state: str) -> None:
         assert_as_solo(model, again, [(prompt, config("greedy"))])
 
 
+@in_both_schedulings
 def test_a_forward_that_raises_fails_the_requests_of_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
     prompts = models.prompts(5, 9)
@@ -492,6 +438,7 @@ def test_a_forward_that_raises_fails_the_requests_of_its_step_only(monkeypatch: 
         assert_as_solo(model, engine.generate([prompts[1]], config("beams")), [(prompts[1], config("beams"))])
 
 
+@in_both_schedulings
 def test_a_processor_that_raises_fails_its_request_only() -> None:
     model = models.shared("llama")
     good, bad = models.prompts(7, 9)
@@ -513,6 +460,7 @@ def test_a_processor_that_raises_fails_its_request_only() -> None:
     assert_as_solo(model, [results[good_id]], [(good, config("greedy"))])
 
 
+@in_both_schedulings
 def test_logits_that_are_nan_fail_their_request_only() -> None:
     model = models.build("llama")
     with torch.no_grad():
@@ -527,6 +475,7 @@ def test_logits_that_are_nan_fail_their_request_only() -> None:
     assert "NaN" in str(outputs[1].error)
 
 
+@in_both_schedulings
 def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
     """The request is accepted because its samples might be equal to the end; these are not."""
     model = models.shared("llama")
@@ -571,14 +520,7 @@ def test_what_can_never_run_is_refused_on_arrival(prompt: Any, options: dict[str
         assert_idle(engine)
 
 
-def row_by_row() -> Any:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": models.VOCAB}
-    return BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.6, eos_token_id=models.EOS)).eval()
-
-
+@in_both_schedulings
 def test_models_that_cannot_run_packed_run_row_by_row() -> None:
     model = row_by_row()
     assert not hf_paged.check(model).native
@@ -624,6 +566,7 @@ def test_unsupported_models_and_a_closed_engine() -> None:
 # -- prefixes, priorities, memory ---
 
 
+@in_both_schedulings
 @pytest.mark.smoke
 def test_a_cached_prefix_is_not_computed_again() -> None:
     model = models.shared("llama")
@@ -652,6 +595,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert_as_solo(model, outputs, [(p, config("greedy")) for p in prompts])
 
 
+@in_both_schedulings
 def test_priorities_go_first() -> None:
     model = models.shared("llama")
     prompts = models.prompts(6, 6, 6)
@@ -680,6 +624,7 @@ def test_memory_is_sized_as_asked() -> None:
 # -- callers ---
 
 
+@in_both_schedulings
 @pytest.mark.smoke
 def test_streams() -> None:
     model = models.shared("llama")
@@ -703,6 +648,7 @@ def test_streams() -> None:
         assert_idle(engine)
 
 
+@in_both_schedulings
 def test_async_streams_share_the_steps() -> None:
     model = models.shared("llama")
     wanted = requests(8, seed=6)
@@ -724,22 +670,7 @@ def test_async_streams_share_the_steps() -> None:
     assert_as_solo(model, outputs, wanted)
 
 
-class Streamer:
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.got: list[list[int]] = []
-        self.ended = 0
-        self.fails_at = fails_at
-
-    def put(self, value: torch.Tensor) -> None:
-        assert value.device.type == "cpu" and self.ended == 0
-        if len(self.got) == self.fails_at:
-            raise OSError("nobody listens")
-        self.got.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
+@in_both_schedulings
 @pytest.mark.parametrize("name", ["greedy", "greedy with eos", "sample", "processors"])
 def test_a_streamer_gets_what_generate_would_give_it(name: str) -> None:
     model = models.shared("llama")
@@ -786,6 +717,7 @@ def test_streamers_that_fail_are_aborted_or_cannot_be() -> None:
         assert_idle(engine)
 
 
+@in_both_schedulings
 @pytest.mark.smoke
 def test_threads() -> None:
     model = models.shared("llama")
@@ -821,6 +753,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert state_of(model) == before
 
 
+@in_both_schedulings
 def test_packed_weights_follow_the_weights() -> None:
     model = models.build("llama").to(torch.bfloat16)
     (prompt,) = models.prompts(40)  # more than a block: its prefix is cached
@@ -874,6 +807,7 @@ def soak(count: int, seed: int, model: Any) -> None:
     assert stats.preemptions_recompute + stats.preemptions_swap > count / 50
 
 
+@in_both_schedulings
 def test_soak() -> None:
     soak(250, 0, models.shared("llama"))
 

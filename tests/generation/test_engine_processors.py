@@ -9,7 +9,7 @@ import torch
 
 from hf_paged import CacheConfig, Engine
 from tests import models
-from tests.generation.test_engine import assert_as_solo, assert_idle, config, solo
+from tests.generation.solo import assert_as_solo, assert_idle, config, solo
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.kernels import gather, ops
 from tests import models
-from tests.generation.test_engine import row_by_row
+from tests.generation.solo import row_by_row
 
 
 def config(**options: Any) -> GenerationConfig:

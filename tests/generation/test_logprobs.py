@@ -15,7 +15,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.requests.outputs import CompletionOutput, Lists, RequestOutput
 from hf_paged.generation.requests.scores import PromptScores
 from tests import models
-from tests.generation.test_engine import row_by_row
+from tests.generation.solo import row_by_row
 from tests.preempting import force_preempt
 
 BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -17,7 +17,8 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.model import adapters
 from hf_paged.model.state import state_of
 from tests import models
-from tests.generation.test_engine import OPTIONS, assert_idle, config, solo
+from tests.generation.solo import OPTIONS, assert_idle, config, solo
+from tests.schedulings import in_both_schedulings
 
 peft = pytest.importorskip("peft")
 
@@ -160,6 +161,7 @@ def test_neighbours_with_other_adapters(make: Callable[[], Any]) -> None:
     assert stats.cow_copies > 0
 
 
+@in_both_schedulings
 @pytest.mark.smoke_cases("llama")
 def test_every_family(family: str) -> None:
     targets = dict.fromkeys("xy", "all-linear")

@@ -26,8 +26,8 @@ from hf_paged.model.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, p
 from hf_paged.model.graphs import NoHostValues
 from tests import models
 from tests.generation import tape
+from tests.generation.solo import assert_as_solo, assert_idle, config, requests
 from tests.generation.tape import TapedGraphs
-from tests.generation.test_engine import assert_as_solo, assert_idle, config, requests
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),

@@ -14,7 +14,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.graphs import GraphedSteps
 from tests import models
-from tests.generation.test_engine import OPTIONS, config
+from tests.generation.solo import OPTIONS, config
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig, tokenwise
 from tests import models
-from tests.generation.test_engine import config
+from tests.generation.solo import config
 
 Say = Callable[[Any], None]
 SIZES = {**models._ROTARY, "hidden_size": 32, "tie_word_embeddings": False}

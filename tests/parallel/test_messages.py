@@ -18,7 +18,7 @@ from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.ranks import check_heads
 from hf_paged.kernels.metadata import StepArrays, step_arrays
 from tests import models
-from tests.generation.test_engine import config, solo
+from tests.generation.solo import config, solo
 
 
 class Line:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import models
-from tests.generation.test_engine import config, solo
+from tests.generation.solo import config, solo
 from tests.parallel import programs
 from tests.parallel.ranks import Ranks, run
 
