@@ -60,10 +60,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"$id": "http://example.org/x", "type": "object"}, "$id"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
     ({"properties": {"a": 5}}, "5"),
-    ({"type": "string", "enum": [5]}, "Unsatisfiable"),
-    ({"type": "string", "const": "abc", "maxLength": 2}, "Unsatisfiable"),
-    ({"type": "string", "pattern": "^a$", "minLength": 2}, "Unsatisfiable"),
-    ({"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5}, "Unsatisfiable"),
+    ({"type": "string", "enum": [5]}, "no answer"),
+    ({"type": "string", "const": "abc", "maxLength": 2}, "no answer"),
+    ({"type": "string", "pattern": "^a$", "minLength": 2}, "no answer"),
+    ({"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5}, "no answer"),
     *(
         ({name: value}, name)
         for name, value in {
@@ -84,6 +84,23 @@ def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         vocabulary_of(tokenizer()).compiled(constraints.json_schema(wrapped))
     assert "keyword" not in str(caught.value) or "(at #/properties/x~1y/items" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string", "enum": [5]}, "no answer: no value has all the types"),
+        ({"type": "string", "pattern": "^a$", "minLength": 2}, "no answer: no text"),
+        ({"type": "integer", "minimum": 4, "maximum": 3}, "no answer: minimum (4) is greater than maximum (3)"),
+        ({"type": "string", "pattern": "[😀é]*?/+?$", "format": "email"}, "'pattern', 'format', 'minLength'"),
+        ({"type": "array", "items": {"$ref": "#", "maxItems": 2}}, "'$ref' leads back to a schema around it"),
+    ],
+    ids=str,
+)
+def test_what_the_compiler_refuses(schema: dict[str, Any], words: str) -> None:
+    """The message says in a schema's words what is wrong."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        vocabulary_of(tokenizer()).compiled(constraints.json_schema(schema))
 
 
 def test_names_and_data_are_no_keywords() -> None:
