@@ -72,13 +72,18 @@ def fault(question: Question, text: str) -> str | None:
 
 
 def fault_of_refusal(question: Question, why: str) -> str | None:
-    """A refusal names a keyword of the schema, or what a regular expression has, or there is no answer."""
+    """A refusal names a keyword of the schema, or what a regular expression has, or there is no answer (to a schema
+    that it refers to, which need not be used)."""
     if "has no answer" in why or "has no finite answer" in why:
         found = (
             random_constraints.an_answer(question.given, Random(question.number)) if question.kind != "regex" else None
         )
         is_closed = question.strict and isinstance(found, dict)
-        return None if found is None or is_closed else f"there is an answer: {json.dumps(found)}"
+        return (
+            None
+            if found is None or is_closed or '"$ref":' in json.dumps(question.given)
+            else f"there is an answer: {json.dumps(found)}"
+        )
     if question.kind == "regex":
         return None if "cannot be followed: " in why else "it names nothing"
     named = re.findall(r"'([^']+)'", why.partition("the schema's keyword")[2])

@@ -94,6 +94,7 @@ def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
         ({"type": "integer", "minimum": 4, "maximum": 3}, "no answer: minimum (4) is greater than maximum (3)"),
         ({"type": "string", "pattern": "[😀é]*?/+?$", "format": "email"}, "'pattern', 'format', 'minLength'"),
         ({"type": "array", "items": {"$ref": "#", "maxItems": 2}}, "'$ref' leads back to a schema around it"),
+        ({"type": "object", "patternProperties": {"^a": STRING, "b$": STRING}}, "'patternProperties' has patterns"),
     ],
     ids=str,
 )
@@ -101,6 +102,27 @@ def test_what_the_compiler_refuses(schema: dict[str, Any], words: str) -> None:
     """The message says in a schema's words what is wrong."""
     with pytest.raises(ValueError, match=re.escape(words)):
         vocabulary_of(tokenizer()).compiled(constraints.json_schema(schema))
+
+
+def test_many_patterns_for_one_string() -> None:
+    """The compiler's time and memory would grow exponentially with them. One for each of many strings is fine."""
+    strings = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{number}}}c"} for number in range(16)]
+    objects = [{"properties": {"x": {"type": "array", "items": each}}} for each in strings]
+    named = {f"d{number}": each for number, each in enumerate(strings)}
+    for wrong in (
+        {"allOf": strings},
+        {"allOf": objects, "type": "object"},
+        {"$defs": named, "allOf": [{"$ref": f"#/$defs/{name}"} for name in named]},
+        {"$defs": {"d": strings[0]}, "allOf": [{"anyOf": [each, {"type": "null"}]} for each in strings]},
+    ):
+        with pytest.raises(ValueError, match="is there more than 6 times for the same string"):
+            constraints.lark_of(constraints.json_schema(wrong))
+    for right in (
+        {"type": "object", "properties": {f"p{number}": each for number, each in enumerate(strings)}},
+        {"anyOf": strings},
+        {"$defs": {"n": {"properties": {"a": strings[0], "n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+    ):
+        vocabulary_of(tokenizer()).compiled(constraints.json_schema(right))
 
 
 def test_names_and_data_are_no_keywords() -> None:

@@ -260,13 +260,16 @@ class Matcher:
 _TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
 
 
+_NO_ANSWER = "the schema, or one that it refers to, has no answer: "
 _REASONS = {
     "NoExtension": "it has no answer, or no token continues it",
-    "Unsatisfiable schema: incompatible types": "the schema has no answer: no value has all the types that it asks for",
-    "Unsatisfiable schema: Regex is empty": "the schema has no answer: no text is all that it asks for at once",
-    "Unsatisfiable schema: ": "the schema has no answer: ",
+    "Unsatisfiable schema: incompatible types": f"{_NO_ANSWER}no value has all the types that it asks for",
+    "Unsatisfiable schema: Regex is empty": f"{_NO_ANSWER}no text is all that it asks for at once",
+    "Unsatisfiable schema: ": _NO_ANSWER,
     "Unable to determine if regex is empty": "the schema's keywords 'pattern', 'format', 'minLength' and 'maxLength' "
     "are too much together for one string; leave some out",
+    "patternProperty regexes": "the schema's keyword 'patternProperties' has patterns that may match the same name; "
+    "let them exclude each other",
     "circular references with sibling keys": "the schema's keyword '$ref' leads back to a schema around it, and has "
     "keywords beside it; leave these out",
 }
