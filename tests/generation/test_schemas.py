@@ -182,6 +182,7 @@ FOLLOWED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"minimum": 3}, [3, "x"], [2]),
     ({"type": "string", "format": "date"}, ["2026-11-22", "2024-02-29"], ["hello", "2023-02-29"]),
     ({"type": "string", "format": "email", "maxLength": 6}, ["a@b.cd"], ["a@b.cde", "a"]),
+    ({"type": "string", "format": "hostname"}, ["a-1.example.org"], ["-a", ".".join(["x" * 63] * 4)]),
     ({"type": "string", "format": "made-up"}, ["x"], [1]),
     ({"type": ["string", "null"]}, ["a", None], [1]),
     ({"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3], ["a"]]),
