@@ -1,4 +1,4 @@
-"""`hf-paged serve` on the shipped checkpoint in a process of its own, for scripts that check it from outside."""
+"""`hf-paged serve` in a process of its own, for scripts that check it from outside."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Server:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Server]:
+def serving(*options: str, checkpoint: Path = CHECKPOINT) -> Iterator[Server]:
     """options: of `hf-paged serve`. Raises SystemExit if the server does not start, subprocess.TimeoutExpired if it
     does not end within a minute; it is killed then."""
-    arguments = ["serve", str(CHECKPOINT), "--port", "0", *options]
+    arguments = ["serve", str(checkpoint), "--port", "0", *options]
     code = f"import sys; from hf_paged.cli.main import main; sys.exit(main({arguments!r}))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     server = Server()

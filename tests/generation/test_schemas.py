@@ -60,10 +60,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"$id": "http://example.org/x", "type": "object"}, "$id"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
     ({"properties": {"a": 5}}, "5"),
-    ({"type": "string", "enum": [5]}, "Unsatisfiable"),
-    ({"type": "string", "const": "abc", "maxLength": 2}, "Unsatisfiable"),
-    ({"type": "string", "pattern": "^a$", "minLength": 2}, "Unsatisfiable"),
-    ({"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5}, "Unsatisfiable"),
+    ({"type": "string", "enum": [5]}, "no answer"),
+    ({"type": "string", "const": "abc", "maxLength": 2}, "no answer"),
+    ({"type": "string", "pattern": "^a$", "minLength": 2}, "no answer"),
+    ({"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5}, "no answer"),
     *(
         ({name: value}, name)
         for name, value in {
@@ -84,6 +84,45 @@ def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         vocabulary_of(tokenizer()).compiled(constraints.json_schema(wrapped))
     assert "keyword" not in str(caught.value) or "(at #/properties/x~1y/items" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string", "enum": [5]}, "no answer: no value has all the types"),
+        ({"type": "string", "pattern": "^a$", "minLength": 2}, "no answer: no text"),
+        ({"type": "integer", "minimum": 4, "maximum": 3}, "no answer: minimum (4) is greater than maximum (3)"),
+        ({"type": "string", "pattern": "[😀é]*?/+?$", "format": "email"}, "'pattern', 'format', 'minLength'"),
+        ({"type": "array", "items": {"$ref": "#", "maxItems": 2}}, "'$ref' leads back to a schema around it"),
+        ({"type": "object", "patternProperties": {"^a": STRING, "b$": STRING}}, "'patternProperties' has patterns"),
+    ],
+    ids=str,
+)
+def test_what_the_compiler_refuses(schema: dict[str, Any], words: str) -> None:
+    """The message says in a schema's words what is wrong."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        vocabulary_of(tokenizer()).compiled(constraints.json_schema(schema))
+
+
+def test_many_patterns_for_one_string() -> None:
+    """The compiler's time and memory would grow exponentially with them. One for each of many strings is fine."""
+    strings = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{number}}}c"} for number in range(16)]
+    objects = [{"properties": {"x": {"type": "array", "items": each}}} for each in strings]
+    named = {f"d{number}": each for number, each in enumerate(strings)}
+    for wrong in (
+        {"allOf": strings},
+        {"allOf": objects, "type": "object"},
+        {"$defs": named, "allOf": [{"$ref": f"#/$defs/{name}"} for name in named]},
+        {"$defs": {"d": strings[0]}, "allOf": [{"anyOf": [each, {"type": "null"}]} for each in strings]},
+    ):
+        with pytest.raises(ValueError, match="is there more than 6 times for the same string"):
+            constraints.lark_of(constraints.json_schema(wrong))
+    for right in (
+        {"type": "object", "properties": {f"p{number}": each for number, each in enumerate(strings)}},
+        {"anyOf": strings},
+        {"$defs": {"n": {"properties": {"a": strings[0], "n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+    ):
+        vocabulary_of(tokenizer()).compiled(constraints.json_schema(right))
 
 
 def test_names_and_data_are_no_keywords() -> None:
@@ -143,6 +182,7 @@ FOLLOWED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"minimum": 3}, [3, "x"], [2]),
     ({"type": "string", "format": "date"}, ["2026-11-22", "2024-02-29"], ["hello", "2023-02-29"]),
     ({"type": "string", "format": "email", "maxLength": 6}, ["a@b.cd"], ["a@b.cde", "a"]),
+    ({"type": "string", "format": "hostname"}, ["a-1.example.org"], ["-a", ".".join(["x" * 63] * 4)]),
     ({"type": "string", "format": "made-up"}, ["x"], [1]),
     ({"type": ["string", "null"]}, ["a", None], [1]),
     ({"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3], ["a"]]),

@@ -189,6 +189,7 @@ def test_hostile_grammars_do_no_harm(server: Running) -> None:
         "numbers": {"json": json.dumps({"type": "integer", "minimum": -(10**300), "maximum": 10**308})},
         "multiples": {"json": json.dumps({"type": "integer", "multipleOf": 4294967291})},
         "products": {"json": json.dumps({"allOf": [{"anyOf": [{"enum": [i]} for i in range(99)]}] * 20})},
+        "patterns": {"json": json.dumps({"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}c"} for i in range(16)]})},
         "repetitions": {"regex": "((a{1,900}){1,900}){1,900}"},
         "optional parts": {"regex": "a?" * 20_000},
         "doubling": {
@@ -205,7 +206,7 @@ def test_hostile_grammars_do_no_harm(server: Running) -> None:
         found[name] = answer.status_code
         if name == "size":
             assert "65536" in answer.json()["error"]["message"]
-    refused = ("counted properties", "parentheses", "schemas", "references", "numbers", "multiples", "size")
+    refused = ("counted properties", "parentheses", "schemas", "references", "numbers", "multiples", "patterns", "size")
     assert set(found.values()) <= {200, 400} and all(found[name] == 400 for name in refused), found
     assert server.http.get("/health").status_code == 200
     body = {"messages": QUESTION, "structured_outputs": {"choice": ["still", "there"]}}

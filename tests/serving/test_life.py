@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -375,5 +376,36 @@ def test_little_memory() -> None:
             assert {each.result().status_code for each in asked} <= {200, 400, 429, 500}
         assert client.get("/health").status_code == 200
         assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200
+        process.terminate()
+        assert process.wait(120) == 0
+
+
+@pytest.mark.slow
+def test_small_stacks() -> None:
+    """Grammars deep within themselves are followed or refused; the server goes on."""
+    limit = (
+        "import os, resource\n"
+        "if resource.getrlimit(resource.RLIMIT_STACK)[0] != 2**21:\n"
+        "    resource.setrlimit(resource.RLIMIT_STACK, (2**21, 2**21))\n"
+        "    os.execv(sys.executable, sys.orig_argv)"
+    )
+    deep = {"type": "integer"}
+    for _ in range(60):
+        deep = {"type": "array", "items": deep, "maxItems": 1}
+    grammars: list[dict[str, Any]] = [
+        {"json": deep},
+        {"regex": "(" * 3000 + "a" + ")" * 3000},
+        {"regex": "(?:" * 90 + "a" + "b)?" * 90},
+        {"regex": "a?" * 2000},
+        {"grammar": "root ::= " + "(" * 90 + '"a" root?' + ")" * 90},
+        {"grammar": "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(2000)), 'r2000 ::= "x"'])},
+    ]
+    with started(code=limit) as (process, url), httpx.Client(base_url=url, timeout=300) as client:
+        for outputs in grammars:
+            fields = {"prompt": PROMPT, "max_tokens": 8, "structured_outputs": outputs}
+            assert client.post("/v1/completions", json=fields).status_code in (200, 400)
+        fields = {"prompt": PROMPT, "max_tokens": 40, "structured_outputs": {"json": {"enum": ["yes", {"no": [5]}]}}}
+        answer = client.post("/v1/completions", json=fields).json()["choices"][0]
+        assert json.loads(answer["text"]) in ("yes", {"no": [5]}) and answer["finish_reason"] == "stop"
         process.terminate()
         assert process.wait(120) == 0

@@ -260,12 +260,31 @@ class Matcher:
 _TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
 
 
+_NO_ANSWER = "the schema, or one that it refers to, has no answer: "
+_REASONS = {
+    "NoExtension": "it has no answer, or no token continues it",
+    "Unsatisfiable schema: incompatible types": f"{_NO_ANSWER}no value has all the types that it asks for",
+    "Unsatisfiable schema: Regex is empty": f"{_NO_ANSWER}no text is all that it asks for at once",
+    "Unsatisfiable schema: ": _NO_ANSWER,
+    "Unable to determine if regex is empty": "the schema's keywords 'pattern', 'format', 'minLength' and 'maxLength' "
+    "are too much together for one string; leave some out",
+    "patternProperty regexes": "the schema's keyword 'patternProperties' has patterns that may match the same name; "
+    "let them exclude each other",
+    "circular references with sibling keys": "the schema's keyword '$ref' leads back to a schema around it, and has "
+    "keywords beside it; leave these out",
+}
+"""How llguidance's messages begin, and what is said in place of them. The rest follows where there is a colon."""
+
+
 def _reason(state: Any) -> str:
-    """llguidance's message without the place in its source."""
+    """Why it cannot go on: llguidance's message, without the place in its source."""
     text = str(state.get_error()).partition("\n<non-verbose/>")[0]
     text = text.rpartition("failed to compile JSON schema: ")[2].strip().splitlines()[0]
     text = re.sub(r"^at \d+\(\d+\): ", "", text)
-    return "it has no answer, or no token continues it" if text.startswith("NoExtension") else text[:200]
+    for begin, words in _REASONS.items():
+        if text.startswith(begin):
+            return words + text.removeprefix(begin)[:200] if words.endswith(": ") else words
+    return text[:200]
 
 
 def _has(words: Words, token: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
@@ -23,6 +23,7 @@ MAX_WHITESPACE = 1
 _MAX_DEPTH = 64  # schemas within schemas, also through references
 _MAX_NUMBER = 2**53  # llguidance has bounds as fp64
 _MAX_MULTIPLES = 100_000  # its automata have that many states
+_MAX_PATTERNS = 6  # for one string; llguidance's time and memory grow exponentially, and none of its limits ends that
 
 _ANNOTATIONS = frozenset(
     [
@@ -115,7 +116,7 @@ _DATE = (
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
+_HOST = rf"(?:{_LABEL}\.){{0,3}}{_LABEL.replace('61', '59')}"  # at most 253 characters
 _HEX = "[0-9a-fA-F]{1,4}"
 _MAIL = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 _URL = r"(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
@@ -164,6 +165,11 @@ class _Reader:
         whole = {**options, "$defs": self._definitions, **(made if isinstance(made, dict) else {})}
         if made is False or not _pruned(whole):
             raise ValueError("the schema has no finite answer: it is false, or a required value would contain itself")
+        if _num_patterns(whole, whole["$defs"], {}) > _MAX_PATTERNS:
+            raise ValueError(
+                f"the schema's keyword 'pattern' (or 'format') is there more than {_MAX_PATTERNS} times for the same "
+                "string, by 'allOf' or '$ref'; leave some out"
+            )
         return whole
 
     def _refused(self, name: str, path: str, why: str) -> ValueError:
@@ -606,6 +612,27 @@ def _pruned(root: Schema) -> bool:
     root.update(whole)
     root["$defs"] = {name: definitions[name] for name in known}
     return True
+
+
+def _num_patterns(schema: Any, definitions: Schema, known: dict[str, int]) -> int:
+    """How many patterns a string of the value may have to match together, at most. known: of definitions, by name."""
+    if not isinstance(schema, dict):
+        return 0
+
+    def most(parts: Iterable[Any]) -> int:
+        return max((_num_patterns(each, definitions, known) for each in parts), default=0)
+
+    within = [each for name in _OBJECTS for each in schema.get(name, {}).values()]
+    within += [*schema.get("prefixItems", ()), schema.get("items"), schema.get("additionalProperties")]
+    found = max(int("pattern" in schema), most(within)) + most(schema.get("anyOf", ()))
+    found += sum(_num_patterns(each, definitions, known) for each in schema.get("allOf", ()))
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        if name not in known:
+            known[name] = 0  # while it is read: it may contain itself
+            known[name] = _num_patterns(definitions[name], definitions, known)
+        found += known[name]
+    return found
 
 
 def _type_ends(name: str, schema: Schema, ends: Callable[[Any], bool]) -> bool:
