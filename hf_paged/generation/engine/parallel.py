@@ -22,7 +22,7 @@ from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.sampling.batch import SampledTokens
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.sequential import RowModel
+from hf_paged.model.rows import RowModel
 from hf_paged.model.state import state_of, unwrapped
 
 

@@ -24,7 +24,7 @@ from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.sequential import RowModel
+from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
 from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported
 
@@ -254,7 +254,7 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, t
         packed = bound if tried is bound.model else PackedModel(tried, memory)
         packed.forward(ids, positions, metadata, ids[:1] + count - 1)
     else:
-        bound.forward(-1, ids, 0, tried=tried)
+        bound.forward([Part(-1, ids.tolist(), 0)], tried=tried)
         bound.free(-1)
     memory.free(-1)
 
