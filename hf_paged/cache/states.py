@@ -153,6 +153,15 @@ class States:
         return sum(batch.nbytes for batch in {row.batch for rows in self._rows.values() for row in rows.values()})
 
 
+def is_tree(value: Any) -> bool:
+    """Whether the value is a tree: there is nothing in it of which it is unknown how it is copied."""
+    try:
+        _shape(value, [])
+    except TypeError:
+        return False
+    return True
+
+
 def bytes_per_row(tree: Tree, num_rows: int) -> dict[torch.device, int]:
     """Bytes of a state for one sequence, by device. tree: the states of `num_rows` sequences."""
     tensors: list[torch.Tensor] = []

@@ -39,14 +39,14 @@ from transformers import GenerationConfig
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
-from hf_paged.cache.states import States, bytes_per_row
+from hf_paged.cache.states import States, bytes_per_row, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
 from hf_paged.model.packed import own_forward, uncompiled
 from hf_paged.model.state import state_of
-from hf_paged.model.support import PROBE_ERRORS, first_line, logits_tolerance, rotary_limit
+from hf_paged.model.support import PROBE_ERRORS, cache_name, first_line, logits_tolerance, rotary_limit
 
 Together = Literal["any", "equal", "one"]
 """Which rows share a forward: any, those of equal length, or none."""
@@ -70,18 +70,49 @@ class Part(NamedTuple):
         return self.start + len(self.ids)
 
 
+class _OwnCache:
+    """The state of a model that keeps it in a list, or in a class of its own: it makes one where it is given None, and
+    returns it. The interface is that of a PagedKVCache without rows."""
+
+    keeps_states = True
+    layers: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self._like: Any = None  # an object of the model's class, for what is no state in it
+
+    @property
+    def states(self) -> Any:
+        if is_tree(self.value):
+            return self.value
+        self._like = self.value
+        return {name: part for name, part in vars(self.value).items() if is_tree(part)}
+
+    def set_states(self, states: Any) -> None:
+        self.value = states
+        if states is not None and self._like is not None:
+            self.value = copy.copy(self._like)
+            vars(self.value).update(states)
+
+    def view_rows(self, *args: object) -> None: ...
+
+    def release_rows(self) -> None:
+        self.value = None
+
+
 class _Rows:
     """The forwards of a model over a memory, and the states of sequences."""
 
     def __init__(self, model: Any, memory: PagedMemory) -> None:
-        self.cache = PagedKVCache(model.config, memory=memory)
+        self._cache_name = cache_name(model) or "past_key_values"
+        is_own = self._cache_name != "past_key_values" and not model._supports_default_dynamic_cache()
+        self.cache: Any = _OwnCache() if is_own else PagedKVCache(model.config, memory=memory)
         self.states = States()
         self.has_states = self.cache.keeps_states
         self.has_kv = any(isinstance(layer, PagedLayer) for layer in self.cache.layers)
         self.state_bytes: dict[torch.device, int] = {}  # of a sequence, in the last forward
         self._device = device_of(model)
         self._parameters = inspect.signature(model.forward).parameters
-        self._cache_name = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
 
     def compute(self, model: Any, parts: Sequence[Part]) -> torch.Tensor:
         """Logits [len(parts), keep, vocab_size] of one forward. The parts begin their sequences, or have one token
@@ -120,7 +151,8 @@ class _Rows:
         *,
         is_first: bool,
     ) -> torch.Tensor:
-        kwargs: dict[str, Any] = {self._cache_name: self.cache}
+        is_own = isinstance(self.cache, _OwnCache)
+        kwargs: dict[str, Any] = {self._cache_name: self.cache.value if is_own else self.cache}
         if "logits_to_keep" in self._parameters:
             kwargs["logits_to_keep"] = keep
         if mask is not None:
@@ -131,6 +163,8 @@ class _Rows:
         if given is not None:
             kwargs["position_ids"] = given
         output = uncompiled(model)(input_ids=ids, use_cache=True, return_dict=True, **kwargs)
+        if is_own:
+            self.cache.value = output[self._cache_name]
         logits: torch.Tensor = output.logits[:, -keep:]
         return logits
 
@@ -256,12 +290,12 @@ class _Trial:
         try:
             # Another sequence is computed between the pieces, to detect models that keep a state in their modules.
             self._alone = self._run([(self._long, (5, 1, 1)), (self._other, (5, 1, 1))], "one", "one")
-            if not self._close(self._alone[0], expected):
-                raise self._unsupported("its logits are not those of generate")
         except UnsupportedModelError as error:
             raise self._unsupported(str(error)) from None
         except _ERRORS as error:
             raise self._unsupported(first_line(error)) from None
+        if not self._close(self._alone[0], expected):
+            raise self._unsupported("its logits are not those of generate")
 
     def _generated(self) -> tuple[list[int], torch.Tensor]:
         """Seven tokens, of which generate has added two, and the logits [3, vocab] from the fifth on."""
@@ -342,6 +376,5 @@ class _Trial:
 
     def _unsupported(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{type(self._model).__name__} cannot be computed one sequence at a time ({reason}); "
-            "use model.generate(..., cache_implementation='paged')"
+            f"{type(self._model).__name__} cannot be computed one sequence at a time ({reason}); call generate"
         )
