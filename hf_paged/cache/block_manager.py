@@ -282,7 +282,7 @@ class BlockManager:
             raise ValueError(f"block {unwritten[0]} is free: it has no content to adopt")
         for block_id in held:
             self.allocator.share(block_id)
-        table.num_tokens = len(tables[0]) * self.block_size
+        table.num_tokens = len(tables[0]) * self.block_size if tables else 0
         self._tables[seq_id] = table
 
     def crop(self, seq_id: SeqId, num_tokens: int) -> None:

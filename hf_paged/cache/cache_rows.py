@@ -33,6 +33,7 @@ class CacheRows:
         self.padding: list[int] = []
         self.length = 0
         self.lent = False
+        self._viewed: dict[tuple[object, ...], torch.Tensor] | None = None  # slots of a view, which all layers need
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -72,14 +73,15 @@ class CacheRows:
         self.ids = itertools.count(max(seq_ids, default=-1) + 1)
         self.length = max((self.manager.num_tokens(r) + p for r, p in zip(seq_ids, padding)), default=0)
 
-    def view(self, seq_id: int) -> None:
-        """Present a sequence that another owner keeps in `memory` as the only row, until `forget`."""
-        self.refuse_any("release_row()")
-        self.seq_ids, self.padding, self.length = [seq_id], [0], self.manager.num_tokens(seq_id)
+    def view(self, seq_ids: Sequence[int], padding: Sequence[int], length: int) -> None:
+        """Present sequences that another owner keeps in `memory` as the rows, until `forget`. Their slots, up to the
+        logical length `length`, are appended already."""
+        self.seq_ids, self.padding, self.length = list(seq_ids), list(padding), length
+        self._viewed = {}
 
     def forget(self) -> None:
         """Drop the rows without freeing their blocks."""
-        self.seq_ids, self.padding, self.length = [], [], 0
+        self.seq_ids, self.padding, self.length, self._viewed = [], [], 0, None
 
     def fork(self, row: int) -> None:
         """A new last row that shares all blocks of `row`."""
@@ -142,20 +144,37 @@ class CacheRows:
             except OutOfBlocks as error:
                 raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
         kv = self.memory.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
-        mapping = to_device(self._slots(index, start, stop).ravel(), key.device)
+        mapping = self._slots_on(key.device, index, start, stop, read=False).view(-1)
         flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
         flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
         ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, in_bounds=True)
         return stop
 
+    def _slots_on(self, device: torch.device, index: int, start: int, stop: int, *, read: bool) -> torch.Tensor:
+        """`_slots` on a device. In a view they are computed for the first layer of a group, and what is read for
+        padding is the first token of the row, which the mask hides."""
+        if self._viewed is None:
+            return to_device(self._slots(index, start, stop), device)
+        group = self.memory.group_index(index)
+        key = device, group, start, stop, read
+        if key not in self._viewed:
+            slots = self._slots(index, start, stop)
+            if read:
+                firsts = [self.manager.block_table(row, group)[0] for row in self.seq_ids]
+                slots = np.where(slots < 0, np.array(firsts, dtype=np.int64)[:, None] * self.memory.block_size, slots)
+            self._viewed[key] = to_device(slots, device)
+        return self._viewed[key]
+
     def _slots(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
         """Slots of positions `start` to `stop - 1` of every row in layer `index`, int64 [num_rows, stop - start]; -1 at
         padding, and where a window has dropped the block."""
-        group = self.memory.group_index(index)
+        group, size = self.memory.group_index(index), self.memory.block_size
         slots = np.full((len(self.seq_ids), stop - start), -1, dtype=np.int64)
         for i, (row, padding) in enumerate(zip(self.seq_ids, self.padding)):
             first = min(max(start, padding), stop)
-            slots[i, first - start :] = self.manager.slots(row, first - padding, stop - padding, group)
+            positions = np.arange(first - padding, stop - padding)
+            table = np.array(self.manager.block_table(row, group), dtype=np.int64)
+            slots[i, first - start :] = table[positions // size] * size + positions % size
         return slots.clip(min=-1)
 
     def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,11 +184,9 @@ class CacheRows:
         """
         kv, size = self.memory.pool[index], self.memory.block_size
         if any(self.padding):
-            slots = to_device(self._slots(index, start, stop), kv.key.device)
-            hole = (slots < 0)[..., None, None]
-            slots = slots.clamp(min=0)
-            dense_key, dense_value = (tensor[slots // size, slots % size].masked_fill_(hole, 0) for tensor in kv)
-            return dense_key.transpose(1, 2).contiguous(), dense_value.transpose(1, 2).contiguous()
+            slots = self._slots_on(kv.key.device, index, start, stop, read=True)
+            dense_key, dense_value = (_picked(tensor, slots, has_holes=self._viewed is None) for tensor in kv)
+            return dense_key, dense_value
         first, last = start // size, -(-stop // size)
         group = self.memory.group_index(index)
         tables = [self.manager.block_table(row, group)[first:last] for row in self.seq_ids]
@@ -189,3 +206,19 @@ class CacheRows:
         self.memory.check_integrity()
         for row, padding in zip(self.seq_ids, self.padding):
             assert self.manager.num_tokens(row) == max(self.length - padding, 0)
+
+
+def _picked(blocks: torch.Tensor, slots: torch.Tensor, *, has_holes: bool) -> torch.Tensor:
+    """Tokens of blocks [num_blocks, block_size, num_heads, size] at slots int64 [num_rows, length], zeros at -1:
+    contiguous [num_rows, num_heads, length, size]."""
+    block_size = blocks.shape[1]
+    index = slots.clamp(min=0) if has_holes else slots
+    if blocks.is_contiguous():
+        picked = (
+            blocks.view(-1, *blocks.shape[2:]).index_select(0, index.view(-1)).view(*slots.shape, *blocks.shape[2:])
+        )
+    else:
+        picked = blocks[index // block_size, index % block_size]
+    if has_holes:
+        picked.masked_fill_((slots < 0)[..., None, None], 0)
+    return picked.transpose(1, 2).contiguous()

@@ -103,21 +103,21 @@ class LayerGroup:
 class Layout:
     """How a memory's blocks are divided.
 
-    groups: of layers. places: where a layer's K/V is in a block, as (layer, elements a token before K, before V). A
-    layer without a place has memory of its own. block_sizes: elements of K and V of one token in a block, by device.
+    groups: of layers; none, if no layer has K/V. places: where a layer's K/V is in a block, as (layer, elements a token
+    before K, before V). A layer without a place has memory of its own. block_sizes: elements of K and V of one
+    token in a block, by device.
     """
 
     groups: tuple[LayerGroup, ...] = (LayerGroup(),)
     places: tuple[tuple[int, int, int], ...] = ()
     block_sizes: tuple[tuple[Hashable, int], ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.groups:
-            raise ValueError("groups=(): at least one group of layers is needed")
-
 
 WHOLE = Layout()
 """All layers in one group, which keeps all tokens."""
+
+NOTHING = Layout(())
+"""No layer has K/V: a sequence takes no block, whatever its length."""
 
 Layers = tuple[tuple[int, Kind, LayerSize], ...]
 

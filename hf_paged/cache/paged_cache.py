@@ -7,7 +7,6 @@ requests or generation settings.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.memory import MemoryStats, PagedMemory
-from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer, shows_tokens
+from hf_paged.cache.paged_layers import PAGED, PagedLayer, PagedStateLayer, shows_tokens
 from hf_paged.config import CacheConfig
 
 
@@ -110,12 +109,13 @@ class PagedKVCache(Cache):
         }
         return lengths <= {self._rows.length}
 
-    def view_row(self, seq_id: int, num_written: int) -> None:
-        """Present a sequence that another owner keeps in `memory` as the only row; its slots are appended already.
+    def view_rows(self, seq_ids: Sequence[int], padding: Sequence[int], num_written: int, length: int) -> None:
+        """Present sequences that another owner keeps in `memory` as the rows; their slots are appended already.
 
-        Updates write after its first `num_written` tokens. `release_row` ends the view.
+        With its padding, each row has `length` positions, and updates write from position `num_written` on.
+        `release_rows` ends the view. The layers' other states are those of `set_states`.
         """
-        self._rows.view(seq_id)
+        self._rows.view(seq_ids, padding, length)
         self._set_lengths(num_written)
 
     def _set_lengths(self, length: int) -> None:
@@ -124,15 +124,28 @@ class PagedKVCache(Cache):
             if isinstance(layer, PagedLayer):
                 layer.length = length if self._rows.has(layer.index) else 0
 
-    def release_row(self) -> None:
-        """End the view of `view_row`; the blocks stay with their owner."""
+    def release_rows(self) -> None:
+        """End the view of `view_rows`; the blocks stay with their owner."""
         self._forget()
 
-    def copy_states(self) -> PagedKVCache:
-        """A cache over the same memory, without rows, with copies of the state that its layers keep outside blocks."""
-        if self._rows:
-            raise ValueError(f"the cache has {len(self._rows)} rows; call release_row() first")
-        return copy.deepcopy(self, {id(part): part for part in self._rows.shared_parts})
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep anything outside blocks. (One that reads another layer's K/V has a placeholder.)"""
+        return any(type(layer).__name__ != "DummyLayer" for layer in self._state_layers())
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        """What each layer keeps outside blocks, for all rows, by the name of its attribute. Tensors have the rows along
+        dim 0."""
+        return [_turned(_copied(_own_state(layer))) for layer in self._state_layers()]
+
+    def set_states(self, states: Sequence[dict[str, Any]] | None) -> None:
+        """Replace what the layers keep outside blocks, with values of `states`; None: by that of an empty cache."""
+        for layer, given in zip(self._state_layers(), states or self._fresh):
+            for name in _own_state(layer):
+                del vars(layer)[name]
+            own = {name: _copied(value) for name, value in given.items() if name not in PAGED}
+            vars(layer).update(own if states is None else _turned(own))
 
     def fork(self, row: int) -> int:
         """A new last row that shares all blocks of `row`; returns its index. Copies no K/V (copy-on-write later)."""
@@ -297,6 +310,18 @@ class PagedKVCache(Cache):
 def _state_of(layer: Any) -> dict[str, Any]:
     """The attributes of a layer, with its tensors themselves and copies of its lists."""
     state: dict[str, Any] = _copied(vars(layer))
+    return state
+
+
+def _own_state(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer that its transformers class has."""
+    return {name: value for name, value in vars(layer).items() if name not in PAGED}
+
+
+def _turned(state: dict[str, Any]) -> dict[str, Any]:
+    """Exchange the first two dims of the one attribute of transformers' layers that has the rows along dim 1."""
+    if state.get("indexer_position_ids") is not None:
+        state["indexer_position_ids"] = state["indexer_position_ids"].transpose(0, 1)
     return state
 
 

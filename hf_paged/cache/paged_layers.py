@@ -15,6 +15,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from hf_paged.cache.cache_rows import CacheRows
 
+PAGED = frozenset({"_rows", "index", "sliding_window", "length", "_apart"})
+"""The attributes of a PagedLayer itself."""
+
 
 class PagedLayer(CacheLayerMixin):
     """One layer's view of the rows of a PagedKVCache, with the length that it has written.

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model import support
-from hf_paged.model.state import unwrapped
+from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import bare_copy, foreign_code
+from hf_paged.model.rows import RowModel
+from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.support import SupportReport
 
 
@@ -20,9 +25,42 @@ def check(model: Any) -> SupportReport:
     """
     report = support.check(model)
     model = unwrapped(model)
-    if not report.native or not is_on_gpu(model):
+    if not report.native:
+        return replace(report, together=_together(model)) if report.supported or report.engine_only else report
+    if not is_on_gpu(model):
         return report
     reason = obstacle(model)
     parts = fused_parts(model) if reason is None else None
     found = str(parts) if parts else f"nothing is computed in fewer launches: {reason or 'no part of it is known'}"
     return replace(report, fused=found)
+
+
+_WORDS = {
+    "any": "many sequences in one forward",
+    "equal": "sequences of equal length in one forward, others one by one: with padding, its logits are others",
+    "one": "one sequence at a time: beside other rows, its logits are others",
+}
+
+
+def _together(model: Any) -> str:
+    """How the engine computes a model that cannot run packed."""
+    kept = _kept.get(model)
+    structure = state_of(model).weights.structure
+    if kept is None or kept[0] != structure:
+        _kept.put(model, kept := (structure, _tried(model)))
+    return kept[1]
+
+
+def _tried(model: Any) -> str:
+    with device_of(model):  # whatever the caller's default device is
+        try:
+            tried = model if foreign_code(model).inside is None else bare_copy(model)
+            rows = RowModel(model, PagedMemory(4, growable=True), tried)
+        except UnsupportedModelError as error:
+            return f"refused: {error}"
+    if rows.prompts == rows.decodes:
+        return _WORDS[rows.decodes]
+    return f"{_WORDS[rows.decodes]}; prompts: {_WORDS[rows.prompts]}"
+
+
+_kept: Slot[tuple[object, str]] = Slot("rows of the engine", is_released=False)

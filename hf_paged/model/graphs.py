@@ -30,7 +30,7 @@ from hf_paged.model.graph_inputs import (
 )
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.sequential import RowModel
+from hf_paged.model.rows import RowModel
 from hf_paged.model.state import Slot
 from hf_paged.model.support import first_line
 

@@ -56,6 +56,8 @@ class SupportReport:
                     gathered for the model's own attention), which is exact but slower
     native_length   maximum length in tokens of sequences that run natively (None: no limit)
     counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have
+    engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
+    together        how the engine computes it where it is not native
     fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
     """
 
@@ -68,6 +70,8 @@ class SupportReport:
     native_length: int | None = None
     counts_padding: bool = False
     fused: str = ""
+    engine_only: bool = False
+    together: str = ""
 
     @property
     def kv_values_per_token(self) -> int:
@@ -85,6 +89,7 @@ class SupportReport:
 
     def __str__(self) -> str:
         verdict = "native" if self.native else "dense view" if self.supported else "refused"
+        verdict = "engine only" if self.engine_only else verdict
         lines = [f"{self.model}: {verdict}: {self.reason}"]
         for first, last in _runs(self.layers):
             layer = self.layers[first]
@@ -100,6 +105,8 @@ class SupportReport:
             lines.append(
                 f"  beyond {self.native_length} tokens: dense view: the rotary embedding changes with the length there"
             )
+        if self.together:
+            lines.append(f"  engine: {self.together}")
         if self.kernels:
             lines.append(f"  kernels: {self.kernels}")
         if self.fused:
@@ -185,10 +192,10 @@ def drops_cache(model: nn.Module) -> bool:
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def refuse_unsupported(model: Any) -> SupportReport:
-    """The report of a supported model; raises UnsupportedModelError otherwise."""
+def refuse_unsupported(model: Any, *, by_engine: bool = False) -> SupportReport:
+    """The report of a model that `generate`, or the engine, runs; raises UnsupportedModelError otherwise."""
     report = check(model)
-    if not report.supported:
+    if not report.supported and not (by_engine and report.engine_only):
         raise UnsupportedModelError(f"{report.model} cannot use a paged cache: {report.reason}")
     return report
 
@@ -197,7 +204,7 @@ def _examine(model: Any) -> SupportReport:
     name = type(model).__name__
     refusal = _refusal(model)
     if refusal is not None:
-        return SupportReport(name, False, False, refusal, ())
+        return SupportReport(name, False, False, refusal, (), engine_only=_keeps_only_states(model))
     states = sorted({_kind(layer) for layer in PagedKVCache(model.config).layers if _has_state(layer)})
     if states:
         return _examine_dense(model, f"it keeps a state per row besides K/V ({', '.join(states)})")
@@ -230,9 +237,8 @@ def _refusal(model: Any) -> str | None:
         return f"it is an encoder-decoder model, whose cross-attention cache does not grow; {remedy}"
     if not model.can_generate():
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
-    parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
-        state = sorted({"cache_params", "state", "mems", "past_buckets_states"} & parameters.keys())
+    if "past_key_values" not in (parameters := inspect.signature(model.forward).parameters):
+        state = sorted({*_STATES, "mems", "past_buckets_states"} & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
         return f"its forward takes no past_key_values: {why}, so there is no K/V cache to page; {remedy}"
     if not model._supports_default_dynamic_cache():
@@ -247,6 +253,27 @@ def _refusal(model: Any) -> str | None:
         kinds = ", ".join(own)
         return f"its cache layers ({kinds}) hold something other than the K/V of the last tokens in order; {remedy}"
     return "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; " + remedy
+
+
+_STATES = ("cache_params", "state")
+"""What models call the argument of `forward` that carries states of a fixed size, and the output that returns them."""
+
+
+def cache_name(model: Any) -> str | None:
+    """The argument of the model's `forward` that carries its cache; None if there is none that is known."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", *_STATES) if name in parameters), None)
+
+
+def _keeps_only_states(model: Any) -> bool:
+    """Whether the model generates with a recurrent state of a fixed size, and without K/V."""
+    if model.config.is_encoder_decoder or not model.can_generate() or device_of(model).type == "meta":
+        return False
+    name = cache_name(model)
+    if not model._supports_default_dynamic_cache():
+        return name in _STATES
+    layers = PagedKVCache(model.config).layers
+    return name is not None and not any(isinstance(layer, PagedLayer | DynamicLayer) for layer in layers)
 
 
 def _has_state(layer: Any) -> bool:

@@ -21,7 +21,7 @@ from hf_paged.kernels.sampling import rehearse
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.sequential import RowModel
+from hf_paged.model.rows import RowModel
 
 DEVICE_TYPE = "cuda"  # of devices whose kernels are compiled when they are first needed
 

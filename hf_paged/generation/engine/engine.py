@@ -400,7 +400,7 @@ class Engine(EngineLoop):
                 raise RankError("its attention is another, and the engine runs on several ranks; make a new engine")
             self._runner.follow_structure()
             return opened
-        refuse_unsupported(self._model)
+        refuse_unsupported(self._model, by_engine=True)
         examined = examine(self._model)
         report = examined.bare if examined.bare.native else examined.present
         if opened is not None and opened.fits(report):
@@ -483,7 +483,7 @@ class Engine(EngineLoop):
         """
         with self._lock:
             group, manager = self._scheduler.get(request_id), self._memory.manager
-            seqs = [] if group is None else [seq for seq in group.live if seq.seq_id in manager]
+            seqs = [] if group is None or not manager.groups else [seq for seq in group.live if seq.seq_id in manager]
             return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
 
     def close(self) -> None:

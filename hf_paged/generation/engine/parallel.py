@@ -22,7 +22,7 @@ from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.sequential import RowModel
+from hf_paged.model.rows import RowModel
 from hf_paged.model.state import state_of, unwrapped
 
 

@@ -30,7 +30,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.sequential import RowModel
+from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of
 from hf_paged.model.warmup import warm_up
 
@@ -96,8 +96,8 @@ class Packed(NamedTuple):
 class Runner:
     """One model over one PagedMemory, with a host pool to swap to, if any.
 
-    A PackedModel computes all sequences of a step that have the same adapters in one forward; a RowModel computes one
-    sequence after the other. `graphs` replay the steps that they can. While code of others runs in the model, a
+    A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel in as few as
+    it can. `graphs` replay the steps that they can. While code of others runs in the model, a
     RowModel takes the place of the PackedModel.
     """
 
@@ -172,6 +172,7 @@ class Runner:
             model = self._rows = self._rows or self._make_rows(reason)
         if self._rows is not None:
             self._rows.is_incremental = self._rows.depends_on_split or reason is not None
+            self._rows.is_alone = reason is not None
         self._model, self.is_plain = model, reason is None
         self._followed = code
 
@@ -208,7 +209,12 @@ class Runner:
     @property
     def can_repeat(self) -> bool:
         """Whether an interrupted forward can be repeated."""
-        return not isinstance(self._model, RowModel) or self._model.can_repeat
+        return True
+
+    def can_prepare_again(self, output: SchedulerOutput) -> bool:
+        """Whether an interrupted `prepare` has lost nothing."""
+        keeps_states = isinstance(self._model, RowModel) and self._model.has_states
+        return self.can_repeat and not output.moves_blocks and not (keeps_states and output.forks)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Perform the work before the forward: swaps, block copies, and forks and ends of sequences that have states.
@@ -404,23 +410,29 @@ class Runner:
             model.fork(parent_id, child_id)
         for seq_id in output.finished_seq_ids:
             model.free(seq_id)
+        for group, way in output.preempted:
+            if way == "recompute":
+                for seq in group.sequences:
+                    model.free(seq.seq_id)
 
     def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
-        seqs, rows, prompts = [], [], []
-        for seq, count in plan:
-            end = seq.num_computed_tokens + count
-            logits = None
-            for start, stop in _pieces(seq, count) if model.is_incremental else [(seq.num_computed_tokens, end)]:
-                ids = to_device(np.array(seq.token_ids[start:stop], dtype=np.int64), self._device)
+        model.begin_step([(seq.seq_id, seq.num_computed_tokens) for seq, _ in plan])
+        due: dict[Sequence, torch.Tensor] = {}  # logits [vocab] after the last piece
+        prompts = []
+        pieces = [(seq, _pieces(seq, count, whole=not model.is_incremental)) for seq, count in plan]
+        while pieces := [(seq, own) for seq, own in pieces if own]:
+            parts, inners = [], []
+            for seq, own in pieces:
+                start, stop = own.pop(0)
                 inner = _inner(seq, start, stop)
-                logits = model.forward(seq.seq_id, ids, start, keep=stop - inner.start if inner else 1)
+                parts.append(Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1))
+                inners.append(inner)
+            for (seq, _), inner, logits in zip(pieces, inners, model.forward(parts)):
                 if inner:
                     prompts.append(PromptLogits(seq, inner.start, logits[: len(inner)]))
-            if end == seq.num_tokens:
-                assert logits is not None
-                seqs.append(seq)
-                rows.append(logits[-1])
-        return StepResult(seqs, torch.stack(rows) if rows else None, prompts=prompts)
+                due[seq] = logits[-1]
+        seqs = [seq for seq, count in plan if seq.num_computed_tokens + count == seq.num_tokens]
+        return StepResult(seqs, torch.stack([due[seq] for seq in seqs]) if seqs else None, prompts=prompts)
 
 
 def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]:
@@ -471,8 +483,11 @@ def _inner(seq: Sequence, first: int, end: int) -> range:
     return range(end, end) if wanted is None else range(max(first, wanted), min(end, seq.num_prompt_tokens - 1))
 
 
-def _pieces(seq: Sequence, count: int) -> list[tuple[int, int]]:
-    """Split the next `count` tokens as `generate` does: the whole prompt at once if it is due, then one by one."""
+def _pieces(seq: Sequence, count: int, *, whole: bool) -> list[tuple[int, int]]:
+    """The next `count` tokens: as a whole or, as `generate` does, the whole prompt at once if it is due, then one by
+    one."""
     start, end, prompt = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.num_prompt_tokens
+    if whole:
+        return [(start, end)]
     pieces = [(0, prompt)] if start < prompt <= end else []
     return pieces + [(position, position + 1) for position in range(max(start, prompt), end)]

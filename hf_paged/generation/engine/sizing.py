@@ -14,7 +14,7 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.kv_pool import KVPool
-from hf_paged.cache.layers import FULL, Kind, LayerSize, Layout, Window, layout_of
+from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Kind, LayerSize, Layout, Window, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
@@ -24,7 +24,7 @@ from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.sequential import RowModel
+from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
 from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported
 
@@ -40,6 +40,10 @@ RETAINED_FRACTION = 1 / 8
 is touched for the first time, so that a server takes little more memory than its running requests need. In a pool whose
 size the caller gave, cached prefixes may fill all of it."""
 
+STATE_COPIES = 3
+"""How often the states of running sequences are in memory at one time: after the last step, the copy that a step
+changes, and before the last step, should it be repeated."""
+
 log = logging.getLogger("hf_paged")
 
 MAX_DEFAULT_TOKENS = 1 << 22
@@ -52,8 +56,9 @@ class OpenedMemory:
     """What an engine needs to run: the model bound to its memory, and the swap space.
 
     max_length: longer sequences would depend on other sequences of the batch (None: no limit). shares_prefixes: whether
-    the blocks of a prefix hold all of its state (a recurrent state is not in them). ranks: the other processes with
-    parts of the model, if it is tensor-parallel.
+    the blocks of a prefix hold all of its state (a recurrent state is not in them). max_num_seqs: sequences of a step,
+    at most, whose states the memory holds. ranks: the other processes with parts of the model, if it is
+    tensor-parallel.
     """
 
     model: PackedModel | RowModel
@@ -63,6 +68,7 @@ class OpenedMemory:
     max_length: int | None
     shares_prefixes: bool
     report: SupportReport
+    max_num_seqs: int
     ranks: Ranks | None = None
 
     def fits(self, report: SupportReport) -> bool:
@@ -73,11 +79,13 @@ class OpenedMemory:
         """`config` without what this model cannot do. Raises ValueError if `asked`, the caller's, insists on it."""
         if not self.shares_prefixes:
             config = replace(config, prefix_caching=False)
+        if self.max_num_seqs < config.max_num_seqs:
+            log.info("the memory holds the recurrent states of %d sequences at once", self.max_num_seqs)
+            config = replace(config, max_num_seqs=self.max_num_seqs)
         is_packed = isinstance(self.model, PackedModel)
         if asked.async_scheduling and not is_packed:
             raise ValueError(
-                "async_scheduling=True: the model computes one sequence at a time (hf_paged.check says why); "
-                "leave it out"
+                "async_scheduling=True: the model does not run packed (hf_paged.check says why); leave it out"
             )
         if not is_packed or self.ranks is not None:
             config = replace(config, async_scheduling=False)
@@ -112,7 +120,7 @@ def _open(
         raise ValueError(
             "gradient checkpointing is on in training mode, where transformers keeps no K/V; call model.eval() first"
         )
-    refuse_unsupported(model)
+    refuse_unsupported(model, by_engine=True)
     examined = examine(model)
     if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
@@ -123,7 +131,9 @@ def _open(
     _measure(bound, scheduler_config, tried)
     ranks = ranks_of(model)
     try:
-        host_blocks = _size(bound, cache_config, scheduler_config, ranks)
+        max_num_seqs = _max_num_seqs(bound, cache_config, scheduler_config)
+        states = _state_sizes(bound, max_num_seqs)
+        host_blocks = _size(bound, cache_config, scheduler_config, ranks, states) if bound.memory.groups else 0
     except BaseException:
         if ranks is not None:
             ranks.close(is_done=False)
@@ -136,7 +146,9 @@ def _open(
     shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
-    return OpenedMemory(bound, memory, host_manager, host_pool, report.native_length, shares_prefixes, report, ranks)
+    return OpenedMemory(
+        bound, memory, host_manager, host_pool, report.native_length, shares_prefixes, report, max_num_seqs, ranks
+    )
 
 
 def _kept_by(report: SupportReport) -> tuple[object, ...]:
@@ -154,26 +166,35 @@ def _bind(
         return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse))
     for name, switch in (("fuse", fuse), ("prepack", prepack)):
         if switch:
-            raise ValueError(
-                f"{name}=True: the model computes one sequence at a time (hf_paged.check says why); leave it out"
-            )
+            raise ValueError(f"{name}=True: the model does not run packed (hf_paged.check says why); leave it out")
     if (size := num_ranks(model)) > 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is computed one sequence at a time (hf_paged.check says why), which the engine "
-            f"does on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
+            f"{type(model).__name__} does not run packed (hf_paged.check says why): the engine computes such models "
+            f"on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
         )
-    return RowModel(model, PagedMemory(cache_config.block_size, 1), tried)
+    if report.engine_only and cache_config.num_blocks is not None:
+        raise ValueError(
+            f"num_blocks={cache_config.num_blocks}: {type(model).__name__} keeps states of a fixed size and no K/V, so "
+            "that there are no blocks; leave it out, or give memory="
+        )
+    layout = NOTHING if report.engine_only else WHOLE
+    return RowModel(model, PagedMemory(cache_config.block_size, len(layout.groups), layout=layout), tried)
 
 
 def _size(
-    bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig, ranks: Ranks | None
+    bound: PackedModel | RowModel,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    ranks: Ranks | None,
+    states: DeviceBytes,
 ) -> int:
-    """Give the memory as many blocks as fit on every rank; returns the number of host blocks."""
+    """Give the memory as many blocks as fit on every rank; returns the number of host blocks. states: bytes of the
+    states of all sequences, which are in the same memory."""
     model, memory = bound.model, bound.memory
     smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
     sizes = memory.pool.bytes_per_block_by_device
     bytes_per_block = sum(sizes.values())
-    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, sizes))
+    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, sizes, states))
     host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
     _report_size(cache_config, num_blocks, sizes)
     _resize(memory.pool, num_blocks, bytes_per_block)
@@ -253,7 +274,7 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, t
         packed = bound if tried is bound.model else PackedModel(tried, memory)
         packed.forward(ids, positions, metadata, ids[:1] + count - 1)
     else:
-        bound.forward(-1, ids, 0, tried=tried)
+        bound.forward([Part(-1, ids.tolist(), 0)], tried=tried)
         bound.free(-1)
     memory.free(-1)
 
@@ -264,38 +285,68 @@ def _num_blocks(
     scheduler_config: SchedulerConfig,
     memory: PagedMemory,
     sizes: DeviceBytes,
+    states: DeviceBytes,
 ) -> int:
     if cache_config.num_blocks is not None:
         return cache_config.num_blocks * len(memory.groups)
-    num_blocks = blocks_in_memory(cache_config, sizes)
+    num_blocks = blocks_in_memory(cache_config, sizes, taken=states)
     if cache_config.memory is None and cache_config.memory_fraction is None:
         num_blocks = min(num_blocks, _max_blocks(model, scheduler_config, memory))
     return num_blocks
 
 
-def blocks_in_memory(cache_config: CacheConfig, sizes: DeviceBytes, *, idle: DeviceBytes | None = None) -> int:
+def _state_sizes(bound: PackedModel | RowModel, num_seqs: int) -> DeviceBytes:
+    """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies."""
+    sizes = {} if isinstance(bound, PackedModel) else bound.state_bytes
+    return {device: STATE_COPIES * num_seqs * size for device, size in sizes.items()}
+
+
+def _max_num_seqs(bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
+    """Sequences of a step, at most: with K/V besides, their states take half of the memory. (A number of blocks says
+    nothing about states.)"""
+    states = _state_sizes(bound, 1)
+    if not any(states.values()) or cache_config.num_blocks is not None:
+        return scheduler_config.max_num_seqs
+    shares = 2 if bound.memory.groups else 1
+    sizes = {device: shares * size for device, size in states.items()}
+    return min(scheduler_config.max_num_seqs, blocks_in_memory(cache_config, sizes, what="states of a sequence"))
+
+
+def blocks_in_memory(
+    cache_config: CacheConfig,
+    sizes: DeviceBytes,
+    *,
+    idle: DeviceBytes | None = None,
+    taken: DeviceBytes | None = None,
+    what: str = "block",
+) -> int:
     """Blocks that `memory` (of all devices together), or `memory_fraction` or the default share of what is free on each
     device, holds: at least one.
 
     sizes: bytes of one block on each device. idle: bytes of a pool that will be reused, which
-    count as free memory. Raises ValueError if not even one fits.
+    count as free memory. taken: bytes that something else gets. Raises ValueError if not even one fits; `what` it is.
     """
+    idle, taken = idle or {}, taken or {}
     if cache_config.memory_bytes is not None:
-        room = [(cache_config.memory_bytes, sum(sizes.values()), f"memory={cache_config.memory!r}")]
+        free = cache_config.memory_bytes - sum(taken.values())
+        room = [(free, sum(sizes.values()), f"memory={cache_config.memory!r}")]
     else:
-        room = [_room_on(device, size, cache_config, (idle or {}).get(device, 0)) for device, size in sizes.items()]
+        room = [
+            _room_on(device, size, cache_config, idle.get(device, 0), taken.get(device, 0))
+            for device, size in sizes.items()
+        ]
     num_bytes, size, source = min(room, key=lambda each: each[0] // each[1])
     if num_bytes < size:
-        raise ValueError(f"{source} holds no block: one takes {size} bytes; give the cache more memory")
+        raise ValueError(f"{source} holds no {what}: one takes {size} bytes; give the cache more memory")
     return num_bytes // size
 
 
-def _room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: int) -> tuple[int, int, str]:
+def _room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: int, taken: int) -> tuple[int, int, str]:
     """Bytes for K/V on a device, bytes of one block there, and where the former come from, in words."""
     fraction = cache_config.memory_fraction
     free = _free_bytes(device) + idle
     share = DEFAULT_FRACTION.get(device.type, 0.3) if fraction is None else fraction
-    return int(free * share), size, f"{share:g} of {free} free bytes on {device}"
+    return int(free * share) - taken, size, f"{share:g} of {free} free bytes on {device}"
 
 
 def _max_blocks(model: Any, scheduler_config: SchedulerConfig, memory: PagedMemory) -> int:

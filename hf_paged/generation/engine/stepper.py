@@ -296,7 +296,7 @@ class Stepper:
 
     def _can_retry(self, stage: _Stage) -> bool:
         if stage is _Stage.MOVE_BLOCKS:
-            return self._runner.can_repeat and self.output is not None and not self.output.moves_blocks
+            return self.output is not None and self._runner.can_prepare_again(self.output)
         return stage is _Stage.READ or (stage is _Stage.FORWARD and self._runner.can_repeat)
 
     def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:

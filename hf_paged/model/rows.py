@@ -1,0 +1,383 @@
+"""Computes sequences as the rows of batches, with the model's own attention, for models that cannot run packed.
+
+The third way to compute a step, beside one packed row and one sequence after the other. It is what `generate` does with
+a left-padded batch, and it needs nothing of a model but that: the sequences of a step that each compute one token are
+one forward `[num_rows, 1]`, and prompts that begin are another.
+
+- *K/V* lies in the same blocks as in a packed step. For a forward the cache shows some sequences as its rows
+  (`PagedKVCache.view_rows`): each layer writes the new tokens to their slots, and gathers a dense view for the model's
+  attention. Rows of different lengths are padded on the left, with a mask and positions for each row.
+- *States* (recurrent, convolution, an indexer's keys) are not in blocks. `States` keeps them; a forward gets a copy of
+  its rows' states, joined, and its results are a new batch. A layer has one flag for all rows that says whether there
+  is a state, so that prompts that begin and rows that go on never mix. Because nothing is changed in place, a fork
+  copies nothing, and an interrupted step is computed again.
+- *A model without K/V* has states alone. Its memory has no groups of layers, and so no blocks.
+
+Which rows may share a forward is found by trying (`Together`): any, those of equal length, or none. The trial compares
+logits with those of each sequence alone. A model that derives positions from the length of the cache, for example,
+gives other logits with padding. Rows are never mixed beyond the length from which a rotary embedding depends on the
+longest row, nor while code of others is in the model, which may depend on the layout of a batch.
+
+What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer resumes for one
+token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
+
+Knows models and the ids of sequences; never requests or sampling.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.paged_layers import PagedLayer
+from hf_paged.cache.states import States, bytes_per_row, is_tree
+from hf_paged.errors import LayersChanged, UnsupportedModelError
+from hf_paged.kernels.metadata import to_device
+from hf_paged.model.devices import device_of
+from hf_paged.model.inputs import step_positions
+from hf_paged.model.packed import own_forward, uncompiled
+from hf_paged.model.state import state_of
+from hf_paged.model.support import cache_name, first_line, logits_tolerance, rotary_limit
+
+Together = Literal["any", "equal", "one"]
+"""Which rows share a forward: any, those of equal length, or none."""
+
+PADDED_TOKENS = 1024
+"""Positions of a forward that may be padding for any part. In a larger one, at most a fifth of them is padding."""
+
+
+class Part(NamedTuple):
+    """The next tokens of a sequence, after `start` computed ones. Logits are wanted after the last `keep` of them."""
+
+    seq_id: int
+    ids: Sequence[int]
+    start: int
+    keep: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+class _OwnCache:
+    """The state of a model that keeps it in a list, or in a class of its own: it makes one where it is given None, and
+    returns it. The interface is that of a PagedKVCache without rows."""
+
+    keeps_states = True
+    layers: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self._like: Any = None  # an object of the model's class, for what is no state in it
+
+    @property
+    def states(self) -> Any:
+        if is_tree(self.value):
+            return self.value
+        self._like = self.value
+        return {name: part for name, part in vars(self.value).items() if is_tree(part)}
+
+    def set_states(self, states: Any) -> None:
+        self.value = states
+        if states is not None and self._like is not None:
+            self.value = copy.copy(self._like)
+            vars(self.value).update(states)
+
+    def view_rows(self, *args: object) -> None: ...
+
+    def release_rows(self) -> None:
+        self.value = None
+
+
+class _Rows:
+    """The forwards of a model over a memory, and the states of sequences."""
+
+    def __init__(self, model: Any, memory: PagedMemory) -> None:
+        self._cache_name = cache_name(model) or "past_key_values"
+        is_own = self._cache_name != "past_key_values" and not model._supports_default_dynamic_cache()
+        self.cache: Any = _OwnCache() if is_own else PagedKVCache(model.config, memory=memory)
+        self.states = States()
+        self.has_states = self.cache.keeps_states
+        self.has_kv = any(isinstance(layer, PagedLayer) for layer in self.cache.layers)
+        self.state_bytes: dict[torch.device, int] = {}  # of a sequence, in the last forward
+        self._device = device_of(model)
+        self._parameters = inspect.signature(model.forward).parameters
+
+    def compute(self, model: Any, parts: Sequence[Part]) -> torch.Tensor:
+        """Logits [len(parts), keep, vocab_size] of one forward. The parts begin their sequences, or have one token
+        each, or there is one part. The tokens' slots must have been appended."""
+        width, end = max(len(part.ids) for part in parts), max(part.end for part in parts)
+        is_first, seq_ids = parts[0].start == 0, [part.seq_id for part in parts]
+        # Rows without K/V have padding in their first forward alone.
+        padding = [end - part.end if self.has_kv or is_first else 0 for part in parts]
+        tokens, positions = np.zeros((2, len(parts), width), dtype=np.int64)
+        for row, part in enumerate(parts):
+            first = width - len(part.ids)
+            tokens[row, first:], positions[row, first:] = part.ids, range(part.start, part.end)
+        starts = [(part.seq_id, part.start) for part in parts]
+        self.cache.set_states(self.states.joined(starts) if self.has_states and not is_first else None)
+        self.cache.view_rows(seq_ids if self.has_kv else [], padding if self.has_kv else [], end - width, end)
+        try:
+            mask = np.arange(end) >= np.array(padding)[:, None] if any(padding) else None
+            logits = self._call(model, tokens, positions, mask, parts[0].keep, is_first=is_first)
+            if self.has_kv and (kept := self.cache.get_seq_length()) != end:
+                raise UnsupportedModelError(f"it keeps {kept} entries for {end} tokens")
+            if self.has_states:
+                states = self.cache.states
+                self.states.put([(part.seq_id, part.end) for part in parts], states)
+                self.state_bytes = self.state_bytes or bytes_per_row(states, len(parts))
+        finally:
+            self.cache.release_rows()
+        return logits
+
+    def _call(
+        self,
+        model: Any,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        mask: np.ndarray | None,
+        keep: int,
+        *,
+        is_first: bool,
+    ) -> torch.Tensor:
+        is_own = isinstance(self.cache, _OwnCache)
+        kwargs: dict[str, Any] = {self._cache_name: self.cache.value if is_own else self.cache}
+        if "logits_to_keep" in self._parameters:
+            kwargs["logits_to_keep"] = keep
+        if mask is not None:
+            kwargs["attention_mask"] = to_device(mask.astype(np.int64), self._device)
+        ids = to_device(tokens, self._device)
+        # Pass positions as generate does: not every model derives them from its cache.
+        given = step_positions(model, ids, to_device(positions, self._device), is_first=is_first)
+        if given is not None:
+            kwargs["position_ids"] = given
+        output = uncompiled(model)(input_ids=ids, use_cache=True, return_dict=True, **kwargs)
+        if is_own:
+            self.cache.value = output[self._cache_name]
+        logits: torch.Tensor = output.logits[:, -keep:]
+        return logits
+
+
+class RowModel:
+    """A model bound to a PagedMemory. `forward` computes the next tokens of sequences, as many rows at once as the
+    model allows.
+
+    Invariant: `states` has the state of every sequence with computed tokens, after the last computed token. `fork` and
+    `free` must be called together with those of the block tables, and `begin_step` before the forwards of a step.
+
+    `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
+    for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
+    `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
+    if results depend on the split, and the caller sets it while code of others in the model may depend on it.
+    `is_alone`: every forward has one row; the caller sets it in the same case.
+    `prompts`, `decodes`: which rows share a forward in which they begin, or go on by one token.
+    """
+
+    def __init__(self, model: Any, memory: PagedMemory, tried: Any = None) -> None:
+        """tried: the model, or its `bare_copy`, for a trial on a few tokens."""
+        self.model = model
+        self.memory = memory
+        self._rows = _Rows(model, memory)
+        trial = _Trial(model, model if tried is None else tried)
+        windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._rows.cache.layers)
+        self.depends_on_split = self.has_states or windows or not trial.splits_prompts()
+        self.is_incremental = self.depends_on_split
+        self.is_alone = False
+        self.prompts, self.decodes = trial.together()
+        self._limit = rotary_limit(model) or math.inf
+        self._weights = state_of(model).weights
+        self._weights.look()
+        self._structure = self._weights.structure
+
+    @property
+    def has_states(self) -> bool:
+        return self._rows.has_states
+
+    @property
+    def state_bytes(self) -> dict[torch.device, int]:
+        """Bytes of a sequence's state on each device; known after the first forward."""
+        return self._rows.state_bytes
+
+    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
+        """rows: (seq_id, number of its computed tokens) of the sequences of a step."""
+        if self.has_states:
+            for seq_id, num_computed in rows:
+                self._rows.states.begin_step(seq_id, num_computed)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        self._rows.states.fork(parent_id, child_id)
+
+    def free(self, seq_id: int) -> None:
+        self._rows.states.free(seq_id)
+
+    def clear(self) -> None:
+        """Drop the states of all sequences."""
+        self._rows.states.clear()
+
+    def forward(self, parts: Sequence[Part], *, tried: Any = None) -> list[torch.Tensor]:
+        """The logits [keep, vocab_size] of each part, in order; parts of different sequences. tried: computes them in
+        place of the model.
+
+        The tokens' slots must have been appended; their K/V is in the blocks afterwards. Raises LayersChanged if the
+        model has other modules than when this object was made; the states of all sequences are then of no use.
+        """
+        self._weights.look()
+        if self._weights.structure != self._structure:
+            raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
+        results: dict[int, torch.Tensor] = {}
+        for batch in self._batches(parts):
+            logits = self._rows.compute(self.model if tried is None else tried, [parts[index] for index in batch])
+            results.update(zip(batch, logits))
+        return [results[index] for index in range(len(parts))]
+
+    def _batches(self, parts: Sequence[Part]) -> Iterator[list[int]]:
+        """Indexes of the parts of each forward."""
+        groups: dict[Hashable, list[int]] = {}
+        for index, part in enumerate(parts):
+            groups.setdefault(self._key(part) or index, []).append(index)
+        for members in groups.values():
+            members.sort(key=lambda index: parts[index].end)
+            batch: list[int] = []
+            total = 0
+            for index in members:
+                padded = (len(batch) + 1) * parts[index].end
+                if batch and padded > max(PADDED_TOKENS, (total + parts[index].end) * 5 // 4):
+                    yield batch
+                    batch, total = [], 0
+                batch.append(index)
+                total += parts[index].end
+            yield batch
+
+    def _key(self, part: Part) -> Hashable:
+        """Parts with the same key may share a forward; None: this one has a forward of its own."""
+        is_first = part.start == 0
+        together = self.prompts if is_first else self.decodes
+        goes_on = not is_first and len(part.ids) > 1
+        if self.is_alone or together == "one" or part.keep > 1 or goes_on or part.end > self._limit:
+            return None
+        length = part.end if together == "equal" else None
+        shape = None
+        if self.has_states and not is_first:
+            shape = self._rows.states.shape_number(part.seq_id, part.start)
+        return is_first, length, shape
+
+
+_Cut = tuple[list[int], tuple[int, ...]]
+"""Tokens, and the lengths of the pieces in which they are computed."""
+
+
+class _Trial:
+    """Runs a model on a few tokens. Raises UnsupportedModelError if sequences one by one give other logits than
+    generate."""
+
+    def __init__(self, model: Any, tried: Any) -> None:
+        self._model = model
+        self._tried = tried
+        tokens, expected = self._generated()
+        self._grows = False  # whether states are larger after more tokens
+        self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
+        try:
+            # Another sequence is computed between the pieces, to detect models that keep a state in their modules.
+            self._alone = self._run([(self._long, (5, 1, 1)), (self._other, (5, 1, 1))], "one", "one")
+        except UnsupportedModelError as error:
+            raise self._unsupported(str(error)) from None
+        except Exception as error:  # of the model, or of what others have put into it
+            raise self._unsupported(first_line(error)) from error
+        if not self._close(self._alone[0], expected):
+            raise self._unsupported("its logits are not those of generate")
+
+    def _generated(self) -> tuple[list[int], torch.Tensor]:
+        """Seven tokens, of which generate has added two, and the logits [3, vocab] from the fifth on."""
+        ids = torch.arange(5, dtype=torch.int64, device=device_of(self._model))[None]
+        without_defaults = copy.copy(self._tried)  # the modules are the same
+        if (own := own_forward(self._tried)) is not None:
+            vars(without_defaults)["forward"] = own
+        # The model's own options may end the call early, or need more than a model, as stop strings do.
+        without_defaults.generation_config = GenerationConfig()
+        try:
+            plain = without_defaults.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=3,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        except Exception as error:  # of the model, or of what others have put into it
+            raise UnsupportedModelError(
+                f"plain generate of {type(self._model).__name__} fails ({first_line(error)}); mend that first"
+            ) from error
+        return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
+
+    def splits_prompts(self) -> bool:
+        """Whether a prompt in two pieces gives the same logits as in one."""
+        try:
+            return self._close(self._run([(self._long, (2, 3, 1, 1))], "one", "one")[0][1:], self._alone[0])
+        except Exception:  # some models assert that a prompt is not split
+            return False
+
+    def together(self) -> tuple[Together, Together]:
+        """Which rows share a forward in which they begin, and one in which they go on by one token."""
+        uneven = [(self._long, (5, 1, 1)), (self._short, (3, 1, 1))]
+        even = [(self._long, (5, 1, 1)), (self._other, (5, 1, 1))]
+        try:
+            alone = [self._alone[0], *self._run(uneven[1:], "one", "one")]
+        except Exception:  # what fails in a batch runs alone
+            return "one", "one"
+        decodes: Together = "equal"
+        if not self._grows:  # else a trial of a few tokens does not show what padding does to them
+            if self._same(uneven, alone, "any", "any"):
+                return "any", "any"
+            decodes = "any" if self._same(uneven, alone, "one", "any") else "equal"
+        if decodes == "equal" and not self._same(even, self._alone, "one", "equal"):
+            return "one", "one"
+        return ("equal" if self._same(even, self._alone, "equal", decodes) else "one"), decodes
+
+    def _same(self, rows: list[_Cut], alone: list[torch.Tensor], prompts: Together, go_on: Together) -> bool:
+        try:
+            return all(map(self._close, self._run(rows, prompts, go_on), alone))
+        except Exception:  # what fails in a batch runs alone
+            return False
+
+    @torch.no_grad()
+    def _run(self, rows: list[_Cut], prompts: Together, go_on: Together) -> list[torch.Tensor]:
+        """For each row the logits fp32 [number of pieces, vocab] after each of its pieces. prompts, go_on: "one" if the
+        first, or the later pieces of the rows are a forward each."""
+        memory = PagedMemory(4, growable=True)
+        computed = _Rows(self._model, memory)
+        logits: list[list[torch.Tensor]] = [[] for _ in rows]
+        done = [0] * len(rows)
+        for step in range(len(rows[0][1])):
+            parts = []
+            for number, (tokens, cuts) in enumerate(rows):
+                end = done[number] + cuts[step]
+                parts.append(Part(number, tokens[done[number] : end], done[number]))
+                memory.append([(number, cuts[step])])
+                done[number] = end
+            if step > 1 and computed.has_states:
+                states, (number, _, done_before) = computed.states, parts[0][:3]
+                self._grows = states.shape_number(number, done_before) != states.shape_number(number, done_before - 1)
+            batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
+            results = [result for batch in batches for result in computed.compute(self._tried, batch)]
+            for own, result in zip(logits, results):
+                own.append(result[-1].float())
+        return [torch.stack(own) for own in logits]
+
+    def _close(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        finite = torch.isfinite(right)
+        difference = (left - right)[finite].abs().max()
+        return bool(difference <= logits_tolerance(self._model.dtype) * right[finite].abs().max())
+
+    def _unsupported(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{type(self._model).__name__} cannot be computed one sequence at a time ({reason}); call generate"
+        )

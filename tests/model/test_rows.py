@@ -1,0 +1,331 @@
+"""Models that cannot run packed: many requests as rows of one forward, each with the tokens that it has alone."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.cache.states import States
+from hf_paged.model import rows
+from tests.architectures.tiny import tiny_model
+
+NEW = 8
+FAST = ("bloom", "deepseek_v3", "lfm2", "falcon_h1", "mamba")
+SLOW = ("codegen", "jamba", "qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "rwkv", "bart")
+WITHOUT_KV = ("mamba", "mamba2", "rwkv")
+
+
+def _types(but: tuple[str, ...] = ()) -> list[Any]:
+    slow = (pytest.param(name, marks=pytest.mark.slow) for name in SLOW if name not in but)
+    return [*(name for name in FAST if name not in but), *slow]
+
+
+TYPES = _types()
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 8, "seed": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+}
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return tiny_model(name)
+
+
+def config(name: str, new: int = NEW) -> GenerationConfig:
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **OPTIONS[name]}
+    seed = options.pop("seed", None)
+    made = GenerationConfig(**options)
+    if seed is not None:
+        made.seed = seed
+    return made
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(6, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+@functools.cache
+def solo(name: str, prompt: tuple[int, ...], option: str, new: int = NEW) -> list[list[int]]:
+    """The new tokens of plain generate for this request alone."""
+    torch.manual_seed(OPTIONS[option].get("seed", 0))
+    ids = torch.tensor([prompt])
+    options = {k: v for k, v in OPTIONS[option].items() if k != "seed"}
+    settings = GenerationConfig(
+        **{"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    )
+    result = model_of(name).generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return [row[len(prompt) :].tolist() for row in result]
+
+
+def engine_of(name: str, num_blocks: int | None = None, **scheduler: Any) -> Engine:
+    blocks = None if name in WITHOUT_KV else num_blocks
+    return Engine(model_of(name), CacheConfig(block_size=4, num_blocks=blocks), SchedulerConfig(**scheduler))
+
+
+def states_of(engine: Engine) -> States:
+    states: States = engine._runner._model._rows.states
+    return states
+
+
+def assert_idle(engine: Engine) -> None:
+    """No block and, once the next step has told the runner who has ended, no state is left."""
+    engine.check_integrity()
+    assert engine.stats().blocks_used == engine.stats().blocks_swapped == 0
+    engine.generate([prompts(3)[0]], config("greedy", 1))
+    assert len(states_of(engine)) <= 1  # of that request
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of rows of each forward."""
+    counts: list[int] = []
+    compute = rows._Rows.compute
+
+    def counted(self: Any, model: Any, parts: Any) -> torch.Tensor:
+        counts.append(len(parts))
+        return compute(self, model, parts)
+
+    monkeypatch.setattr(rows._Rows, "compute", counted)
+    yield counts
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_requests_of_any_length_share_forwards(name: str, forwards: list[int]) -> None:
+    given = prompts(5, 19, 1, 12, 26, 7)
+    with engine_of(name) as engine:
+        forwards.clear()
+        outputs = engine.generate(given, config("greedy"))
+        counted = forwards[:]
+        assert_idle(engine)
+    assert [[c.token_ids for c in o.outputs] for o in outputs] == [solo(name, tuple(p), "greedy") for p in given]
+    if name in ("rwkv", "bart"):  # their logits depend on the batch
+        assert max(counted) == 1
+    else:
+        assert len(counted) <= NEW + 1 and max(counted) == len(given)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_arrivals_beams_samples_and_aborts(name: str) -> None:
+    names = ["greedy", "beams", "samples", "greedy", "samples", "greedy", "beams"]
+    given = prompts(9, 14, 4, 21, 9, 2, 6)
+    done: dict[str, list[list[int]]] = {}
+    with engine_of(name) as engine:
+        ids: list[str] = []
+        while len(ids) < len(given) or engine.has_unfinished_requests():
+            if len(ids) < len(given):
+                ids.append(engine.add_request(given[len(ids)], config(names[len(ids)])))
+            if len(ids) == 5:
+                engine.abort(ids[3])
+            for output in engine.step():
+                if output.finished:
+                    assert output.error is None
+                    done[output.request_id] = [c.token_ids for c in output.outputs]
+        assert_idle(engine)
+    for index, (key, prompt) in enumerate(zip(ids, given)):
+        expected = solo(name, tuple(prompt), names[index])
+        if index == 3:
+            assert done[key] != expected and done[key][0] == expected[0][: len(done[key][0])]
+        else:
+            assert done[key] == expected, names[index]
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+@pytest.mark.parametrize("name", _types(but=WITHOUT_KV))
+def test_preempted_requests_go_on(name: str, way: Any) -> None:
+    names = ["greedy", "samples", "beams", "greedy", "greedy"]
+    given = prompts(12, 9, 11, 17, 6)
+    with engine_of(name, num_blocks=20, preemption=way) as engine:
+        outputs = engine.generate(given, [config(each) for each in names])
+        stats = engine.stats()
+        assert_idle(engine)
+    assert stats.preemptions_recompute + stats.preemptions_swap > 0
+    for output, prompt, each in zip(outputs, given, names):
+        assert [c.token_ids for c in output.outputs] == solo(name, tuple(prompt), each)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", _types(but=("bloom", "deepseek_v3", "bart", "codegen")))
+def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before and after the states of a step are put."""
+    put, calls = States.put, 0
+
+    def interrupted(self: States, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if when == "after":
+            put(self, *args)
+        if calls % 3 == 0:
+            raise KeyboardInterrupt
+        if when == "before":
+            put(self, *args)
+
+    names = ["greedy", "samples", "beams"]
+    given = prompts(5, 12, 8)
+    with engine_of(name) as engine:
+        monkeypatch.setattr(States, "put", interrupted)
+        ids = [engine.add_request(prompt, config(each)) for prompt, each in zip(given, names)]
+        done, strikes = {}, 0
+        while engine.has_unfinished_requests():
+            try:
+                done.update({o.request_id: o for o in engine.step() if o.finished})
+            except KeyboardInterrupt:
+                strikes += 1
+        monkeypatch.setattr(States, "put", put)
+        assert_idle(engine)
+    assert strikes > 2
+    for key, prompt, each in zip(ids, given, names):
+        assert done[key].error is None
+        assert [c.token_ids for c in done[key].outputs] == solo(name, tuple(prompt), each)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_soak(name: str) -> None:
+    """Random arrivals, lengths, options, aborts and preemptions."""
+    rng = random.Random(name)
+    given = prompts(3, 8, 8, 13, 17)
+    work = [(rng.choice(given), rng.choice(list(OPTIONS)), rng.randrange(1, NEW + 1)) for _ in range(24)]
+    done, asked, aborted = {}, {}, set()
+    with engine_of(name, num_blocks=48, max_num_seqs=12, max_num_batched_tokens=24) as engine:
+        while work or engine.has_unfinished_requests():
+            for _ in range(rng.randrange(3) if work else 0):
+                if work:
+                    prompt, option, new = work.pop()
+                    asked[engine.add_request(prompt, config(option, new))] = tuple(prompt), option, new
+            for output in engine.step():
+                if output.finished:
+                    done[output.request_id] = output
+            running = [key for key in asked if key not in done]
+            if running and rng.random() < 0.1:
+                engine._scheduler.force_preempt(rng.choice(running), rng.choice(["swap", "recompute"]))
+            if running and rng.random() < 0.03:
+                key = rng.choice(running)
+                engine.abort(key)
+                aborted.add(key)
+            engine.check_integrity()
+        assert_idle(engine)
+    for key, (prompt, option, new) in asked.items():
+        assert done[key].error is None
+        if key not in aborted:
+            assert [c.token_ids for c in done[key].outputs] == solo(name, prompt, option, new), (key, option)
+
+
+def test_prompt_logprobs_of_a_row() -> None:
+    given = prompts(6, 9)
+    with engine_of("bloom") as engine:
+        outputs = engine.generate(given, config("greedy"), prompt_logprobs=[1, None])
+    ids = torch.tensor([given[0]])
+    expected = model_of("bloom")(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    found = [value for value in outputs[0].prompt_logprobs if value is not None]
+    assert found == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek_v3", "many sequences in one forward"),
+        ("lfm2", "many sequences in one forward"),
+        ("bart", "sequences of equal length"),
+        ("mamba", "many sequences in one forward"),
+        ("rwkv", "one sequence at a time"),
+        ("llama", None),
+    ],
+)
+def test_check_says_how_the_engine_computes(name: str, words: str | None) -> None:
+    report = hf_paged.check(model_of(name))
+    assert (words in str(report)) if words else not report.together
+    assert report.engine_only == (name in WITHOUT_KV)
+
+
+def test_generate_has_nothing_to_page_without_kv() -> None:
+    with pytest.raises(hf_paged.UnsupportedModelError, match="no K/V"):
+        model_of("mamba").generate(torch.tensor([[7, 8]]), cache_implementation="paged")
+    with pytest.raises(ValueError, match=r"num_blocks=9: MambaForCausalLM keeps states .* no blocks"):
+        Engine(model_of("mamba"), CacheConfig(num_blocks=9))
+
+
+def test_states_take_their_share_of_the_memory() -> None:
+    sizes = {}
+    for memory in ("1MiB", "8MiB"):
+        with Engine(model_of("lfm2"), CacheConfig(block_size=4, memory=memory)) as engine:
+            per_sequence = sum(engine._runner._model.state_bytes.values())
+            sizes[memory] = engine.stats().num_blocks
+            states = 3 * per_sequence * engine.scheduler_config.max_num_seqs
+            assert states + engine._memory.nbytes <= int(memory[0]) << 20
+    assert sizes["8MiB"] > sizes["1MiB"]
+    with Engine(model_of("mamba"), CacheConfig(memory="64KiB")) as engine:
+        per_sequence = sum(engine._runner._model.state_bytes.values())
+        assert engine.scheduler_config.max_num_seqs == (64 << 10) // (3 * per_sequence)
+    with pytest.raises(ValueError, match="holds no states of a sequence"):
+        Engine(model_of("mamba"), CacheConfig(memory="1KiB"))
+
+
+# -- States -----------------------------------------------------------------------------------------------------------
+
+
+def tree(*values: float) -> Any:
+    """A state whose rows have these values."""
+    return [{"a": {0: torch.tensor(values)[:, None].expand(-1, 3).clone(), 1: None}, "n": 2}, {"b": torch.tensor(7)}]
+
+
+def values(state: Any) -> list[float]:
+    return state[0]["a"][0][:, 0].tolist()
+
+
+def test_states_are_copied_joined_and_forked() -> None:
+    states = States()
+    states.put([(1, 5), (2, 3)], tree(1.0, 2.0))
+    states.put([(3, 4)], tree(3.0))
+    joined = states.joined([(2, 3), (3, 4), (1, 5)])
+    assert values(joined) == [2.0, 3.0, 1.0] and joined[1]["b"] == 7 and joined[0]["a"][1] is None
+    joined[0]["a"][0].zero_()
+    assert values(states.joined([(2, 3), (3, 4), (1, 5)])) == [2.0, 3.0, 1.0]
+    states.fork(2, 9)
+    states.put([(2, 4), (9, 4)], tree(5.0, 6.0))
+    assert values(states.joined([(2, 3), (9, 3), (2, 4), (9, 4)])) == [2.0, 2.0, 5.0, 6.0]  # it may be repeated
+    states.begin_step(2, 4)
+    with pytest.raises(KeyError):
+        states.joined([(2, 3)])
+    assert values(states.joined([(9, 3)])) == [2.0]
+
+
+def test_states_of_other_shapes_are_told_apart() -> None:
+    states = States()
+    states.put([(1, 1)], tree(1.0))
+    states.put([(2, 1)], tree(2.0))
+    for key, other in enumerate((3, torch.zeros(1, 4), "x"), 3):
+        changed = tree(1.0)
+        changed[0]["n"] = other
+        states.put([(key, 1)], changed)
+    numbers = [states.shape_number(key, 1) for key in range(1, 6)]
+    assert numbers[0] == numbers[1] and len(set(numbers)) == 4
+
+
+def test_few_rows_do_not_keep_a_large_batch() -> None:
+    states = States()
+    row = torch.zeros(1, 3).nbytes + torch.tensor(7).nbytes
+    for first in range(0, 40, 10):
+        states.put([(key, 1) for key in range(first, first + 10)], tree(*map(float, range(first, first + 10))))
+    for key in range(40):
+        if key % 10:
+            states.free(key)
+    states.put([(99, 1)], tree(99.0))
+    assert states.nbytes < 12 * row
+    assert values(states.joined([(key, 1) for key in (0, 30, 10, 99)])) == [0.0, 30.0, 10.0, 99.0]
+
+
+def test_what_cannot_be_copied_is_refused() -> None:
+    made: Callable[[], object] = object
+    with pytest.raises(TypeError, match="object"):
+        States().put([(1, 1)], [{"a": made()}])
