@@ -303,25 +303,25 @@ async def _answers(client: httpx.AsyncClient, question: Question, vocabulary: st
     path, body = _body(question, vocabulary)
     texts: dict[int, str] = defaultdict(str)
     reasons: dict[int, str] = {}
-    async with client.stream("POST", path, json=body) as response:
-        if response.status_code != 200:
-            await response.aread()
-            error = response.json()["error"]
-            if response.status_code == 400 and error["code"] == "invalid_grammar":
-                is_late = "it takes too long" in error["message"]
-                return Answers(**{"failed" if is_late else "refused": error["message"]})
-            raise SystemExit(f"status {response.status_code}: {error}\n{json.dumps(body)}")
-        async for line in response.aiter_lines():
-            event = line.removeprefix("data: ")
-            if not event or event == "[DONE]":
-                continue
-            read = json.loads(event)
-            if "error" in read:
-                return Answers(failed=read["error"]["message"])
-            for choice in read["choices"]:
-                texts[choice["index"]] += _text(choice)
-                if choice.get("finish_reason"):
-                    reasons[choice["index"]] = choice["finish_reason"]
+    response = await client.post(path, json=body)
+    text = response.content.decode()
+    if response.status_code != 200:
+        error = json.loads(text)["error"]
+        if response.status_code == 400 and error["code"] == "invalid_grammar":
+            is_late = "it takes too long" in error["message"]
+            return Answers(**{"failed" if is_late else "refused": error["message"]})
+        raise SystemExit(f"status {response.status_code}: {error}\n{json.dumps(body)}")
+    for line in text.split("\n"):  # and nowhere else: httpx takes U+2028 for the end of a line
+        event = line.removeprefix("data: ")
+        if not event.startswith("{"):
+            continue
+        read = json.loads(event)
+        if "error" in read:
+            return Answers(failed=read["error"]["message"])
+        for choice in read["choices"]:
+            texts[choice["index"]] += _text(choice)
+            if choice.get("finish_reason"):
+                reasons[choice["index"]] = choice["finish_reason"]
     answers = Answers()
     for index, reason in reasons.items():
         if reason in ("stop", "tool_calls"):

@@ -1,7 +1,8 @@
 """Grammars in llama.cpp's EBNF (GBNF), written as llguidance's Lark with the same meaning.
 
 llguidance divides a text into lexemes, the longest first. What is regular becomes lexemes if that is never ambiguous;
-else each character is one, which is exact and slower.
+else each character is one, which is exact and slower (with 128,000 tokens, JSON's grammar takes 4 ms in place of
+0.07 ms for each). llguidance's own reader of GBNF does not look whether lexemes are ambiguous.
 """
 
 from __future__ import annotations
