@@ -36,7 +36,7 @@ def test_first_two_blocks_are_complete_commands() -> None:
     for text in (main_job, tests):
         assert text.startswith("python3 -m venv .venv && .venv/bin/pip install")
         assert "-c constraints.txt" in text
-    assert "hf-paged generate examples/pydoc-lm-qa" in main_job
+    assert "hf-paged generate examples/pydoc-lm-base" in main_job
     assert "-m pytest" in tests
 
 

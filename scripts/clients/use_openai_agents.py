@@ -44,6 +44,11 @@ def agents(limit: int, *, settings: dict[str, Any] | None = None, **options: Any
     ]
 
 
+def one_call(choice: str) -> dict[str, Any]:
+    """A small model would make calls until its limit cuts the last one off."""
+    return {"tool_choice": choice, "parallel_tool_calls": False}
+
+
 def answer_of(agent: Agent) -> Any:
     return asyncio.run(Runner.run(agent, question)).final_output
 
@@ -70,7 +75,7 @@ def structured_output() -> None:
 
 def tools_turn() -> None:
     """The model calls the function, and answers with its result in the conversation."""
-    for agent in agents(task.json_limit, tools=[look_up], settings={"tool_choice": "required"}):
+    for agent in agents(task.json_limit, tools=[look_up], settings=one_call("required")):
         before = len(looked_up)
         same((type(answer_of(agent)), len(looked_up) > before), (str, True))
 
@@ -81,16 +86,15 @@ def tools_stream() -> None:
         kinds = [event.item.type async for event in result.stream_events() if event.type == "run_item_stream_event"]
         return kinds[:2], type(result.final_output)
 
-    for agent in agents(task.json_limit, tools=[look_up], settings={"tool_choice": "look_up"}):
+    for agent in agents(task.json_limit, tools=[look_up], settings=one_call("look_up")):
         same(asyncio.run(ask(agent)), (["tool_call_item", "tool_call_output_item"], str))
 
 
 def another_agent() -> None:
     """A conversation is handed over to another agent, which is a tool call too."""
-    for agent, other in zip(agents(task.json_limit), agents(task.limit)):
+    for agent, other in zip(agents(task.json_limit, settings=one_call("required")), agents(task.json_limit)):
         other.name = "other"
         agent.handoffs = [other]
-        agent.model_settings.tool_choice = "required"
 
         same(asyncio.run(Runner.run(agent, question)).last_agent.name, "other")
 

@@ -13,6 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Server:
             return json.load(answer)
 
     def is_healthy(self) -> bool:
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(OSError, HTTPException):  # the server may be killed while it answers
             return bool(self.request("/health", timeout=5) == {"status": "ok"})
         return False
 
@@ -85,7 +86,7 @@ class Server:
             try:
                 while True:
                     self.request("/v1/completions", body)
-            except (OSError, TimeoutError, ValueError) as error:
+            except (OSError, HTTPException, ValueError) as error:
                 self.errors.append(repr(error))
 
         self._threads = [threading.Thread(target=ask, daemon=True) for _ in range(count)]

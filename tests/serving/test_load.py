@@ -49,6 +49,14 @@ def test_chat_and_text(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("12 of 12 requests complete") == 2
 
 
+def test_a_model_shorter_than_the_load(capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests beyond its length are cut, which is said."""
+    with serving(max_model_len=40) as running:
+        bench(running, "--scale", "0.2", "--model", NAME)
+    printed = capsys.readouterr()
+    assert "12 of 12 requests complete" in printed.out and "40 tokens" in printed.out + printed.err
+
+
 def test_clients_that_go_away(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A server that is slow to send has several tokens in one piece, so that some may get their whole answer."""
     with Ended("status=") as log:
