@@ -24,9 +24,15 @@ from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.processors import OccurrencePenalty, StopText
 from hf_paged.serving.refusals import check_served, note_unused
-from hf_paged.serving.schema import ChatRequest, CompletionRequest, Sampling
+from hf_paged.serving.schema import ChatRequest, CompletionRequest, Options, Sampling, Warper
 from hf_paged.serving.served import ServedModel
 
+_WARPERS = {
+    name: mark.neutral
+    for name, field in Options.model_fields.items()
+    for mark in field.metadata
+    if type(mark) is Warper
+}
 _MAX_EXPONENT = 126  # of 2, in fp32
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -386,7 +392,7 @@ class _Options:
             return body.temperature > 0
         if body.use_beam_search:
             return False
-        if any(value is not None for value in (body.top_p, body.top_k, body.min_p)):
+        if any(getattr(body, name) is not None for name in _WARPERS):
             return True
         return bool(self._defaults.do_sample) if self._uses_checkpoint else True
 
@@ -407,16 +413,10 @@ class _Options:
     def _sampling(self) -> dict[str, Any]:
         """Given, or the checkpoint's, or neutral. `generate` would choose top_k=50 where nothing is set."""
         body = self._body
-        given = {
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": None if body.top_k is None else max(0, body.top_k),
-            "min_p": body.min_p,
-        }
-        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         options: dict[str, Any] = {"do_sample": self._do_sample}
         if self._do_sample:
-            options |= {name: self._first(value, name, neutral[name]) for name, value in given.items()}
+            options |= {name: self._first(getattr(body, name), name, neutral) for name, neutral in _WARPERS.items()}
+            options["top_k"] = max(0, options["top_k"])
         options["repetition_penalty"] = self._first(body.repetition_penalty, "repetition_penalty", 1.0)
         return options
 

@@ -286,7 +286,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
 
 
 def _message(role: str, content: str | None = None, **others: Any) -> Message:
-    return Message.model_construct(role=role, content=content, **others)  # type: ignore[arg-type]
+    return Message.model_construct(role=role, content=content, **others)
 
 
 def _messages(body: ResponsesRequest) -> list[Message]:
@@ -334,8 +334,9 @@ def _format(text: TextOptions | None) -> Any:
     given = None if text is None else text.format
     if isinstance(given, SchemaFormat):
         return schema.SchemaFormat.model_construct(type="json_schema", json_schema=given)
-    kinds = {"text": TextFormat, "json_object": ObjectFormat}
-    return None if given is None else kinds[given.type].model_construct(type=given.type)
+    if given is None:
+        return None
+    return TextFormat(type="text") if given.type == "text" else ObjectFormat(type="json_object")
 
 
 def _tools(body: ResponsesRequest) -> list[Tool] | None:

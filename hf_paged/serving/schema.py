@@ -9,6 +9,7 @@ chooses one (`ByKind`), so that errors are about what the client meant.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -106,6 +107,14 @@ Texts = Annotated[dict[Hint, Text], BeforeValidator(_few)]
 """Values that are texts, by name. With bounds, because pydantic lets strings that are no Unicode pass without."""
 
 
+@dataclass(frozen=True, slots=True)
+class Warper:
+    """Marks a field that is the option of this name of a GenerationConfig, for requests that sample. neutral: the value
+    that changes nothing."""
+
+    neutral: float
+
+
 class Body(BaseModel):
     """A request's body: no unknown field, no number that is not finite."""
 
@@ -171,10 +180,10 @@ class Options(Body):
     model: str | None = None
     stream: bool | None = None
     min_tokens: Count = 0
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31, strict=True)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[Annotated[Number, Field(ge=0, le=100)] | None, Warper(1.0)] = None
+    top_p: Annotated[Annotated[Number, Field(gt=0, le=1)] | None, Warper(1.0)] = None
+    top_k: Annotated[Annotated[int, Field(ge=-1, lt=2**31, strict=True)] | None, Warper(0)] = None
+    min_p: Annotated[Annotated[Number, Field(ge=0, le=1)] | None, Warper(0.0)] = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None

@@ -15,7 +15,7 @@ from hf_paged.generation.requests.outputs import CompletionOutput, Lists
 from hf_paged.serving.choices import Choice, Delta, joined
 from hf_paged.serving.loading import load_engine
 from hf_paged.serving.plan import completion_plan
-from hf_paged.serving.schema import CompletionRequest
+from hf_paged.serving.schema import CompletionRequest, Options, Warper
 from tests.serving.harness import QA, Running, tokenizer
 
 PROMPT = "A list is"
@@ -81,6 +81,17 @@ def test_an_update_copies_only_what_is_new(server: Running, fields: dict[str, An
     (whole,) = joined(deltas, 1)
     assert whole.token_ids == ids and whole.text == tokenizer().decode(ids) and whole.finish_reason == "length"
     assert len(whole.logprobs) == len(whole.top_logprobs) == (len(ids) if fields.get("logprobs") else 0)
+
+
+def test_marked_fields_need_no_other_place(server: Running) -> None:
+    """A field of the schema that is marked as a warper is an option of `generate` by that name."""
+    marked = [name for name, field in Options.model_fields.items() if any(type(m) is Warper for m in field.metadata)]
+    assert len(marked) >= 4
+    for name in marked:
+        config = plan_of(server, **{name: 1}).submissions[0].options.generation_config
+        assert config.do_sample and getattr(config, name) == 1
+        others = [other for other in marked if other not in (name, "temperature")]
+        assert all(getattr(config, other) in (0, 1.0) for other in others)
 
 
 def test_an_output_without_its_beginning() -> None:

@@ -347,11 +347,6 @@ class Engine(EngineLoop):
                     self._pause_ended.notify_all()
                     self._wake()
 
-    @property
-    def is_paused_here(self) -> bool:
-        """Whether this thread is inside `pause`, and so must not wait for a step."""
-        return threading.get_ident() in self._pauses
-
     def _resume(self, recompute: bool) -> None:
         if recompute:
             self._scheduler.recompute_all()

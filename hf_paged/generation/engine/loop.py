@@ -455,6 +455,11 @@ class EngineLoop:
                 self._watch.after_step(self._prompt_tokens)
         return delivered
 
+    @property
+    def is_paused_here(self) -> bool:
+        """Whether this thread is inside `pause`, and so must not wait for a step."""
+        return threading.get_ident() in self._pauses
+
     # -- a thread that gives itself to the steps ------------------------------------------------------------------
 
     def run(self, deliver: Callable[[list[RequestOutput], float], None]) -> None:
