@@ -35,7 +35,10 @@ that you wrote yourself, is treated in the same way.
   exact, but slower. Other state (recurrent, convolution, indexer) is kept per row and moves with the blocks.
 - **refused**: `UnsupportedModelError` with the reason, before any token is generated.
 
-The engine refuses cpmant and recurrent_gemma as models. It also refuses requests to phi3 and phimoe that may grow
+The engine computes models that are not native as the rows of padded batches, where their logits allow it
+([measured](engine.md#models-that-do-not-run-packed)). It also runs recurrent models without attention (falcon_mamba,
+mamba, mamba2, rwkv, xlstm), for which `generate` has nothing to page. It refuses cpmant and recurrent_gemma as models,
+and requests to phi3 and phimoe that may grow
 beyond `original_max_position_embeddings` (32 tokens in these tiny models, 4,096 in the published ones): beyond that
 length LongRoPE's factors depend on the longest sequence of the batch, which requests of one step cannot share. Shorter
 requests to these models run natively in the engine.

@@ -155,27 +155,23 @@ class CacheRows:
         padding is the first token of the row, which the mask hides."""
         if self._viewed is None:
             return to_device(self._slots(index, start, stop), device)
-        group = self.memory.group_index(index)
-        key = device, group, start, stop, read
+        key = device, self.memory.group_index(index), start, stop, read
         if key not in self._viewed:
-            slots = self._slots(index, start, stop)
-            if read:
-                firsts = [self.manager.block_table(row, group)[0] for row in self.seq_ids]
-                slots = np.where(slots < 0, np.array(firsts, dtype=np.int64)[:, None] * self.memory.block_size, slots)
-            self._viewed[key] = to_device(slots, device)
+            self._viewed[key] = to_device(self._slots(index, start, stop, fill=read), device)
         return self._viewed[key]
 
-    def _slots(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Slots of positions `start` to `stop - 1` of every row in layer `index`, int64 [num_rows, stop - start]; -1 at
-        padding, and where a window has dropped the block."""
+    def _slots(self, index: int, start: int, stop: int, *, fill: bool = False) -> NDArray[np.int64]:
+        """Slots of positions `start` to `stop - 1` of every row in layer `index`, int64 [num_rows, stop - start]; -1
+        where a window has dropped the block, and at padding (fill: the first slot of the row)."""
         group, size = self.memory.group_index(index), self.memory.block_size
-        slots = np.full((len(self.seq_ids), stop - start), -1, dtype=np.int64)
-        for i, (row, padding) in enumerate(zip(self.seq_ids, self.padding)):
-            first = min(max(start, padding), stop)
-            positions = np.arange(first - padding, stop - padding)
-            table = np.array(self.manager.block_table(row, group), dtype=np.int64)
-            slots[i, first - start :] = table[positions // size] * size + positions % size
-        return slots.clip(min=-1)
+        tables = [self.manager.block_table(row, group) for row in self.seq_ids]
+        table = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int64)
+        for row, blocks in zip(table, tables):
+            row[: len(blocks)] = blocks
+        positions = np.arange(start, stop) - np.array(self.padding, dtype=np.int64)[:, None]
+        blocks, offsets = np.divmod(positions.clip(min=0), size)
+        slots: NDArray[np.int64] = np.take_along_axis(table, blocks, 1) * size + offsets
+        return slots.clip(min=-1) if fill else np.where(positions < 0, -1, slots).clip(min=-1)
 
     def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer `index` at positions `start` to `stop - 1`, gathered; padding reads as zeros.

@@ -367,7 +367,7 @@ def graphed_steps(model: PackedModel | RowModel, max_seqs: int, cuda_graphs: boo
     if device.type != CudaGraphs.device_type:
         obstacle = f"the model is on {device}, not on a CUDA device"
     elif not isinstance(model, PackedModel):
-        obstacle = "the model computes one sequence at a time (hf_paged.check says why)"
+        obstacle = "the model does not run packed (hf_paged.check says why)"
     if obstacle is not None:
         if cuda_graphs:
             raise ValueError(f"cuda_graphs=True: {obstacle}; leave it out")

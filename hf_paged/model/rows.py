@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
@@ -110,6 +110,9 @@ class _Rows:
         self.has_kv = any(isinstance(layer, PagedLayer) for layer in self.cache.layers)
         self.state_bytes: dict[torch.device, int] = {}  # of a sequence, in the last forward
         self._device = device_of(model)
+        self._makes_inputs = (
+            type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+        )
         self._parameters = inspect.signature(model.forward).parameters
 
     def compute(self, model: Any, parts: Sequence[Part]) -> torch.Tensor:
@@ -156,10 +159,11 @@ class _Rows:
         if mask is not None:
             kwargs["attention_mask"] = to_device(mask.astype(np.int64), self._device)
         ids = to_device(tokens, self._device)
-        # Pass positions as generate does: not every model derives them from its cache.
-        given = step_positions(model, ids, to_device(positions, self._device), is_first=is_first)
-        if given is not None:
-            kwargs["position_ids"] = given
+        if "position_ids" in self._parameters:
+            # Pass positions as generate does: not every model derives them from its cache.
+            kwargs["position_ids"] = to_device(positions, self._device)
+            if self._makes_inputs:
+                kwargs["position_ids"] = step_positions(model, ids, kwargs["position_ids"], is_first=is_first)
         output = uncompiled(model)(input_ids=ids, use_cache=True, return_dict=True, **kwargs)
         if is_own:
             self.cache.value = output[self._cache_name]
@@ -227,10 +231,10 @@ class RowModel:
         """The logits [keep, vocab_size] of each part, in order; parts of different sequences. tried: computes them in
         place of the model.
 
-        The tokens' slots must have been appended; their K/V is in the blocks afterwards. Raises LayersChanged if the
-        model has other modules than when this object was made; the states of all sequences are then of no use.
+        The tokens' slots must have been appended; their K/V is in the blocks afterwards. The caller has looked at the
+        weights (`Weights.look`). Raises LayersChanged if the model has other modules than when this object was made;
+        the states of all sequences are then of no use.
         """
-        self._weights.look()
         if self._weights.structure != self._structure:
             raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
         results: dict[int, torch.Tensor] = {}

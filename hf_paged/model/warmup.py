@@ -106,7 +106,7 @@ def warm_up(
     if device.type != DEVICE_TYPE:
         obstacle = f"the model is on {device}, where no kernel is compiled while it runs"
     elif not isinstance(model, PackedModel):
-        obstacle = "the model computes one sequence at a time (hf_paged.check says why)"
+        obstacle = "the model does not run packed (hf_paged.check says why)"
     if obstacle is not None:
         if wanted:
             raise ValueError(f"warmup=True: {obstacle}; leave it out")

@@ -71,7 +71,8 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
     result["reason"] = report.reason
     result["layers"] = [layer.mode for layer in report.layers]
     if not report.supported:
-        return {**result, "result": "refused"}
+        own = {"engine": examine_engine(model, ids, mask)} if engine and report.engine_only else {}
+        return {**result, **own, "result": "refused"}
     different = []
     for name, options in calls.items():
         if name not in plain:

@@ -237,7 +237,7 @@ def test_arguments() -> None:
     with Engine(model, CacheConfig(num_blocks=64), fuse=False) as engine:
         assert engine._runner._model._overrides == []
     bert = tiny_model("bloom")
-    with pytest.raises(ValueError, match="fuse=True: the model computes one sequence at a time"):
+    with pytest.raises(ValueError, match="fuse=True: the model does not run packed"):
         Engine(bert, CacheConfig(num_blocks=64), fuse=True)
 
 

@@ -120,7 +120,7 @@ def test_the_switch(model: Any) -> None:
         Engine(model, CacheConfig(num_blocks=64), fuse=False, prepack=True)
     with pytest.raises(ValueError, match="prepack=True: no weights of the model can be placed side by side; leave it"):
         open_engine(tiny_model("phi3"))
-    with pytest.raises(ValueError, match="prepack=True: the model computes one sequence at a time"):
+    with pytest.raises(ValueError, match="prepack=True: the model does not run packed"):
         Engine(tiny_model("bloom"), CacheConfig(num_blocks=64), prepack=True)
     open_engine(model, None).close()
     assert num_packed(model) == 4

@@ -351,7 +351,7 @@ def test_a_warper_of_the_caller_s_is_the_caller_s_alone() -> None:
 
 
 def test_the_setting() -> None:
-    with pytest.raises(ValueError, match="async_scheduling=True: the model computes one sequence at a time"):
+    with pytest.raises(ValueError, match="async_scheduling=True: the model does not run packed"):
         Engine(row_by_row(), scheduler_config=ASYNC)
     with Engine(row_by_row()) as engine:
         assert engine.scheduler_config.async_scheduling is False

@@ -683,7 +683,7 @@ def test_a_model_computed_row_by_row_has_none() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
     model = BloomForCausalLM(BloomConfig(vocab_size=models.VOCAB, hidden_size=32, n_layer=2, n_head=4)).eval()
-    with pytest.raises(ValueError, match="cuda_graphs=True: the model computes one sequence at a time"):
+    with pytest.raises(ValueError, match="cuda_graphs=True: the model does not run packed"):
         Engine(model, cuda_graphs=True)
     Engine(model).close()
 

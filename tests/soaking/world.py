@@ -18,7 +18,7 @@ from tests import models
 from tests.soaking.options import options
 
 KINDS = {"llama": 6, "mistral": 3, "gemma3": 3, "gpt2": 3, "bloom": 1, "lfm2": 1, "lora": 5}
-"""Kinds of models and their weights in the random choice; bloom and lfm2 are computed one sequence at a time."""
+"""Kinds of models and their weights in the random choice; bloom and lfm2 do not run packed."""
 
 NUM_VERSIONS = 3
 NUM_PROMPTS = 14
