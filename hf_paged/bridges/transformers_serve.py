@@ -116,14 +116,19 @@ class PagedGenerateManager(utils.BaseGenerateManager):
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
         canceller = _Canceller()
         streamer = utils.CBStreamer(
-            canceller, request_id, tokenizer._tokenizer, loop, pieces, response_parser=response_parser
+            canceller,  # type: ignore[arg-type]  # the one method that it calls
+            request_id,
+            tokenizer._tokenizer,
+            loop,
+            pieces,
+            response_parser=response_parser,
         )
 
         async def stream() -> None:
             try:
                 async with aclosing(changes):
                     async for output in changes:
-                        streamer.put(_Answer(output.token_ids))
+                        streamer.put(_Answer(output.token_ids))  # type: ignore[arg-type]
             except Exception as error:  # whatever it is, the stream ends with the error
                 pieces.put_nowait(utils._StreamError(getattr(error, "detail", None) or str(error)))
             streamer.end()

@@ -240,7 +240,7 @@ def _join(rank: int, size: int) -> None:
         own = torch.device(device.type, rank) if backend == "nccl" else None
     distributed.init_process_group(
         backend,
-        store=distributed.FileStore(_path(os.environ[_STORE]), size),
+        store=distributed.FileStore(_path(os.environ[_STORE]), size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
         timeout=_JOIN_LIMIT,

@@ -87,7 +87,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
 
     device = given["device"]
     cache, scheduler = engine_options(given)
-    args = AppArgs(
+    args = AppArgs(  # type: ignore[call-arg]
         checkpoint=given["checkpoint"],
         replicas=given["replicas"],
         max_replicas=given["max_replicas"],
@@ -99,8 +99,8 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
         settings=asdict(settings),
         cache=cache,
         scheduler=scheduler,
-        switches=engine_switches(given),
-        source=source_of(given["revision"], given["trust_remote_code"]),
+        switches=engine_switches(given),  # type: ignore[arg-type]
+        source=source_of(given["revision"], given["trust_remote_code"]),  # type: ignore[arg-type]
         drain_seconds=given["drain_seconds"],
     )
     prefix = _checked_prefix(given["route_prefix"])

@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     down."""
 
     rows: torch.Tensor
-    index: torch.Tensor
+    index: torch.Tensor  # type: ignore[assignment]  # the method of tuples has no use here
     weights: torch.Tensor
     up: Projection
     down: Projection
@@ -99,7 +99,7 @@ def projections_of(module: Any, rows: torch.Tensor) -> tuple[Projection, Project
     found = []
     for name in ("gate_up_proj", "down_proj"):
         tensors = readable(module, name, *([f"{name}_bias"] if module.has_bias else []))
-        if tensors is None or not all(_are_of(tensor, rows) for tensor in tensors):
+        if tensors is None or tensors[0] is None or not all(_are_of(tensor, rows) for tensor in tensors):
             return None
         found.append(Projection(tensors[0], tensors[1] if module.has_bias else None, module.is_transposed))
     up, down = found

@@ -29,7 +29,7 @@ def _left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[in
     return padding
 
 
-class RecordingCriteria(StoppingCriteriaList):  # type: ignore[misc]
+class RecordingCriteria(StoppingCriteriaList):
     """The criteria of a call, unchanged. Records which rows they have stopped."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -158,9 +158,12 @@ class PackedDecoder:
         if not self.rows:
             self.padding = _left_padding(attention_mask, len(input_ids))
             batch = [head[padding:] for head, padding in zip(heads, self.padding[::repeats])]
-        prompts, index = share_prompts(batch, self.memory.block_size, [self._content(row) for row in self.rows])
+        prompts, index = share_prompts(
+            batch, self.memory.block_size, [self._content(row) for row in self.rows if row is not None]
+        )
         prompts = self._fit(prompts)
-        seq_ids = [self.rows[index.index(i)] if self.rows else next(self._ids) for i in range(len(prompts))]
+        lent = [row for row in self.rows if row is not None]
+        seq_ids = [lent[index.index(i)] if lent else next(self._ids) for i in range(len(prompts))]
         logits = compute_prompts(self._packed, seq_ids, prompts, self._chunk)
         index = [i for i in index for _ in range(repeats)]
         self.rows = self._fork_rows(seq_ids, index)

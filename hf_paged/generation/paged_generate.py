@@ -261,11 +261,11 @@ def prepare_cache_for_generation(
             call.decoding = _Decoding(paged_part(given).memory, None, True, cache=paged_part(given))
     elif obstacle is None:
         call.decoding = _open_packed_rows(call, config, cache_config)
-        model_kwargs["past_key_values"] = call.decoding.decoder.cache
+        model_kwargs["past_key_values"] = call.decoding.decoder.cache  # type: ignore[union-attr]
     else:
         call.decoding = _open_dense_view(call, config, cache_config, values["batch_size"])
-        model_kwargs["past_key_values"] = cache_of_call(model, call.decoding.cache, model_kwargs)
-    call.record.start(call.decoding.memory)
+        model_kwargs["past_key_values"] = cache_of_call(model, call.decoding.cache, model_kwargs)  # type: ignore[arg-type]
+    call.record.start(call.decoding.memory)  # type: ignore[union-attr]
     return None
 
 
@@ -314,7 +314,7 @@ def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_
     _check_prompts([call.prompt_length] * num_rows, cache_config, memory)
     cache = PagedKVCache(model.config, memory=memory)
     if config.is_assistant:
-        cache.activate_past_recording()
+        cache.activate_past_recording()  # type: ignore[no-untyped-call]
     return _Decoding(memory, key, _keeps_cache(config), cache=cache)
 
 
@@ -344,7 +344,7 @@ def _max_blocks(
     itemsize = (autocast or model.dtype).itemsize
     sizes = layout.block_sizes or tuple(report.kv_values_by_device.items())
     bytes_per_value = itemsize * cache_config.block_size
-    return blocks_in_memory(cache_config, {device: n * bytes_per_value for device, n in sizes}, idle=idle)
+    return blocks_in_memory(cache_config, {device: n * bytes_per_value for device, n in sizes}, idle=idle)  # type: ignore[misc]
 
 
 def _packed(model: Any) -> tuple[PackedDecoder, PagedKVCache | None] | None:
@@ -392,7 +392,7 @@ def _with_cache(model: Any, decoder: PackedDecoder, given: PagedKVCache | None, 
         return result
     if given is None:
         cache = PagedKVCache(model.config, memory=decoder.memory)
-        cache.take_rows(decoder.rows, decoder.padding)
+        cache.take_rows(decoder.rows, decoder.padding)  # type: ignore[arg-type]
     result.past_key_values = cache if given is None else given
     return result
 

@@ -103,11 +103,16 @@ class _ArgumentRecorder:
         # transformers prefers a criterion of the caller's to the config's strings.
         is_own = any(type(each) is StopStringCriteria for each in stopping_criteria or ())
         if strings is None or tokenizer is None or is_own:
-            return self._model._get_stopping_criteria(generation_config, stopping_criteria, tokenizer, **kwargs)
+            own: StoppingCriteriaList = self._model._get_stopping_criteria(
+                generation_config, stopping_criteria, tokenizer, **kwargs
+            )
+            return own
         criterion = STOP_STRINGS.criterion(tokenizer, strings, device_of(self._model))
         others = copy(generation_config)
         others.stop_strings = None
-        criteria = self._model._get_stopping_criteria(others, stopping_criteria, tokenizer, **kwargs)
+        criteria: StoppingCriteriaList = self._model._get_stopping_criteria(
+            others, stopping_criteria, tokenizer, **kwargs
+        )
         criteria.append(criterion)
         return criteria
 

@@ -287,12 +287,13 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 def _own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    eager: Any = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     name = _own_implementation(getattr(module, "config", None))
     function = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     if function is None:
         raise UnsupportedModelError(f"{type(module).__name__} has no attention implementation named {name!r}")
-    return function(module, *args, **kwargs)
+    result: tuple[torch.Tensor, torch.Tensor | None] = function(module, *args, **kwargs)
+    return result
 
 
 def register() -> None:

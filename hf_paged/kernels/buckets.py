@@ -49,8 +49,11 @@ class Bucket:
         shape = self.q_pos.shape
         if self.rows is None:
             count = shape.numel()
-            return (x if count == len(x) else x[self.first_row : self.first_row + count]).unflatten(0, shape)
-        return x.index_select(0, self.rows.flatten()).unflatten(0, shape)
+            own = x if count == len(x) else x[self.first_row : self.first_row + count]
+        else:
+            own = x.index_select(0, self.rows.flatten())
+        rows: torch.Tensor = own.unflatten(0, shape)
+        return rows
 
 
 def _padded(length: int, quantum: int, digits: int) -> int:

@@ -328,7 +328,7 @@ def table_matrix(tables: Sequence[Sequence[int]]) -> np.ndarray:
     """Block tables as int32 [num_seqs, max_blocks]; 0 past the end of each."""
     width = max(map(len, tables), default=0) or 1
     matrix = np.zeros((len(tables), width), dtype=np.int32)
-    flat = memoryview(matrix.reshape(-1))  # memory is copied in a third of numpy's time for a short row
+    flat = matrix.reshape(-1).data  # memory is copied in a third of numpy's time for a short row
     for start, blocks in zip(range(0, matrix.size, width), tables):
         flat[start : start + len(blocks)] = blocks if type(blocks) is array else array("i", blocks)
     return matrix

@@ -65,7 +65,8 @@ class ToHost:
         else:
             self._rows = tuple(rows.cpu())
 
-    def lists(self) -> tuple[list[int], *tuple[list[float], ...]]:
+    def lists(self) -> tuple[list[Any], ...]:
+        """The tokens, as int, and each row of values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens, *values = (row.tolist() for row in self._rows)
@@ -77,7 +78,7 @@ def _in_one(*rows: torch.Tensor) -> torch.Tensor:
     return torch.stack([row.double() for row in rows])
 
 
-def to_host(tokens: torch.Tensor, *values: torch.Tensor) -> tuple[list[int], *tuple[list[float], ...]]:
+def to_host(tokens: torch.Tensor, *values: torch.Tensor) -> tuple[list[Any], ...]:
     """Tokens int64 [n] and fp32 [n] values of theirs, as lists."""
     return ToHost(tokens, *values).lists()
 

@@ -114,7 +114,7 @@ async def _run(endpoint: Endpoint, requests: Sequence[Planned], on_end: Callable
         base_url=endpoint.base_url, headers=endpoint.headers, limits=limits, timeout=None, trust_env=False
     ) as client:  # `_send` limits the time of a request as a whole
         start = time.perf_counter()
-        tasks = []
+        tasks: list[asyncio.Task[Outcome]] = []
         for request in requests:
             delay = request.arrival - (time.perf_counter() - start)
             if delay > 0:
@@ -151,7 +151,7 @@ async def _send(client: httpx.AsyncClient, endpoint: Endpoint, request: Planned,
 
 async def _read(response: httpx.Response, request: Planned, outcome: Outcome, start: float) -> None:
     is_finished = False
-    async with contextlib.aclosing(_events(response)) as events:
+    async with contextlib.aclosing(_events(response)) as events:  # type: ignore[type-var]
         async for event in events:
             if "error" in event and not event.get("choices"):
                 outcome.error = json.dumps(event["error"])[:200]

@@ -60,7 +60,7 @@ class TraceRequest:
 
 def synthesise(
     name: str, count: int, *, scale: float = 1.0, rate: float | None = None, seed: int = 0, longest: int = LONGEST
-):
+) -> list[TraceRequest]:
     """`count` requests with lengths times `scale`, prompt and output together at most `longest` times `scale`; Poisson
     arrivals at `rate` per second (None: all at time 0)."""
     rng = random.Random(seed)
@@ -71,7 +71,8 @@ def synthesise(
     scaled = [dataclasses.replace(l, mu=l.mu + shift if l.mu else None) for l in scaled]
     ins = scaled[0].sample(count, rng, longest - 1)
     outs = [min(out, longest - n) for n, out in zip(ins, scaled[1].sample(count, rng, longest))]
-    arrival, requests = 0.0, []
+    arrival = 0.0
+    requests: list[TraceRequest] = []
     for n, out in zip(ins, outs):
         requests.append(TraceRequest(arrival, n, out))
         if rate is not None:

@@ -312,7 +312,7 @@ class GraphedSteps:
             captured.logits[: len(logits)].copy_(logits)
 
         def without_the_host() -> None:
-            with NoHostValues():
+            with NoHostValues():  # type: ignore[no-untyped-call]
                 compute()
 
         captured.device.warm_up(compute)

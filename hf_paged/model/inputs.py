@@ -66,5 +66,7 @@ def refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
             if not same:
                 raise UnsupportedModelError(f"its prepare_inputs_for_generation makes its own {name}")
     first, later = numbers
-    if (first is None) != (later is None) or (first is not None and not torch.equal(first[..., -1:], later)):
+    if (first is None) != (later is None) or (
+        first is not None and later is not None and not torch.equal(first[..., -1:], later)
+    ):
         raise UnsupportedModelError("its prepare_inputs_for_generation numbers the tokens again at every step")

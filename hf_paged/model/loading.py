@@ -38,7 +38,7 @@ def load_model(
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
     source = dict(source or {})
     config = pretrained(AutoConfig, checkpoint, "configuration", **source)
     loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -58,8 +58,8 @@ def load_model(
 def check_ranks(config: Any, num_ranks: int) -> None:
     """Raises ValueError if the heads of the model cannot be shared out evenly to so many ranks."""
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", None)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    heads: int | None = getattr(text, "num_attention_heads", None)
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads or 0
     if not heads or (heads % num_ranks == 0 and kv_heads % num_ranks == 0):
         return
     possible = [str(n) for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
@@ -69,7 +69,7 @@ def check_ranks(config: Any, num_ranks: int) -> None:
 
 
 def _load_part(loader: Any, checkpoint: str, config: Any, dtype: str, num_ranks: int, source: Mapping[str, Any]) -> Any:
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # exported lazily
 
     spread = DistributedConfig(tp_size=num_ranks)
     return pretrained(

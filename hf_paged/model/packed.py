@@ -60,7 +60,7 @@ class PackedCache(Cache):
     """The `past_key_values` of packed steps over one PagedMemory. Set `step` before each forward."""
 
     def __init__(self, memory: PagedMemory, num_layers: int) -> None:
-        super().__init__(layers=[_PackedLayer() for _ in range(num_layers)])
+        super().__init__(layers=[_PackedLayer() for _ in range(num_layers)])  # type: ignore[no-untyped-call]
         self.memory = memory
         self.step: list[AttentionMetadata] = []  # one per group, on the device of the inputs
         self._elsewhere: dict[torch.device, list[AttentionMetadata]] = {}  # the same for layers on other devices

@@ -120,7 +120,7 @@ class _HostPart:
         self._places = (addresses - base) // size
         span = int(self._places.max()) + 1
         memory = (ctypes.c_char * (span * size)).from_address(base)
-        self._memory = np.ndarray(span, views[0].dtype, memory)  # only the elements at `_places` are known to be ours
+        self._memory = np.ndarray(span, views[0].dtype, memory)  # type: ignore[arg-type]  # only the elements at `_places` are known to be ours
 
     def read(self, ids: Container[int] | None = None, default: Any = None) -> Any:
         """The elements. With `ids`, those of other tensors are taken from `default`."""

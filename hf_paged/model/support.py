@@ -396,7 +396,7 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
             _compare(model, torch.cat(parts), own[-length:], "packed")
         # In a decode step a row of one sequence has one token, a packed row of two sequences has two.
         ends = [parts[step][-1] for step in (0, 1) for parts in got]
-        _compare(model, torch.stack(ends), steps, "packed")
+        _compare(model, torch.stack(ends), steps, "packed")  # type: ignore[arg-type]
     return _native_layers(model, packed), packed.cache.numbers_tokens
 
 

@@ -65,9 +65,9 @@ def create_app(service: Service) -> FastAPI:
         responses=ERRORS,
     )
     app.openapi = partial(described, app, service.settings)  # type: ignore[method-assign]
-    app.add_exception_handler(Problem, _on_problem)  # type: ignore[arg-type]
-    app.add_exception_handler(RequestValidationError, _on_invalid)  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
+    app.add_exception_handler(Problem, _on_problem)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
     known: set[str] = set()
     app.add_middleware(
         Gate,

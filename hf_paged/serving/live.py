@@ -61,7 +61,7 @@ class Live:
         latency = {"first_token": first, "between_tokens": between}
         made = self._made
         if snapshot is None or made[0] != tag or with_history:
-            value = {
+            value: dict[str, Any] = {
                 "server": self._server(),
                 "engine": None if snapshot is None else self._engine_json(snapshot),
                 "latency": latency,

@@ -257,8 +257,9 @@ def new_response_parser(template: Any, prompt: str, tools: Sequence[dict[str, An
     from transformers.utils.chat_parsing import ResponseParser
 
     takes_tools = "tools" in signature(ResponseParser).parameters  # since transformers 5.23
+    options: dict[str, Any] = {"tools": list(tools)} if takes_tools else {}
     try:
-        return ResponseParser(template, prefix=prompt, **({"tools": list(tools)} if takes_tools else {}))
+        return ResponseParser(template, prefix=prompt, **options)
     except Exception as error:  # the template's parsers raise what they like, for what the prompt has
         if not prompt:  # it is the template that is wrong
             raise

@@ -362,7 +362,7 @@ class _Options:
                 "or lower max_tokens",
                 param="length_penalty",
             )
-        config: Any = GenerationConfig(**self._fixed, max_new_tokens=max_new_tokens)  # type: ignore[no-untyped-call]
+        config: Any = GenerationConfig(**self._fixed, max_new_tokens=max_new_tokens)
         config.seed = body.seed
         return config
 

@@ -148,7 +148,7 @@ def build_app(args: AppArgs | dict[str, Any]) -> serve.Application:
 class EngineReplica:
     """The deployment of engines: loads the checkpoint and answers requests."""
 
-    async def __init__(self, args: AppArgs) -> None:
+    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc]
         logging.getLogger("hf_paged").setLevel(logging.INFO)
         from hf_paged.serving.replica import Replica  # torch: the ingress does not need it
 
@@ -186,8 +186,8 @@ def _load(args: AppArgs) -> Any:
         SchedulerConfig(**args.scheduler),
         dtype=args.dtype,
         device=args.device,
-        switches=args.switches,
-        source=args.source,
+        switches=args.switches,  # type: ignore[arg-type]
+        source=args.source,  # type: ignore[arg-type]
     )
     return Service(engine, tokenizer, args.make_settings())
 

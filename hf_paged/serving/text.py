@@ -158,7 +158,7 @@ def _overlap(text: str, stop: str) -> int:
 @lru_cache(maxsize=1)
 def _byte_of_letter() -> dict[str, int]:
     """The bytes that the letters of byte-level tokenizers stand for."""
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:

@@ -123,7 +123,7 @@ class NativeDecoder:
 
     def _look(self) -> _Seen:
         """Everything but hooks on which `is_ready` depends; for all layers at once, because every step compares it."""
-        parts = list(map(dict.get, self._tables, self._names))
+        parts: list[Any] = list(map(dict.get, self._tables, self._names))
         parts += map(dict.get, self._children, repeat("forward"))
         parts += map(dict.get, self._fields, self._attributes)
         parts += [owner.forward for owner in self._classes]
@@ -141,7 +141,7 @@ def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
     attention, mlp = layer._modules.get("self_attn"), layer._modules.get("mlp")
     if attention is None or mlp is None:
         return None
-    parts: dict[str, nn.Module] = {}
+    parts: dict[str, Any] = {}
     for parent, names in ((layer, _LAYER), (attention, (*_ATTENTION, *_HEAD_NORMS)), (mlp, _MLP)):
         children = {name: child for name, child in parent._modules.items() if child is not None}
         if not set(names) - set(_HEAD_NORMS) <= set(children) <= set(names):
@@ -149,8 +149,8 @@ def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
         if parent._parameters or parent._buffers:
             return None
         parts |= children
-    linears = {name: linear_layers.of(part) for name, part in parts.items() if name.endswith("_proj")}
-    norms = {name: norm_of(part) for name, part in parts.items() if name.endswith("norm")}
+    linears: dict[str, Any] = {name: linear_layers.of(part) for name, part in parts.items() if name.endswith("_proj")}
+    norms: dict[str, Any] = {name: norm_of(part) for name, part in parts.items() if name.endswith("norm")}
     if None in linears.values() or None in norms.values():
         return None
     if not _sizes_fit(attention, parts, norms):
@@ -158,7 +158,7 @@ def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
     return Layer(layer, parts, linears, norms)
 
 
-def _sizes_fit(attention: nn.Module, parts: dict[str, nn.Module], norms: dict[str, fused_ops.Norm]) -> bool:
+def _sizes_fit(attention: nn.Module, parts: dict[str, Any], norms: dict[str, fused_ops.Norm]) -> bool:
     """Whether the sizes are those that the kernels assume; they cannot check them, because they get only addresses."""
     head_dim = getattr(attention, "head_dim", None)
     if not isinstance(head_dim, int) or not isinstance(getattr(attention, "layer_idx", None), int):
@@ -214,7 +214,7 @@ class Layer:
         self._class_forwards = ClassForwards(self.classes)
         self.namespace: dict[str, Any] = vars(sys.modules[type(self._attention).__module__])
         self._rotary: Any = None  # the modeling module's function, which the kernels implement too
-        self.link = Link(self._attention.layer_idx)
+        self.link = Link(self._attention.layer_idx)  # type: ignore[arg-type]
 
     def is_ready(self) -> bool:
         """False while the kernels cannot replace this layer: a part is replaced or has hooks, or other code has set a
@@ -259,9 +259,9 @@ class Layer:
     def _gather(self) -> None:
         weights = {name: linear.native for name, linear in self.linears.items() if linear.native is not None}
         self._weights, norms = weights, self._norms
-        self._before = fused_ops.LayerIn(
+        self._before = fused_ops.LayerIn(  # type: ignore[call-arg]
             norms["input_layernorm"],
-            *(weights[name] for name in ("q_proj", "k_proj", "v_proj")),
+            *(weights[name] for name in ("q_proj", "k_proj", "v_proj")),  # type: ignore[arg-type]
             *(norms.get(name) for name in _HEAD_NORMS),
             self._attention.head_dim,
         )

@@ -161,7 +161,7 @@ class NativeNorm:
             is_known = norm is not None and parameters.get("weight") is norm.weight and not args and not kwargs
             is_known = is_known and getattr(own, epsilon, None) == norm.eps  # type: ignore[union-attr]
             if norm is None or not is_known or not _takes(norm.weight, rows) or not in_packed_step():
-                result: torch.Tensor = type(own).forward(own, rows, *args, **kwargs)
+                result: torch.Tensor = type(own).forward(own, rows, *args, **kwargs)  # type: ignore[union-attr]
                 return result
             return fused_ops.rms_norm(norm, rows)
 

@@ -51,8 +51,8 @@ class Stack:
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
         self._layers = list(layers)  # keeps their tensors alive, because only addresses are used below
         # The fields that are equal in every step; `run` fills in the others in a copy.
-        self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])
-        self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])
+        self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])  # type: ignore[call-overload]
+        self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])  # type: ignore[call-overload]
         self._scales = [layer.attention.scale for layer in layers]
         self._softcaps = [layer.attention.softcap or 0.0 for layer in layers]
         self._windows = [(layer.attention.sliding_window, layer.attention.chunk_size) for layer in layers]
@@ -98,7 +98,7 @@ class Stack:
                 query, *caches[members[0]], step[members[0]], attended, key=key, value=value, sliding_window=window,
                 chunk_size=chunk,
             )  # fmt: skip
-            calls[members] = np.frombuffer(call, _CALL)
+            calls[members] = np.frombuffer(call, _CALL)  # type: ignore[call-overload]
             num_bytes = max(num_bytes, needed)
         workspace = native_ops.workspace(num_bytes)
         calls["key"] = [key_cache.data_ptr() for key_cache, _ in caches]

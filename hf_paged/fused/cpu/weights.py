@@ -170,6 +170,7 @@ class LinearLayers:
         self._layers = [LinearLayer(layer, parts.get(id(layer)), copies=copies) for layer in layers]
         self._weights = weights
         self._seen: tuple[int, int, list[Any]] | None = None  # state of the weights when the layers were last renewed
+        self._of: weakref.WeakKeyDictionary[nn.Module, LinearLayer]
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
         self._classes = ClassForwards([nn.Linear])
         self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in self._layers)
@@ -236,10 +237,10 @@ class LinearLayer:
         address."""
         layer = self._layer()
         own = None if layer is None else readable(layer, "weight", "bias")
-        if own is None or own[0] is None or self.attributes.get("forward") is not self.forward:
+        weight, bias = own or (None, None)
+        if weight is None or self.attributes.get("forward") is not self.forward:
             self._compute[0] = self._stamp = self.native = None
             return
-        weight, bias = own
         of_bias = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride())
         stamp = (weights.moved_at(weight), id(weight), id(bias), of_bias)
         if stamp == self._stamp:
@@ -253,11 +254,11 @@ class LinearLayer:
             return None
         if self._part is not None:
             fused_ops.pack(weight, self._part)
-            return fused_ops.LinearWeight(self._part, bias, *weight.shape, is_packed=True)
+            return fused_ops.LinearWeight(self._part, bias, weight.shape[0], weight.shape[1], is_packed=True)
         if self._copies or not weight.is_contiguous() or weight.device.type != "cpu":
             return None
         # The parameter itself: a view of it would keep its memory when the parameter gets other memory.
-        return fused_ops.LinearWeight(weight, bias, *weight.shape, is_packed=False)
+        return fused_ops.LinearWeight(weight, bias, weight.shape[0], weight.shape[1], is_packed=False)
 
     def _function(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Linear | None:
         if (native := self.native) is not None:

@@ -239,7 +239,7 @@ def _norms(
     for each, norm in zip((before, after, before_mlp, after_mlp), parts, strict=True):
         if each is not None and norm is not None and not are_alike(normalise(each.input, norm()), each.output):
             return None
-    return Norms(*parts, is_parallel=is_parallel)
+    return Norms(*parts, is_parallel=is_parallel)  # type: ignore[misc, arg-type]
 
 
 def _is_sum(out: torch.Tensor, *addends: torch.Tensor) -> bool:

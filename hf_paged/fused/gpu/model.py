@@ -185,7 +185,8 @@ class _Finder:
         memory.append([(0, TRIAL_TOKENS)])
         device = device_of(model)
         metadata, _ = memory.step_metadata([0], [TRIAL_TOKENS], device)
-        vocab = model.config.get_text_config(decoder=True).vocab_size
+        config: Any = model.config
+        vocab = config.get_text_config(decoder=True).vocab_size
         ids = (torch.arange(TRIAL_TOKENS, dtype=torch.int64, device=device) * 7 + 5) % vocab
         try:
             with torch.no_grad(), trace:

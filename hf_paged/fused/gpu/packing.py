@@ -113,19 +113,21 @@ class LinearGroup:
             for parameters in columns:
                 joined = torch.cat([parameter.detach() for parameter in parameters])
                 for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters])):
-                    parameter.data = torch.from_dlpack(part)  # a storage of its own, which keeps `joined` alive
+                    parameter.data = torch.utils.dlpack.from_dlpack(
+                        part
+                    )  # a storage of its own, which keeps `joined` alive
         self.look()
         return self.is_one
 
     def _layers(self) -> list[nn.Linear]:
         """The layers if all are plain ones; else none."""
-        layers = [self._children.get(name) for name in self.names]
-        return layers if all(map(is_linear, layers)) else []  # type: ignore[return-value]
+        layers: list[Any] = [self._children.get(name) for name in self.names]
+        return layers if all(map(is_linear, layers)) else []
 
 
 def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
     """The weights of the layers, and their biases if all have one; nothing if they cannot be those of one layer."""
-    own = [readable(layer, "weight", "bias") or (None, None) for layer in layers]
+    own: list[Any] = [readable(layer, "weight", "bias") or (None, None) for layer in layers]
     weights, biases = columns = [[each[0] for each in own], [each[1] for each in own]]
     if len(layers) < 2 or (any(bias is None for bias in biases) and any(bias is not None for bias in biases)):
         return []
@@ -147,7 +149,7 @@ def _are_beside(parameters: list[nn.Parameter]) -> bool:
 def _spanning(parameters: list[nn.Parameter]) -> torch.Tensor:
     """The memory of parameters beside one another as one tensor, which does not keep it alive."""
     first, num_bytes = parameters[0], sum(parameter.nbytes for parameter in parameters)
-    storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, num_bytes)  # type: ignore[attr-defined]
+    storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, num_bytes)
     shape = sum(map(len, parameters)), *first.shape[1:]
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -172,5 +174,5 @@ def _may_move(parameters: list[nn.Parameter]) -> bool:
 
 def _uses(tensor: torch.Tensor) -> int:
     """The number of tensors, arrays and other objects that use its memory."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count - 1  # the storage object that was just made

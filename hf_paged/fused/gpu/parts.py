@@ -177,16 +177,16 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
         return None
     if any(weight.dtype != dtype or not weight.is_contiguous() for weight in weights):
         return None
-    own = _epsilon(module)
-    if math.isnan(own) and any(isinstance(value, float) for value in vars(module).values()):
+    epsilon = _epsilon(module)
+    if math.isnan(epsilon) and any(isinstance(value, float) for value in vars(module).values()):
         return None  # it may be that number
     device = weights[0].device if weights else torch.device("cpu")
-    for eps in USUAL_EPSILONS if math.isnan(own) else (own,):
+    for eps in USUAL_EPSILONS if math.isnan(epsilon) else (epsilon,):
         key = type(module), type(module).forward, dtype, size, eps, len(weights), device
         if key not in _probed:
             _probed[key] = _probe_norm(module, size, dtype, eps, device)
         if (kind := _probed[key]) is not None:
-            return NormOf(module, kind, size, eps if math.isnan(own) else None)
+            return NormOf(module, kind, size, eps if math.isnan(epsilon) else None)
     return None
 
 

@@ -150,8 +150,8 @@ def _product_of(call: Call, logits: torch.Tensor) -> Product | None:
     weights = [name for name, p in parameters.items() if p.shape == (logits.shape[1], rows.shape[1])]
     biases = ["", *(name for name, p in parameters.items() if p.shape == logits.shape[1:])]
     for weight, bias, upcasts in itertools.product(weights, biases, (False, True)):
-        tensors = [parameters[weight], *([parameters[bias]] if bias else [])]
-        if not upcasts and any(tensor.dtype != rows.dtype for tensor in tensors):
+        read = [parameters[weight], *([parameters[bias]] if bias else [])]
+        if not upcasts and any(tensor.dtype != rows.dtype for tensor in read):
             continue
         product = Product("", weight, bias, upcasts)
         result = product.of(call.module, rows)
@@ -298,7 +298,7 @@ def _rules(probe: nn.Module, top_k: int, may_have_bias: bool, used: Used) -> Ite
             continue
         eps: list[str | float] = [*numbers] if weight == "clamp" else [0.0, 1e-20] if "sum" in weight else [0.0]
         for each in eps:
-            yield Rule(RouterKind(scores, weight, is_low, num, chosen), top_k, has_bias, each, scale)
+            yield Rule(RouterKind(scores, weight, is_low, num, chosen), top_k, has_bias, each, scale)  # type: ignore[arg-type]
     if used.clamps and top_k == 2:
         yield from (Rule(RouterKind("mixer", is_low=True), top_k, False, name) for name in numbers)
 

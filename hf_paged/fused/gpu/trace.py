@@ -94,7 +94,7 @@ class Trace(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, cache: PackedCache, finished: Callable[[Call], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._finished = finished
         self._stack = [Call(model, (), {}, None)]

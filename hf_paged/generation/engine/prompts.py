@@ -118,7 +118,7 @@ def _prompt_tensor(model: Any, prompt_ids: Any) -> torch.Tensor:
         prompt_ids = prompt_ids[None]
     if prompt_ids.ndim == 2 and prompt_ids.shape[0] > 1:
         raise ValueError(f"prompt_ids has shape {tuple(prompt_ids.shape)}: one request is one prompt; add one for each")
-    return prompt_ids
+    return prompt_ids  # type: ignore[no-any-return]
 
 
 def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:

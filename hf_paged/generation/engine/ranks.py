@@ -143,7 +143,7 @@ class Ranks:
         for rank, answer in enumerate(answers):
             if text := answer[_HEAD:]:
                 raise ValueError(f"rank {rank}: {text[1:].decode(errors='replace')}")
-        return min(struct.unpack_from("=q", answer)[0] for answer in answers)
+        return min(int(struct.unpack_from("=q", answer)[0]) for answer in answers)
 
     def check_same_messages(self) -> None:
         """On every rank: raises AssertionError on the driver unless all have got the same messages."""
@@ -179,13 +179,13 @@ class Ranks:
         with self.guard():
             first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
             self._wait(self._broadcast(first))
-            content = memoryview(first.numpy())
+            content = first.numpy().data
             length = int.from_bytes(content[:_HEAD], "little")
             data = bytearray(content[_HEAD : _HEAD + length])
             if length > len(data):
                 rest = torch.empty(length - len(data), dtype=torch.uint8, device="cpu")
                 self._wait(self._broadcast(rest))
-                data += memoryview(rest.numpy())
+                data += rest.numpy().data
             self._note(data)
         return data
 
@@ -213,7 +213,7 @@ class Ranks:
         self._sent = []
 
     def _note(self, data: bytes | bytearray) -> None:
-        self._last, self._count = data, self._count + 1
+        self._last, self._count = data, self._count + 1  # type: ignore[assignment]
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Ranks:
             while True:
                 distributed.recv(notice, group_src=peer, group=self._notices)
                 heard = time.monotonic()
-                text = bytes(memoryview(notice.numpy())).rstrip(b"\0")
+                text = bytes(notice.numpy().data).rstrip(b"\0")
                 if text[:1] == _BYE:
                     return
                 if text[:1] == _FAILURE:

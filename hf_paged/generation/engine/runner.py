@@ -311,7 +311,7 @@ class Runner:
         """The sequences of each set of adapters, in the order in which they are computed."""
         parts: dict[AdapterChoice, Plan] = {}
         for seq, count in plan:
-            parts.setdefault(seq.group.adapters, []).append((seq, count))
+            parts.setdefault(seq.group.adapters, []).append((seq, count))  # type: ignore[arg-type]
         return parts
 
     def _run_with(self, choice: AdapterChoice, compute: Callable[[], StepResult]) -> StepResult:
@@ -324,7 +324,7 @@ class Runner:
 
     def _pack(self, sampled: SampledTokens | None, plan: Plan) -> tuple[Forward, Packed]:
         packed = self._pack_decodes(plan, sampled) or self._pack_any(plan, sampled)
-        adapters = self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None
+        adapters = self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None  # type: ignore[arg-type]
         return Forward(packed.tokens, packed.step, packed.wanted, adapters), packed
 
     def _pack_decodes(self, plan: Plan, sampled: SampledTokens | None) -> Packed | None:
@@ -439,7 +439,7 @@ def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]
     return manager.block_table(seq.seq_id, group)
 
 
-def _dtype_and_device(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
+def _dtype_and_device(model: Any) -> tuple[torch.dtype, torch.device]:
     """`model.dtype`, and the device on which the model computes. In every step, so that it must cost little: the
     first floating-point parameter, as a rule that of the embedding, has both."""
     module: torch.nn.Module | None = model

@@ -136,7 +136,8 @@ class SampledTokens:
         """Wait for the tokens and return them."""
         tokens, *sent = self._numbers.lists()
         values = iter(sent)
-        return TokenColumns(self._due, tokens, *(next(values) if is_sent else repeat(0.0) for is_sent in self._is_sent))
+        columns: list[Any] = [next(values) if is_sent else repeat(0.0) for is_sent in self._is_sent]
+        return TokenColumns(self._due, tokens, *columns)
 
 
 def sample_batch(due: DueRows, logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:

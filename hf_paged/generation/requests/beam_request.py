@@ -105,7 +105,7 @@ class BeamRequest(ForkingRequest):
         return stopped
 
     def _hypotheses(self, reason: FinishReason | None) -> list[CompletionOutput]:
-        outputs = []
+        outputs: list[CompletionOutput] = []
         for hypothesis in self.search.finished[: self.num_return_sequences]:
             tokens, logprobs, own_reason = hypothesis.payload
             outputs.append(

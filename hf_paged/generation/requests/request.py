@@ -191,7 +191,7 @@ class Request:
     def process(self, scores: torch.Tensor) -> torch.Tensor:
         """Run all processors on scores fp32 [num_rows, vocab], which may be changed. Raises ValueError if tokens cannot
         be chosen from what they return."""
-        return checked_scores(self.processors(self._rows(), scores), scores)
+        return checked_scores(self.processors(self._rows(), scores), scores)  # type: ignore[arg-type]
 
     def _new_chain(self, width: int, *options: object, draws: bool) -> Chain:
         """The processors for rows of `width` scores. draws: `sample_top_p` draws a token from each row, if it can."""
@@ -264,7 +264,7 @@ class SingleRequest(Request):
     def process(self, scores: torch.Tensor) -> torch.Tensor:
         """Run the processors of its own on scores fp32 [1, vocab], which may be changed; the shared warpers follow."""
         assert self._chain is not None
-        return checked_scores(self._chain.own(self._rows(), scores), scores)
+        return checked_scores(self._chain.own(self._rows(), scores), scores)  # type: ignore[arg-type]
 
     def extend_history(self, token: torch.Tensor, stopped: torch.Tensor) -> None:
         """token int64 [1], on the device; sets stopped fp32 [1] to 1 if a criterion ends the request after it."""

@@ -159,7 +159,7 @@ def vocabulary_of(tokenizer: Any, marks: frozenset[str] = frozenset()) -> Vocabu
 
 def _width(tokenizer: Any) -> int:
     """One more than the largest token id."""
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    return max(len(tokenizer), 1 + int(max(tokenizer.get_vocab().values())))
 
 
 class Allowance:
@@ -422,7 +422,7 @@ def grammar(
             f"give one of json_schema, json_object=True, regex, grammar and choice, not {', '.join(named) or 'none'}"
         )
     vocabulary = vocabulary_of(tokenizer)
-    made = {
+    made = {  # type: ignore[no-untyped-call]
         "json_schema": lambda: constraints.json_schema(json_schema, strict=strict),
         "json_object": constraints.json_object,
         "regex": lambda: constraints.regex(given["regex"]),

@@ -121,8 +121,8 @@ def process_together(
             return scores
         pair = warpers[index : index + 2]
         is_alone = len(pair) == 1 or any(row and row[index + 1] for row in edits)
-        if not is_alone and is_nucleus(*pair, scores):
-            scores, index = warp_nucleus(*pair, scores), index + 2
+        if not is_alone and is_nucleus(pair[0], pair[1], scores):
+            scores, index = warp_nucleus(pair[0], pair[1], scores), index + 2
         else:
             scores, index = warp(pair[0], scores), index + 1
 

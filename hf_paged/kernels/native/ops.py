@@ -88,6 +88,8 @@ class _Partition:
         group = sizes.group
         long = _long_sequences(metadata, sizes)
         every = np.arange(metadata.num_seqs, dtype=np.int32)
+        self._few: np.ndarray
+        self._long: np.ndarray
         self._few, self._long = (every, every[:0]) if long is None else (every[~long], every[long])
         tables, *lists = map(as_plain, (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc))
         lens, starts = (tensor.data_ptr() for tensor in lists)
@@ -217,7 +219,7 @@ def paged_attention(
     if lse is not None:
         return out, lse
     if key is not None and value is not None and partition.prompts is None and sinks is None and alibi_slopes is None:
-        written = call.held[:2]
+        written = call.held[:2]  # type: ignore[index]
         if share and target is out and query is given and written[0] is key and written[1] is value:  # used as they are
             options = scale, sliding_window, chunk_size, softcap
             layout = layout_of((query, key_cache, value_cache, key, value), options)

@@ -72,7 +72,7 @@ class Toolchain:
 
 def find_toolchain() -> Toolchain:
     """Raises NativeBuildError if there is no compiler."""
-    target = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+    target: tuple[str, ...] = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
     if os.environ.get(EMULATE_AMX) == "1":
         target += (f"-D{EMULATE_AMX}=1",)
     return Toolchain(_compiler(), target, _openmp_library())

@@ -216,9 +216,12 @@ def rotate(
     returned is None. Other shapes as in `rotate_launch`.
     """
     query_out = buffers.empty(query.shape, query.dtype, query.device)
-    key_out = buffers.empty(key.shape, key.dtype, key.device) if into is None else None
+    outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    if into is None:
+        outs = query_out, buffers.empty(key.shape, key.dtype, key.device), None
+    else:
+        outs = query_out, into[0], into[1]
     if query.shape[0]:
-        outs = (query_out, key_out, None) if into is None else (query_out, *into[:2])
         slots = None if into is None else into[2]
         cos, sin = _tensors_of(angles)
         first, second = norms[0] or _NO_NORM, norms[1] or _NO_NORM
@@ -235,4 +238,4 @@ def rotate(
             query.shape[0], query.device, tensors, (sizes, num_angles, kind, of_norms),
             lambda: rotate_launch(query, key, value, outs, slots, angles, kind, norms, norm_is_last, factor),
         )  # fmt: skip
-    return query_out, key_out
+    return query_out, outs[1] if into is None else None
