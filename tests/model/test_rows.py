@@ -16,6 +16,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.states import States
 from hf_paged.model import rows
 from tests.architectures.tiny import tiny_model
+from tests.preempting import force_preempt
 
 NEW = 8
 FAST = ("bloom", "deepseek_v3", "lfm2", "falcon_h1", "mamba")
@@ -214,7 +215,7 @@ def test_soak(name: str) -> None:
                     done[output.request_id] = output
             running = [key for key in asked if key not in done]
             if running and rng.random() < 0.1:
-                engine._scheduler.force_preempt(rng.choice(running), rng.choice(["swap", "recompute"]))
+                force_preempt(engine._scheduler, rng.choice(running), rng.choice(["swap", "recompute"]))
             if running and rng.random() < 0.03:
                 key = rng.choice(running)
                 engine.abort(key)

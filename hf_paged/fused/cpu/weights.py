@@ -134,6 +134,8 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
             return "weights made in inference mode have no version counter, so changes cannot be noticed"
         if type(layer.weight) not in (torch.Tensor, nn.Parameter):
             return f"weights of type {type(layer.weight).__name__} (quantized, for example) cannot be packed"
+        if layer.weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return "this CPU lacks the instructions (AVX-512) that oneDNN needs to pack bfloat16"
         if layer.weight.dtype not in (torch.bfloat16, torch.float32):
             return f"weights of {layer.weight.dtype} cannot be packed, only bfloat16 and float32"
         if readable(layer, "weight", "bias") is None:
@@ -142,9 +144,8 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
 
 
 def _pays(layers: list[nn.Linear]) -> bool:
-    if any(layer.weight.dtype != torch.bfloat16 for layer in layers):
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and fits(sum(layer.weight.nbytes for layer in layers))
+    is_bf16 = all(layer.weight.dtype == torch.bfloat16 for layer in layers)
+    return is_bf16 and fits(sum(layer.weight.nbytes for layer in layers))
 
 
 def fits(num_bytes: int) -> bool:
