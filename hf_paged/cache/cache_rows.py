@@ -166,8 +166,8 @@ class CacheRows:
         group, size = self.memory.group_index(index), self.memory.block_size
         tables = [self.manager.block_table(row, group) for row in self.seq_ids]
         table = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int64)
-        for row, blocks in zip(table, tables):
-            row[: len(blocks)] = blocks
+        for row, own in zip(table, tables):
+            row[: len(own)] = own
         positions = np.arange(start, stop) - np.array(self.padding, dtype=np.int64)[:, None]
         blocks, offsets = np.divmod(positions.clip(min=0), size)
         slots: NDArray[np.int64] = np.take_along_axis(table, blocks, 1) * size + offsets

@@ -45,7 +45,7 @@ class _Batch:
 
 class _Row(NamedTuple):
     batch: _Batch
-    index: int
+    place: int
 
 
 class States:

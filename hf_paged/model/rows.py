@@ -331,8 +331,8 @@ class _Trial:
 
     def together(self) -> tuple[Together, Together]:
         """Which rows share a forward in which they begin, and one in which they go on by one token."""
-        uneven = [(self._long, (5, 1, 1)), (self._short, (3, 1, 1))]
-        even = [(self._long, (5, 1, 1)), (self._other, (5, 1, 1))]
+        uneven: list[_Cut] = [(self._long, (5, 1, 1)), (self._short, (3, 1, 1))]
+        even: list[_Cut] = [(self._long, (5, 1, 1)), (self._other, (5, 1, 1))]
         try:
             alone = [self._alone[0], *self._run(uneven[1:], "one", "one")]
         except Exception:  # what fails in a batch runs alone

@@ -57,7 +57,8 @@ TAGS = frozenset((*_KINDS.values(), _TEXTS, _IDS, _LISTS_OF_IDS))
 def _prompt_kind(given: Any) -> str:
     if not isinstance(given, list) or not given:
         return _TEXTS if given == [] else kind_of(given)
-    return {str: _TEXTS, list: _LISTS_OF_IDS}.get(type(given[0]), _IDS)
+    kinds: dict[type, str] = {str: _TEXTS, list: _LISTS_OF_IDS}
+    return kinds.get(type(given[0]), _IDS)
 
 
 _Value = TypeVar("_Value")

@@ -55,7 +55,7 @@ class RequestView:
     prompt_tokens: int
     max_length: int
     width: int
-    priority: int
+    priority: float
     cached_tokens: int
     preemptions: int
     seconds: float

@@ -147,7 +147,7 @@ class SequenceGroup:
         prompt_token_ids: SequenceOf[int],
         *,
         width: int = 1,
-        priority: int = 0,
+        priority: float = 0,
         arrival: float = 0.0,
         cache_root: bytes | None = None,
         adapters: object = None,
