@@ -107,6 +107,10 @@ def _own_implementation(config: Any) -> str:
 # -- the two functions -----------------------------------------------------------------------------------------------
 
 
+OWN_MASK = "makes its attention mask without transformers' functions"
+"""Why such a model is not native. What it does about padding is known to itself alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
     """A packed step's mask in place of a tensor: which earlier tokens of its own sequence a token attends to.
@@ -254,7 +258,7 @@ def attention_forward(
 def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
     """The pattern of `mask`, which decides, as in eager and SDPA attention. A contradicting `window` is refused."""
     if mask is not None and not isinstance(mask, MaskPattern):
-        raise UnsupportedModelError(f"{type(module).__name__} makes its attention mask without transformers' functions")
+        raise UnsupportedModelError(f"{type(module).__name__} {OWN_MASK}")
     pattern = mask or MaskPattern()
     if window is not None and pattern.chunk_size is None and window != pattern.sliding_window:
         raise UnsupportedModelError(

@@ -41,12 +41,13 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.cache.states import States, bytes_per_row, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
+from hf_paged.integration.attention import OWN_MASK
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
 from hf_paged.model.packed import own_forward, uncompiled
 from hf_paged.model.state import state_of
-from hf_paged.model.support import cache_name, first_line, logits_tolerance, rotary_limit
+from hf_paged.model.support import cache_name, examine, first_line, logits_tolerance, rotary_limit
 
 Together = Literal["any", "equal", "one"]
 """Which rows share a forward: any, those of equal length, or none."""
@@ -288,6 +289,8 @@ class _Trial:
         self._tried = tried
         tokens, expected = self._generated()
         self._grows = False  # whether states are larger after more tokens
+        # A mask of the model's own may choose among the tokens once they are many.
+        self._chooses = OWN_MASK in examine(model).bare.reason
         self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
         try:
             # Another sequence is computed between the pieces, to detect models that keep a state in their modules.
@@ -338,7 +341,8 @@ class _Trial:
         except Exception:  # what fails in a batch runs alone
             return "one", "one"
         decodes: Together = "equal"
-        if not self._grows:  # else a trial of a few tokens does not show what padding does to them
+        # In these two cases a trial of a few tokens does not show what padding does.
+        if not self._grows and not self._chooses:
             if self._same(uneven, alone, "any", "any"):
                 return "any", "any"
             decodes = "any" if self._same(uneven, alone, "one", "any") else "equal"

@@ -20,7 +20,7 @@ from tests.preempting import force_preempt
 
 NEW = 8
 FAST = ("bloom", "deepseek_v3", "lfm2", "falcon_h1", "mamba")
-SLOW = ("codegen", "jamba", "qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "rwkv", "bart")
+SLOW = ("codegen", "jamba", "qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "rwkv", "bart", "doge")
 WITHOUT_KV = ("mamba", "mamba2", "rwkv")
 
 
@@ -116,7 +116,7 @@ def test_requests_of_any_length_share_forwards(name: str, forwards: list[int]) -
         counted = forwards[:]
         assert_idle(engine)
     assert [[c.token_ids for c in o.outputs] for o in outputs] == [solo(name, tuple(p), "greedy") for p in given]
-    if name in ("rwkv", "bart"):  # their logits depend on the batch
+    if name in ("rwkv", "bart", "doge"):  # their logits depend on the batch, or on padding
         assert max(counted) == 1
     else:
         assert len(counted) <= NEW + 1 and max(counted) == len(given)
@@ -162,17 +162,15 @@ def test_preempted_requests_go_on(name: str, way: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", _types(but=("bloom", "deepseek_v3", "bart", "codegen")))
+@pytest.mark.parametrize("name", _types(but=("bloom", "deepseek_v3", "bart", "codegen", "doge")))
 def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C before and after the states of a step are put."""
-    put, calls = States.put, 0
+    put, rng = States.put, random.Random(1)
 
     def interrupted(self: States, *args: Any) -> None:
-        nonlocal calls
-        calls += 1
         if when == "after":
             put(self, *args)
-        if calls % 3 == 0:
+        if rng.random() < 0.5:
             raise KeyboardInterrupt
         if when == "before":
             put(self, *args)

@@ -170,7 +170,7 @@ class SequenceGroup:
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on arrival
         self.has_branches = False  # some live sequence waits for its parent
-        self.order: tuple[int, float, int] = (priority, arrival, 0)
+        self.order: tuple[float, float, int] = (priority, arrival, 0)
 
     @property
     def num_prompt_tokens(self) -> int:
