@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import time
+from bisect import bisect_right
 from dataclasses import replace
 from enum import StrEnum
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +53,7 @@ def serve(
         Path | None, option("recorded requests: JSON lines with timestamp (ms), input_length, output_length")
     ] = None,
     prompts: Annotated[
-        Prompts, option("random token ids, or random words (one for a token: the server's usage tells the tokens)")
+        Prompts, option("random token ids, or random words (the server's usage says how many tokens they are)")
     ] = Prompts.tokens,
     vocab_size: Annotated[int, option("token ids of prompts are 3 and more, below this", min=4)] = 512,
     ignore_eos: Annotated[bool, option("answers of full length; a field of vLLM and hf-paged")] = True,
@@ -120,14 +122,16 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def clamped(request: Any, longest: int | None) -> Any:
-    """The request, or one that fits in `longest` tokens: its answer gets at most half of them, its prompt the rest. (A
-    word of a text counts as a token.)"""
+    """The request, or one that fits in `longest` tokens: its answer gets at most half of them, its prompt the rest.
+    (Each byte of a text counts as a token, and one more begins it: no tokenizer makes more of it.)"""
     is_text = isinstance(request.prompt, str)
-    prompt = request.prompt.split() if is_text else request.prompt
-    if longest is None or len(prompt) + request.output_length <= longest:
+    parts = request.prompt.split() if is_text else request.prompt
+    ends = list(accumulate((len(part.encode()) + 1 if is_text else 1) for part in parts))
+    size = ends[-1] if ends else 0
+    if longest is None or size + request.output_length <= longest:
         return request
-    output_length = min(request.output_length, max(longest // 2, longest - len(prompt)))
-    kept = prompt[: longest - output_length]
+    output_length = min(request.output_length, max(longest // 2, longest - size))
+    kept = parts[: bisect_right(ends, longest - output_length)]
     leaves_after = request.leaves_after and min(request.leaves_after, output_length)
     return replace(
         request, prompt=" ".join(kept) if is_text else kept, output_length=output_length, leaves_after=leaves_after
