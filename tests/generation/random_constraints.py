@@ -270,6 +270,9 @@ def fault(schema: Any, text: str) -> str | None:
     return fault_of_value(schema, value)
 
 
+_CHECKED_FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers
+
+
 def fault_of_value(schema: Any, value: Any) -> str | None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     try:
@@ -281,7 +284,10 @@ def fault_of_value(schema: Any, value: Any) -> str | None:
 
 
 def an_answer(schema: Any, rnd: Random) -> Any:
-    """A value that is valid for the schema, if one is found among its own constants and some simple values; or None."""
+    """A value that is valid for the schema, if one is found among its own constants and some simple values; or None.
+    None too if the schema has a format that `jsonschema` does not check here."""
+    if any(f'"format": "{name}"' in json.dumps(schema) for name in FORMATS if name not in _CHECKED_FORMATS):
+        return None
     tried = [*_constants(schema), *([], {}, "", "a", "aa", 0, 1, 5, -3, 2.5, True), *(_value(rnd) for _ in range(100))]
     for value in tried:
         if value is not None and fault_of_value(schema, value) is None:
