@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+
+from hf_paged.kernels.metadata import to_device
 
 Tree = Any
 """None, a number, or another value that is never changed; a tensor; or a dict, list or tuple of trees."""
@@ -176,7 +179,7 @@ def _selected(tensor: torch.Tensor, indexes: list[int]) -> torch.Tensor:
     """A copy of these rows."""
     if indexes == [*range(len(tensor))]:
         return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.index_select(0, torch.tensor(indexes, dtype=torch.int64).to(tensor.device, non_blocking=True))
+    return tensor.index_select(0, to_device(np.array(indexes, dtype=np.int64), tensor.device))
 
 
 def _kept(tensor: torch.Tensor, indexes: list[int]) -> torch.Tensor:

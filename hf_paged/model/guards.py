@@ -14,6 +14,9 @@ from torch.nn.modules import module as _module
 
 from hf_paged.model.state import state_of
 
+_CAPTURING = "transformers.utils.output_capturing"
+"""Its hooks stay on the modules once a call has asked for attentions; without such a call they do nothing."""
+
 
 class ModelWatch:
     """A record of what a forward of the model depends on besides its inputs: the layout of its weights (see `Weights`),
@@ -63,7 +66,8 @@ class ModelWatch:
 
     def _obstacle(self, modules: list[nn.Module]) -> str | None:
         for module in modules:
-            if module._forward_hooks or module._forward_pre_hooks:
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks):
                 return f"a {type(module).__name__} has a forward hook"
         if _module._global_forward_hooks or _module._global_forward_pre_hooks:
             return "there is a forward hook on all modules"

@@ -269,7 +269,7 @@ class _Picture:
         numbered = [
             (attributes, name)
             for attributes in self._attributes
-            for name, value in attributes.items()
+            for name, value in list(attributes.items())  # another thread may set a forward meanwhile
             if type(value) in (float, int, bool) and not name.startswith("_") and name != "training"
         ]
         self._numbered, self._names_of_numbers = [owner for owner, _ in numbered], [name for _, name in numbered]

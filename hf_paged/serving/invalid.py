@@ -28,7 +28,7 @@ def _value(error: Any) -> str:
     if error["type"] in ("missing", "extra_forbidden", "value_error"):
         return ""
     if isinstance(given, list | dict):
-        return f" is {kind_of(given)} of {len(given)}"
+        return f" is {kind_of(given)}" + f" of {len(given)}" * isinstance(given, list)
     is_long = isinstance(given, str) and len(given) > _MAX_SHOWN
     return f"={json.dumps(given[:_MAX_SHOWN])}..." if is_long else f"={json.dumps(given, default=str)}"
 

@@ -61,6 +61,7 @@ def test_the_same_tokens(family: str, mode: str, packed_calls: list[int]) -> Non
     assert generate(model, mode).equal(plain)
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs AVX-512")
 @pytest.mark.parametrize("mode", MODES)
 def test_bf16_to_the_bit(mode: str) -> None:
     """With at most 32 rows in a step, torch sums in the same order."""

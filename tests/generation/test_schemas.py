@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {}}, "unevaluatedProperties": {}}, "unevaluatedProperties"),
     ({"type": "string", "minLenght": 2}, "minLenght"),
     ({"type": "string", "nullable": True}, "nullable"),
-    ({"type": "object", "patternProperties": {"^a": {}, "a$": {}}}, "patternProperty"),
+    ({"type": "object", "patternProperties": {"^a": {}, "a$": {}}}, "patternProperties"),
     ({"patternProperties": {"^a": {}}, "propertyNames": {"pattern": "^a$"}}, "propertyNames"),
     ({"type": "object", "minProperties": 2}, "minProperties"),
     ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}, "maxProperties"),

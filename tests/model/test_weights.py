@@ -178,7 +178,7 @@ CHANGES: dict[str, Change] = {
     "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
     "forward": set_forward,
     "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 3.0),
-    "epsilon": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
+    "epsilon": lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 3.0),
     "rotary scaling": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
     "hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, result: result * -2),
 }

@@ -430,7 +430,7 @@ def test_wrong_fields_are_refused_by_name(server: Running, fields: dict[str, Any
 
 KINDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"stop": 5}, "stop", "stop=5: a string or a list is needed"),
-    ("completions", {"stop": {"a": 1}}, "stop", "stop is an object of 1: a string or a list is needed"),
+    ("completions", {"stop": {"a": 1}}, "stop", "stop is an object: a string or a list is needed"),
     ("completions", {"stop": ""}, "stop", 'stop="": String should have at least 1 character'),
     ("completions", {"stop": ["a", ""]}, "stop.1", 'stop.1="": String should have at least 1 character'),
     ("completions", {"stop": ["a"] * 17}, "stop", "stop is a list of 17: List should have at most 16 items"),
@@ -462,7 +462,7 @@ KINDS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("chat/completions", {"messages": HELLO, "tool_choice": 5}, "tool_choice", "=5: a string or an object is needed"),
     ("chat/completions", {"messages": HELLO, "tool_choice": "x"}, "tool_choice", "=\"x\": Input should be 'none', "),
-    ("chat/completions", {"messages": HELLO, "tool_choice": {}}, "tool_choice", "of 0: it needs the field 'type'"),
+    ("chat/completions", {"messages": HELLO, "tool_choice": {}}, "tool_choice", "an object: it needs the field 'type'"),
     ("responses", {"input": 5}, "input", "input=5: a string or a list is needed"),
     ("responses", {"input": []}, "input", "input is a list of 0: List should have at least 1 item"),
 ]

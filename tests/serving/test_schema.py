@@ -73,9 +73,13 @@ def test_there_may_be_a_bias_for_each_token() -> None:
 
 
 PLACES: list[tuple[str, dict[str, Any], str]] = [
-    ("completions", {"prompt": [1, 2, "x"]}, "prompt.2: Input should be a valid integer"),
-    ("completions", {"prompt": 5}, "prompt: Input should be a valid string"),
-    ("completions", {"prompt": "x", "stop": ["a", ""]}, "stop.1: String should have at least 1 character"),
+    ("completions", {"prompt": [1, 2, "x"]}, 'prompt.2="x": Input should be a valid integer'),
+    (
+        "completions",
+        {"prompt": 5},
+        "prompt=5: a string or a list of strings or a list of token ids or a list of lists of token ids is needed",
+    ),
+    ("completions", {"prompt": "x", "stop": ["a", ""]}, 'stop.1="": String should have at least 1 character'),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
@@ -87,7 +91,7 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
         "input.0.function_call_output.z: this field is not known; leave it out",
     ),
     ("responses", {"input": [{"role": "user"}]}, "input.0.message.content: Field required"),
-    ("responses", {"input": [{"type": "x"}]}, "input.0: Input tag 'x' found using 'type' does not match"),
+    ("responses", {"input": [{"type": "x"}]}, "input.0 is an object: Input tag 'x' found using 'type' does not match"),
 ]
 
 

@@ -268,7 +268,7 @@ _REASONS = {
     "Unsatisfiable schema: ": _NO_ANSWER,
     "Unable to determine if regex is empty": "the schema's keywords 'pattern', 'format', 'minLength' and 'maxLength' "
     "are too much together for one string; leave some out",
-    "patternProperty regexes": "the schema's keyword 'patternProperties' has patterns that may match the same name; "
+    "patternProperty regexes": "two patterns of one 'patternProperties' may match the same name; "
     "let them exclude each other",
     "circular references with sibling keys": "the schema's keyword '$ref' leads back to a schema around it, and has "
     "keywords beside it; leave these out",
