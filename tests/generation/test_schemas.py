@@ -94,7 +94,7 @@ def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
         ({"type": "integer", "minimum": 4, "maximum": 3}, "no answer: minimum (4) is greater than maximum (3)"),
         ({"type": "string", "pattern": "[😀é]*?/+?$", "format": "email"}, "'pattern', 'format', 'minLength'"),
         ({"type": "array", "items": {"$ref": "#", "maxItems": 2}}, "'$ref' leads back to a schema around it"),
-        ({"type": "object", "patternProperties": {"^a": STRING, "b$": STRING}}, "'patternProperties' has patterns"),
+        ({"type": "object", "patternProperties": {"^a": STRING, "b$": STRING}}, "patterns of one 'patternProperties'"),
     ],
     ids=str,
 )
