@@ -136,6 +136,7 @@ class PagedManager(ContinuousBatchingManager):
         self._engine: Engine | None = None
         self._running: dict[str, _Pending] = {}  # by request id; the thread's own
         self._stop_wanted = threading.Event()
+        self._sending = threading.Lock()  # a command is queued and its call asked for before the run may end
         self._keeps_engine = False
 
     def set_generation_config(self, config: Any) -> None:
@@ -197,12 +198,14 @@ class PagedManager(ContinuousBatchingManager):
         """
         if self._generation_thread is None:
             return
-        if self._engine is not None and self._engine.is_paused_here:
+        engine = self._engine  # the thread may let it go meanwhile
+        if engine is not None and engine.is_paused_here:
             raise RuntimeError("this thread has paused the manager: leave `with manager.pause()` first")
         self._keeps_engine = keep_for_next_session
         self._stop_wanted.set()
-        if self._engine is not None:
-            self._engine.end_run("now" if hard_stop else "when idle")
+        with self._sending:
+            if engine is not None:
+                engine.end_run("now" if hard_stop else "when idle")
         if block:
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session:
@@ -303,11 +306,14 @@ class PagedManager(ContinuousBatchingManager):
 
     def _send_to_thread(self, command: list[_Pending] | str) -> None:
         """Have it done between two steps. Raises queue.Full, as transformers, if the queue stays full."""
-        self.input_queue.put(command, timeout=_PUT_SECONDS)
-        engine = self._engine
-        if engine is not None:
-            with suppress(EngineStopped):  # the thread has ended, and says so in the results
-                engine.call(partial(self._obey, engine))
+        with self._sending:
+            self.input_queue.put(command, timeout=_PUT_SECONDS)
+            engine = self._engine
+            try:
+                if engine is not None:
+                    engine.call(partial(self._obey, engine))
+            except EngineStopped:
+                self._end_queued("the manager was stopped")
 
     # -- in the thread ------------------------------------------------------------------------------------------
 
@@ -422,6 +428,9 @@ class PagedManager(ContinuousBatchingManager):
         running, self._running = list(self._running.values()), {}
         for request in running:
             self._fail(request, error)
+        self._end_queued(error)
+
+    def _end_queued(self, error: str) -> None:
         with suppress(queue.Empty):
             while True:
                 command = self.input_queue.get_nowait()

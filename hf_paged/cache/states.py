@@ -60,6 +60,7 @@ class States:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[int, _Row]] = {}  # by sequence, then by the number of its tokens
+        self._bases: dict[int, int] = {}  # the number of tokens with which the step in progress began, if one was begun
         self._numbers: dict[_Shape, int] = {}  # of the shapes met lately
         self._next_number = 0
 
@@ -71,6 +72,7 @@ class States:
 
     def begin_step(self, seq_id: int, num_tokens: int) -> None:
         """Drop what is kept of the sequence after other numbers of tokens."""
+        self._bases[seq_id] = num_tokens
         rows = self._rows.get(seq_id)
         if rows is not None and (len(rows) > 1 or num_tokens not in rows):
             self._rows[seq_id] = {length: row for length, row in rows.items() if length == num_tokens}
@@ -105,7 +107,11 @@ class States:
             raise ValueError(f"a state of shape {tuple(wrong[0].shape)} for {len(rows)} sequences")
         batch = _Batch(shape, self._number(shape), tensors)
         for index, (seq_id, num_tokens) in enumerate(rows):
-            self._rows.setdefault(seq_id, {})[num_tokens] = _Row(batch, index)
+            own = self._rows.setdefault(seq_id, {})
+            own[num_tokens] = _Row(batch, index)
+            if (base := self._bases.get(seq_id)) is not None:
+                for length in [each for each in own if each not in (num_tokens, base)]:
+                    del own[length]
         self._compact()
 
     def _number(self, shape: _Shape) -> int:
@@ -146,9 +152,11 @@ class States:
 
     def free(self, seq_id: int) -> None:
         self._rows.pop(seq_id, None)
+        self._bases.pop(seq_id, None)
 
     def clear(self) -> None:
         self._rows.clear()
+        self._bases.clear()
 
     @property
     def nbytes(self) -> int:

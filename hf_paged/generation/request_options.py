@@ -86,10 +86,14 @@ _LISTS = ("logits_processor", "stopping_criteria")  # options that are lists the
 
 def options_of(generation_config: Any, given: Mapping[str, Any]) -> RequestOptions:
     """The options that a caller has given by name. Raises TypeError for an unknown name, ValueError for a value."""
+    _check_names(given)
+    return RequestOptions(generation_config=generation_config, **given)
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
     unknown = [name for name in given if name not in NAMES]
     if unknown:
         raise TypeError(f"{unknown[0]}= is no option of a request; choose from {', '.join(NAMES)}")
-    return RequestOptions(generation_config=generation_config, **given)
 
 
 def options_of_each(generation_config: Any, given: Mapping[str, Any], count: int) -> list[RequestOptions]:
@@ -98,6 +102,7 @@ def options_of_each(generation_config: Any, given: Mapping[str, Any], count: int
     Raises as `options_of`, and ValueError for a list of another length, and for an id or a streamer that would be of
     several prompts.
     """
+    _check_names(given)
     columns = {name: _one_each(name, value, count) for name, value in given.items()}
     configs = _one_each("generation_config", generation_config, count)
     return [options_of(configs[row], {name: column[row] for name, column in columns.items()}) for row in range(count)]
@@ -113,5 +118,5 @@ def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
             raise ValueError(f"{name}: one for {count} prompts; give a list with one for each")
         return [given] * count
     if len(given) != count:
-        raise ValueError(f"{len(given)} {name.replace('_', ' ')}s for {count} prompts: give one, or one for each")
+        raise ValueError(f"{name}: a list of {len(given)} for {count} prompts; give one, or a list with one for each")
     return list(given)

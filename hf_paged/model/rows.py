@@ -56,6 +56,10 @@ PADDED_TOKENS = 1024
 """Positions of a forward that may be padding for any part. In a larger one, at most a fifth of them is padding."""
 
 
+VIEWED_TOKENS = 1 << 17
+"""Positions of a forward of several parts: each layer gathers their K/V beside the blocks."""
+
+
 class Part(NamedTuple):
     """The next tokens of a sequence, after `start` computed ones. Logits are wanted after the last `keep` of them."""
 
@@ -194,11 +198,13 @@ class RowModel:
         self._rows = _Rows(model, memory)
         trial = _Trial(model, model if tried is None else tried)
         windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._rows.cache.layers)
-        self.depends_on_split = self.has_states or windows or not trial.splits_prompts()
+        self._limit = rotary_limit(model) or math.inf
+        # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
+        depends = self.has_states or windows or self._limit < math.inf
+        self.depends_on_split = depends or not trial.splits_prompts()
         self.is_incremental = self.depends_on_split
         self.is_alone = False
         self.prompts, self.decodes = trial.together()
-        self._limit = rotary_limit(model) or math.inf
         self._weights = state_of(model).weights
         self._weights.look()
         self._structure = self._weights.structure
@@ -255,7 +261,8 @@ class RowModel:
             total = 0
             for index in members:
                 padded = (len(batch) + 1) * parts[index].end
-                if batch and padded > max(PADDED_TOKENS, (total + parts[index].end) * 5 // 4):
+                most = min(max(PADDED_TOKENS, (total + parts[index].end) * 5 // 4), VIEWED_TOKENS)
+                if batch and padded > most:
                     yield batch
                     batch, total = [], 0
                 batch.append(index)

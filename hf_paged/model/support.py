@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -311,8 +312,9 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     return SupportReport(name, True, False, why, tuple(layers))
 
 
-def rotary_limit(model: Any) -> int | None:
-    """The length up to which rotary frequencies do not depend on the longest sequence of the batch."""
+def rotary_limit(model: Any, wanted: Sequence[str] = ("longrope", "dynamic")) -> int | None:
+    """The length up to which rotary frequencies of the `wanted` kinds do not depend on the longest sequence of the
+    batch, or, if "dynamic", on longer sequences before."""
     limits = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -321,10 +323,10 @@ def rotary_limit(model: Any) -> int | None:
         kinds = kinds if isinstance(kinds, dict) else {None: kinds}
         parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
         for layer_type, kind in kinds.items():
-            if kind == "longrope":
+            if kind == "longrope" and kind in wanted:
                 own = parameters if layer_type is None else parameters[layer_type]
                 limits.append(int(own["original_max_position_embeddings"]))
-            elif "dynamic" in kind:
+            elif "dynamic" in kind and "dynamic" in wanted:
                 limits.append(int(module.original_max_seq_len))
     return min(limits, default=None)
 

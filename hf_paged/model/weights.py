@@ -82,7 +82,8 @@ class Weights:
                 self._picture.known_settings = settings
             elif (versions := self._picture.versions()) != self._picture.known_versions:
                 known = self._picture.known_versions
-                self._move(t for t, old, new in zip(self._picture.versioned, known, versions) if old != new)
+                written = [t for t, old, new in zip(self._picture.versioned, known, versions) if old != new]
+                self._move(tensor for tensor in written if not self._picture.is_as_it_was(tensor))
                 self._picture.known_versions = versions
             if contents:
                 self._look_inside(self._picture)
@@ -138,7 +139,7 @@ class Weights:
         self.layout += 1
 
     def _look_inside(self, picture: _Picture) -> None:
-        if (numbers := picture.numbers()) != picture.known_numbers:
+        if _differ(numbers := picture.numbers(), picture.known_numbers):
             self._change_all()
             picture.known_numbers = numbers
         if self._sample is None or self._sample.tensors is not picture.tensors:
@@ -164,7 +165,9 @@ class Weights:
             self.layout += 1
         equal = new.equal_buffers(old) if same_structure else set()
         self._move(tensor for tensor in others if id(tensor) not in equal)
-        if new.known_settings != old.known_settings or (same_structure and new.known_numbers != old.known_numbers):
+        if new.known_settings != old.known_settings or (
+            same_structure and _differ(new.known_numbers, old.known_numbers)
+        ):
             self._change_all()
         if self._sample is not None and self._sample.tensors is old.tensors:
             # Tensors that are where they were may have been written to meanwhile.
@@ -365,6 +368,16 @@ class _Picture:
         modules = [None if isinstance(x, torch.Tensor) else x for x in self._objects]
         return [*modules, *self._forwards, *self._classes, self._root_class, *self._class_forwards.known]
 
+    def is_as_it_was(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a small buffer on the CPU that has been written to with its own values, as some rotary
+        embeddings do in each forward."""
+        for place, (buffer, content) in self._buffers.items():
+            if buffer is tensor and buffer.device.type == "cpu":
+                if _are_equal(buffer, content):
+                    return True
+                self._buffers[place] = buffer, buffer.detach().clone()
+        return False
+
     def equal_buffers(self, other: _Picture) -> set[int]:
         """Ids of buffers with the same values as the corresponding buffers in `other`."""
         equal = set()
@@ -373,6 +386,13 @@ class _Picture:
             if old is not None and _are_equal(content, old[1]):
                 equal.add(id(buffer))
         return equal
+
+
+def _differ(one: list[Any], other: list[Any]) -> bool:
+    try:
+        return bool(one != other)
+    except Exception:  # a tensor has taken the place of a number: its truth value may raise anything
+        return True
 
 
 def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -131,10 +131,13 @@ class EngineWorker:
 
     def prepare(self, submissions: Sequence[Submission]) -> list[Request]:
         """The longer part of adding requests, in any thread. Raises what `Engine.add_request` does."""
-        return [
-            self._engine.prepare_request(prompt, replace(options, request_id=f"req-{next(self._numbers)}"))
-            for prompt, options in submissions
-        ]
+        try:
+            return [
+                self._engine.prepare_request(prompt, replace(options, request_id=f"req-{next(self._numbers)}"))
+                for prompt, options in submissions
+            ]
+        except EngineStopped:
+            raise self._stopped() from self.error
 
     def open(self, requests: Sequence[Request], *, finals_only: bool = False) -> Job:
         """Add all of these requests, or none. finals_only: see Job.
@@ -145,7 +148,10 @@ class EngineWorker:
             raise self.full()
         self._check_open()
         job = Job([request.request_id for request in requests], self._abandon, finals_only=finals_only)
-        self._engine.submit(requests)
+        try:
+            self._engine.submit(requests)
+        except EngineStopped:
+            raise self._stopped() from self.error
         self._jobs.update(dict.fromkeys(job.ids, job))  # their first outputs are read later, on this event loop
         return job
 

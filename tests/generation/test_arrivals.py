@@ -522,7 +522,7 @@ def test_options_for_all_prompts() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"priority": [1]}, "1 prioritys for 2 prompts"),
+        ({"priority": [1]}, "priority: a list of 1 for 2 prompts"),
         ({"request_id": "one"}, "request_id: one for 2 prompts"),
         ({"streamer": Noted()}, "streamer: one for 2 prompts"),
         ({"cache_salt": [None, 5]}, "cache_salt=5"),

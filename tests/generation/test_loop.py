@@ -142,3 +142,49 @@ def test_closing_an_engine_ends_its_thread_and_what_waits_for_it() -> None:
         made.engine.close()
         made.thread.join(120)
         assert not made.thread.is_alive() and made.error is None
+
+
+def test_readers_of_streams_run_their_own_steps_while_a_halt_lets_others_end() -> None:
+    first, second = models.prompts(5, 9)
+    with running() as made:
+        gate = Gate(made.engine, 1)
+        made.add("first", first)
+        gate.wait()
+        waits = made.engine.halt("wait")
+        inner = made.engine.call(lambda: made.engine.cache_prefix(second))
+        gate.open()
+        assert inner.result(120) >= 0
+        waits.result(120)
+        made.engine.go_on()
+        made.end()
+    assert made.finished["first"].outputs[0].token_ids == plain(first)
+
+
+def test_an_abort_that_has_not_begun_stays_one() -> None:
+    (prompt,) = models.prompts(5)
+    with running() as made:
+        gate = Gate(made.engine, 1)
+        made.add("it", prompt)
+        gate.wait()
+        halts = made.engine.halt("abort"), made.engine.halt("keep")
+        gate.open()
+        for halt in halts:
+            halt.result(120)
+        assert made.reason("it") == "abort"
+        made.engine.go_on()
+        made.end()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_calls_that_are_cancelled_or_leave_the_thread() -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    with running() as made:
+        with made.engine.pause():
+            cancelled = made.engine.call(lambda: None)
+            cancelled.cancel()
+        assert made.engine.call(lambda: 3).result(120) == 3
+        left = made.engine.call(leave)
+        assert isinstance(left.exception(120), SystemExit)
+        made.thread.join(120)

@@ -540,7 +540,7 @@ def test_what_is_refused_on_arrival() -> None:
         for ask in (engine.generate, engine.stream):
             with pytest.raises(ValueError, match="adapter='d' is not loaded"):
                 ask([prompt, prompt], config("greedy"), adapter=["x", "d"])
-            with pytest.raises(ValueError, match="1 adapters for 2 prompts: give one, or one for each"):
+            with pytest.raises(ValueError, match="adapter: a list of 1 for 2 prompts; give one"):
                 ask([prompt, prompt], config("greedy"), adapter=["x"])
         with pytest.raises(ValueError, match="adapter='d' is not loaded"):
             engine.cache_prefix(prompt, adapter="d")

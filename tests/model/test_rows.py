@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.states import States
 from hf_paged.model import rows
-from tests.architectures.tiny import tiny_model
+from tests.architectures.tiny import redraw, tiny_config, tiny_model
 from tests.preempting import force_preempt
 
 NEW = 8
@@ -334,3 +335,85 @@ def test_what_cannot_be_copied_is_refused() -> None:
     made: Callable[[], object] = object
     with pytest.raises(TypeError, match="object"):
         States().put([(1, 1)], [{"a": made()}])
+
+
+# -- positions, states and limits ----------------------------------------------------------------------------------
+
+
+def latent_with_rope(**rope: Any) -> Any:
+    """A model of latent attention whose rotary frequencies depend on the longest sequence from 32 tokens on."""
+    made = tiny_config("deepseek_v3")
+    parameters = {"rope_theta": 1e4, **rope}
+    if rope["rope_type"] == "longrope":
+        half = made.qk_rope_head_dim // 2
+        factors = {"short_factor": [1.0] * half, "long_factor": [3.0] * half, "factor": 8.0}
+        parameters |= {**factors, "original_max_position_embeddings": 32}
+    else:
+        made.max_position_embeddings = 32
+    made.rope_parameters = parameters
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(made).float().eval()
+    redraw(model, 0)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+def test_prompts_in_chunks_beyond_the_short_factors() -> None:
+    texts = prompts(45, 20, 60, 28)
+    chunks = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8)
+    with Engine(latent_with_rope(rope_type="longrope"), CacheConfig(block_size=4, num_blocks=100), chunks) as engine:
+        outputs = engine.generate(texts, config("greedy"))
+    for text, output in zip(texts, outputs):
+        assert output.outputs[0].token_ids == expected(latent_with_rope(rope_type="longrope"), text, NEW)
+
+
+def test_lengths_that_would_change_other_requests_are_refused() -> None:
+    model = latent_with_rope(rope_type="dynamic", factor=4.0)
+    with Engine(model, CacheConfig(num_blocks=20)) as engine, pytest.raises(ValueError, match="32"):
+        engine.add_request(*prompts(45), config("greedy"))
+
+
+def test_a_recomputation_keeps_no_state_of_each_token() -> None:
+    model = model_of("lfm2")
+    with Engine(model, CacheConfig(num_blocks=40), SchedulerConfig(max_num_seqs=4)) as engine:
+        (text,) = prompts(4)
+        name = engine.add_request(text, config("greedy", 60))
+        for _ in range(50):
+            engine.step()
+        assert force_preempt(engine._scheduler, name, "recompute")
+        engine.step()
+        row_model = engine._runner._model
+        kept = row_model._rows.states.nbytes
+        assert kept <= 3 * sum(row_model.state_bytes.values())
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert outputs[0].outputs[0].token_ids == expected(model, text, 60)
+
+
+def expected(model: Any, text: list[int], new: int) -> list[int]:
+    ids = torch.tensor([text])
+    result = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config("greedy", new))
+    return result[0, len(text) :].tolist()
+
+
+def test_the_longest_request_of_a_model_without_blocks() -> None:
+    with Engine(model_of("mamba")) as engine:
+        assert engine.longest_request() > 1000
+
+
+def test_a_cache_without_kv_follows_beams() -> None:
+    model, options = model_of("mamba"), config("beams")
+    ids = torch.tensor(prompts(9))
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+    cache = hf_paged.PagedKVCache(model.config)
+    paged = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options, cache_params=cache)
+    assert torch.equal(paged, plain)
+
+
+def test_prefixes_of_a_model_that_writes_its_own_frequencies() -> None:
+    """Its rotary embedding copies the same values into a buffer in each forward."""
+    (text,) = prompts(20)
+    with Engine(tiny_model("phi3"), CacheConfig(block_size=4, num_blocks=100)) as engine:
+        first, second = (engine.generate([text], config("greedy"))[0] for _ in range(2))
+        assert engine.stats().prefix_cache_hit_tokens >= 16
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids

@@ -22,6 +22,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 from tests import models
+from tests.architectures.tiny import tiny_model
 from tests.preempting import force_preempt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
@@ -751,3 +752,13 @@ def test_a_request_admitted_after_a_swapped_one(scheduling: bool) -> None:
         while engine.has_unfinished_requests():
             tokens |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
         assert tokens[waiting] == plain(model)[0]
+
+
+def test_a_number_that_becomes_a_tensor() -> None:
+    model = tiny_model("granite")
+    with engine_on(model) as engine:
+        served(engine)
+        for layer in model.model.layers:
+            layer.residual_multiplier = torch.linspace(0.5, 1.5, model.config.hidden_size)
+        assert is_close(served(engine), plain(model))
+        assert is_close(served(engine), plain(model))

@@ -26,6 +26,9 @@ from hf_paged.generation.validation import check_fits, check_generation, check_l
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 
+_LONGEST = 1 << 16
+"""Tokens of the longest request of a model that has neither K/V nor a greatest position."""
+
 
 class Admission:
     """Makes the requests of one engine, from any thread."""
@@ -72,8 +75,9 @@ class Admission:
         """The greatest `max_length` that is safe for any request."""
         manager, size = self._manager, self._manager.block_size
         blocks = manager.allocator.num_blocks - (num_beams - 1) * len(manager.groups)
-        longest = longest_length(manager.groups, blocks, size, max(blocks, 0) * size)
-        limits = (longest, position_limit(self._model), self._max_length)
+        # A model without K/V takes no blocks, and may have no limit at all.
+        most = max(blocks, 0) * size if manager.groups else _LONGEST
+        limits = (longest_length(manager.groups, blocks, size, most), position_limit(self._model), self._max_length)
         return min(limit for limit in limits if limit is not None)
 
     def _check_size(self, prepared: PreparedRequest) -> None:

@@ -107,6 +107,7 @@ class Engine(EngineLoop):
         self._attentions = _attentions(self._model)
         self._asked, self._wanted = asked, (prepack, fuse, cuda_graphs)
         self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
+        self._is_released = False
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
         super().__init__(self.scheduler_config, scheduler, runner)
         self._admission = Admission(
@@ -489,11 +490,12 @@ class Engine(EngineLoop):
         if isinstance(self._lock, RefusingLock):
             return
         with self._lock:
-            if self._closed:
+            if self._is_released:
                 return
             self._shut_down()
             self._let_memory_go()
             self._weights.release_views()
+            self._is_released = True  # last: Ctrl-C may end a call of `close`, and the next one does the rest
 
     def __enter__(self) -> Engine:
         return self

@@ -51,7 +51,7 @@ class RequestStream(Iterator[RequestOutput]):
         self.requests = requests
         self.changed: Changed = {}  # since the reader last looked
         self.unfinished = set(requests)
-        self.outputs: deque[RequestOutput] = deque()  # made, and not read yet
+        self.outputs: dict[Request, RequestOutput] = {}  # made, and not read yet
         self.is_closed = False
         self._loop = loop
         self._finals_only = finals_only
@@ -69,10 +69,10 @@ class RequestStream(Iterator[RequestOutput]):
             if request not in self.unfinished:
                 continue  # it had ended before this delivery, and the reader has its last output
             is_finished = request.metrics.finish_time is not None
+            if is_finished or not self._finals_only:
+                self.outputs[request] = request.output(self._delivered)
             if is_finished:
                 self.unfinished.discard(request)
-            if is_finished or not self._finals_only:
-                self.outputs.append(request.output(self._delivered))
         self.changed.clear()
 
     def abandon(self) -> None:
@@ -105,6 +105,9 @@ class Delivery:
     def add(self, stream: RequestStream) -> None:
         """From now on its requests are delivered to it."""
         self._inboxes.update(dict.fromkeys(stream.requests, stream.changed))
+
+    def has_reader(self, request: Request) -> bool:
+        return request in self._inboxes
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Deliver nothing more of these requests."""
@@ -231,7 +234,9 @@ class EngineLoop:
 
     def _arrive(self, request: Request) -> None:
         lets_end = self._halt is not None and not self._halt.done()
-        (self._held if lets_end else self._arriving)[request] = None
+        # The reader of a stream runs steps itself, which no halt stops.
+        is_held = lets_end and not self._delivery.has_reader(request)
+        (self._held if is_held else self._arriving)[request] = None
 
     def _check_room(self, requests: Sequence[Request]) -> None:
         ids = [request.request_id for request in requests]
@@ -316,6 +321,7 @@ class EngineLoop:
         while self._deferred and not self._is_stepping:
             self._deferred[0]()
             self._deferred.popleft()
+            self._work.notify_all()
         return True
 
     def _admit(self, request: Request) -> None:
@@ -356,7 +362,7 @@ class EngineLoop:
                 if stream.is_closed:
                     return None
                 if stream.outputs:
-                    return stream.outputs.popleft()
+                    return stream.outputs.pop(next(iter(stream.outputs)))
                 if stream.unfinished:
                     self._fill(stream)
                 else:
@@ -385,19 +391,16 @@ class EngineLoop:
         request.stop_all(reason)
         request.error, request.exception = error, exception
         self._scheduler.finish_group(request.group, reason)
+        if request not in self._delivery.ended:
+            self._delivery.ended.append(request)
         self._close_request(request)
-        self._delivery.ended.append(request)
 
     def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:
         self._end(request, FinishReason.ERROR, error, exception)
 
     def _close_request(self, request: Request) -> None:
-        if self._requests.get(request.request_id) is request:
-            del self._requests[request.request_id]
         self._held.pop(request, None)
-        if not self._requests:
-            self._stepper.close()
-        if request.streamer is not None:
+        if request.streamer is not None and request not in self._streams_to_end:
             self._streams_to_end.append(request)
         request.metrics = replace(
             request.metrics,
@@ -405,6 +408,10 @@ class EngineLoop:
             num_preemptions=request.group.num_preemptions,
             num_cached_tokens=request.group.num_cached_tokens,
         )
+        if self._requests.get(request.request_id) is request:
+            if len(self._requests) == 1:
+                self._stepper.close()
+            del self._requests[request.request_id]  # last: until then, all of this is done again
 
     def _end_streams(self) -> None:
         """Call `end` of the streamers of finished requests. It is the caller's code, so never under `_door`."""
@@ -470,11 +477,8 @@ class EngineLoop:
         try:
             while self._await_work():
                 while self._calls:
-                    function, future = self._calls.popleft()
-                    try:
-                        future.set_result(function())
-                    except Exception as error:  # the caller's: it is raised where the call was asked for
-                        future.set_exception(error)
+                    self._answer(*self._calls[0])
+                    self._calls.popleft()
                 if self._may_step:
                     began = time.monotonic()
                     outputs = self.step()
@@ -484,6 +488,18 @@ class EngineLoop:
                         self._end_waiting(self._halt)
         finally:
             self._end_of_run = None
+
+    def _answer(self, function: Callable[[], Any], future: Future[Any]) -> None:
+        if future.done() or not (future.running() or future.set_running_or_notify_cancel()):
+            return
+        try:
+            result = function()
+        except BaseException as error:  # the caller's: it is raised where the call was asked for
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            future.set_result(result)
 
     def _await_work(self) -> bool:
         """Wait for something to do. False: `run` ends."""
@@ -531,9 +547,13 @@ class EngineLoop:
             self._check_open()
             if self._halt is None or (mode == "abort" and self._halt.done()):
                 self._halt = Future()
-            self._halt_mode = mode
+                self._halt.set_running_or_notify_cancel()  # who waits for it cannot cancel it for others
+                self._halt_mode = mode
+            elif self._halt.done() or self._halt_mode != "abort" or mode != "keep":
+                self._halt_mode = mode
             if mode == "abort":
-                in_flight = (request for request in self._requests.values() if request not in self._held)
+                # Another thread may end a request meanwhile.
+                in_flight = [request for request in list(self._requests.values()) if request not in self._held]
                 self._deferred.extend(partial(self._abort, request) for request in in_flight)
             self._work.notify_all()
             return self._halt
@@ -610,7 +630,7 @@ class EngineLoop:
 
     def _follow_up(self, request: Request) -> None:
         """Stream the new tokens of a request, and close it if it has ended."""
-        if request.metrics.finish_time is not None:
+        if self._requests.get(request.request_id) is not request:
             return
         if request.metrics.first_token_time is None and request.error is None:
             request.metrics = replace(request.metrics, first_token_time=time.monotonic())
@@ -651,19 +671,21 @@ class EngineLoop:
         """Abort everything and take nothing more. Needs `_lock`."""
         self._check_not_stepping()
         with self._door:
-            while not self._settle():
-                pass
-            for request in list(self._requests.values()):
-                self._abort(request)
-            self._stepper.changed.clear()
-            self._delivery.clear()
             self._closed = True
-            waiting = [future for _, future in self._calls] + ([] if self._halt is None else [self._halt])
-            self._calls.clear()
-            self._work.notify_all()
-        for future in waiting:
-            if not future.done():
-                future.set_exception(EngineStopped("the engine was closed"))
+            try:
+                while not self._settle():
+                    pass
+                for request in list(self._requests.values()):
+                    self._abort(request)
+                self._stepper.changed.clear()
+                self._delivery.clear()
+            finally:
+                while self._calls:
+                    _refuse(self._calls[0][1])
+                    self._calls.popleft()
+                if self._halt is not None:
+                    _refuse(self._halt)
+                self._work.notify_all()
         self._end_streams()
 
     def _check_open(self) -> None:
@@ -674,6 +696,11 @@ class EngineLoop:
         """Needs `_lock`, so that a step in progress is one of this thread."""
         if self._is_stepping:
             raise RuntimeError("a logits processor or stopping criterion may add and abort requests, nothing else")
+
+
+def _refuse(future: Future[Any]) -> None:
+    if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
+        future.set_exception(EngineStopped("the engine was closed"))
 
 
 _loops: weakref.WeakSet[EngineLoop] = weakref.WeakSet()

@@ -26,7 +26,7 @@ from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
-from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported
+from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
@@ -143,11 +143,12 @@ def _open(
     if host_blocks:
         host_manager = BlockManager(BlockAllocator(host_blocks), cache_config.block_size, groups=memory.groups)
         host_pool = HostPool(memory.pool, host_blocks)
+    max_length = report.native_length if isinstance(bound, PackedModel) else rotary_limit(model, ["dynamic"])
     shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
-        bound, memory, host_manager, host_pool, report.native_length, shares_prefixes, report, max_num_seqs, ranks
+        bound, memory, host_manager, host_pool, max_length, shares_prefixes, report, max_num_seqs, ranks
     )
 
 
