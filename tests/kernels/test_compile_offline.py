@@ -149,7 +149,7 @@ def test_nothing_is_compiled_or_captured_after_the_warm_up() -> None:
 def test_a_step_prepares_the_launches_of_its_layers_once() -> None:
     """The layers after the first do without our choice of kernels and Triton's binder; its launcher gets what it would
     get with them. A tensor with another alignment needs another machine code."""
-    *runs, greedy, norm, gate, rotary, experts, routing = [
+    *runs, greedy, norm, gate, rotary, experts, router = [
         json.loads(line) for line in offline(script="repeated.py").splitlines()
     ]
     assert greedy == {"name": "greedy", "bound": [2, 0, 2, 2], "args": [True] * 4}
@@ -162,5 +162,5 @@ def test_a_step_prepares_the_launches_of_its_layers_once() -> None:
     assert gate == {"name": "gate", "unequal": [], "again": [1, 9, 10, 16, 19]}
     assert rotary == {"name": "rotary", "unequal": [], "again": [1, 2, 5, 10, 30]}
     assert experts == {"name": "experts", "unequal": [], "again": [1, 8, 9, 22]}
-    assert routing == {"name": "routing", "unequal": [], "again": [1]}
+    assert router == {"name": "router", "unequal": [], "again": [1]}
     assert [run["bound"] for run in runs] == [[3, 0, 2], [6, 0, 3], [2, 0, 2], [7, 0, 4], [3, 0, 2]]
