@@ -630,8 +630,8 @@ class EngineLoop:
 
     def _follow_up(self, request: Request) -> None:
         """Stream the new tokens of a request, and close it if it has ended."""
-        if self._requests.get(request.request_id) is not request:
-            return
+        if request.metrics.finish_time is not None and self._requests.get(request.request_id) is not request:
+            return  # closed, and not only in part
         if request.metrics.first_token_time is None and request.error is None:
             request.metrics = replace(request.metrics, first_token_time=time.monotonic())
         if request.streamer is not None:
