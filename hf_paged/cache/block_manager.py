@@ -217,6 +217,10 @@ class BlockManager:
         self._tables[seq_id] = table
         return copies
 
+    def append_if_room(self, appends: Sequence[tuple[SeqId, int]]) -> list[BlockCopy] | None:
+        """`append_all`, or None if blocks are missing; then nothing has changed."""
+        return self.append_all(appends) if self.has_room(appends) else None
+
     def append_all(self, appends: Sequence[tuple[SeqId, int]]) -> list[BlockCopy]:
         """`append` for several sequences, whose blocks must be available (see `has_room`)."""
         copies: list[BlockCopy] = []

@@ -158,11 +158,9 @@ class PackedDecoder:
         if not self.rows:
             self.padding = _left_padding(attention_mask, len(input_ids))
             batch = [head[padding:] for head, padding in zip(heads, self.padding[::repeats])]
-        prompts, index = share_prompts(
-            batch, self.memory.block_size, [self._content(row) for row in self.rows if row is not None]
-        )
-        prompts = self._fit(prompts)
         lent = [row for row in self.rows if row is not None]
+        prompts, index = share_prompts(batch, self.memory.block_size, list(map(self._content, lent)))
+        prompts = self._fit(prompts)
         seq_ids = [lent[index.index(i)] if lent else next(self._ids) for i in range(len(prompts))]
         logits = compute_prompts(self._packed, seq_ids, prompts, self._chunk)
         index = [i for i in index for _ in range(repeats)]

@@ -12,7 +12,7 @@ from math import isfinite
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from hf_paged.generation.validation import check_generation_config, check_optional, is_integer, shown
+from hf_paged.generation.validation import OPTIONAL, check_generation_config, check_optional, is_integer, shown
 
 MAX_LOGPROBS = 1024
 """More of the most likely tokens than any caller reads."""
@@ -70,7 +70,7 @@ class RequestOptions:
         start = self.prompt_logprobs_start
         if not is_integer(start) or start < 0 or (start and self.prompt_logprobs is None):
             raise ValueError(f"prompt_logprobs_start={shown(start)}: a place in the prompt, beside prompt_logprobs=k")
-        check_optional(self)
+        check_optional({name: getattr(self, name) for name in OPTIONAL})
 
 
 def _is_finite_number(value: Any) -> bool:

@@ -95,7 +95,7 @@ def _is_streamer(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("put", "end"))
 
 
-_OPTIONAL = {
+OPTIONAL = {
     "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
     "cache_salt": _Rule(_is_text, "a string is needed, or None"),
     "logits_processor": _Rule(_is_list_of_callables, "a list of LogitsProcessors is needed (one: [processor])"),
@@ -104,11 +104,10 @@ _OPTIONAL = {
 }
 
 
-def check_optional(options: Any) -> None:
-    """Raises ValueError for an argument that is neither None nor what it has to be. options: `RequestOptions`, or a
-    mapping with some of its names."""
-    for name, rule in _OPTIONAL.items():
-        value = options.get(name) if isinstance(options, Mapping) else getattr(options, name)
+def check_optional(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments by these names that are neither None nor what they have to be."""
+    for name, value in options.items():
+        rule = OPTIONAL[name]
         if value is not None and not rule.fits(value):
             raise ValueError(f"{name}={shown(value)}: {rule.needed}")
 
@@ -118,7 +117,7 @@ def check_optional(options: Any) -> None:
 
 def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
-    check_optional(kwargs)
+    check_optional({name: kwargs.get(name) for name in ("logits_processor", "stopping_criteria", "streamer")})
     cache = paged_part(kwargs.get("past_key_values"))
     if cache is not None and not isinstance(cache, PagedKVCache):
         raise ValueError(

@@ -225,7 +225,7 @@ def _mean_logprob(output: CompletionOutput) -> float:
     return output.cumulative_logprob / max(1, len(output.token_ids))
 
 
-def joined(deltas: list[Delta], count: int) -> list[Delta]:
+def joined(deltas: Sequence[Delta], count: int) -> list[Delta]:
     """One for each of `count` choices, with all that its deltas have."""
     parts: list[list[Delta]] = [[] for _ in range(count)]
     for delta in deltas:

@@ -109,7 +109,7 @@ class CompletionForm(_CompletionEvents):
         return {**self._head, "choices": []}
 
     def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = [self._choice(delta) for delta in joined(list(deltas), len(self._indices()))]
+        choices = [self._choice(delta) for delta in joined(deltas, len(self._indices()))]
         return {**self._head, "choices": choices, "usage": usage}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class ChatForm(_CompletionEvents):
         return self._chunk([])
 
     def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        made = [self._choice(delta, "message", self._message(delta)) for delta in joined(list(deltas), self._plan.n)]
+        made = [self._choice(delta, "message", self._message(delta)) for delta in joined(deltas, self._plan.n)]
         answer = {**self._head, "object": "chat.completion", "choices": made, "usage": usage}
         if self._plan.return_token_ids:
             answer["prompt_token_ids"] = self._plan.prompts[0]

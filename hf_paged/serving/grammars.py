@@ -2,7 +2,7 @@
 
 A grammar comes from a client. Its size is limited here, before anything reads it, and llguidance limits its own work
 (patterns of one string excepted, which `schemas` limits). So it is compiled in a thread of this process: the worst that
-is known takes two seconds and 100 MiB, while other threads run.
+is known takes two seconds of processor time and 100 MiB, while other threads run.
 """
 
 from __future__ import annotations

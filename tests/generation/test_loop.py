@@ -39,6 +39,13 @@ class Running:
     def add(self, name: str, prompt: Any) -> None:
         self.engine.add_request(prompt, GenerationConfig(**OPTIONS), request_id=name)
 
+    def add_held(self, name: str, prompt: Any) -> Gate:
+        """Add a request, and hold the engine in its first step until the gate is opened."""
+        gate = Gate(self.engine, 1)
+        self.add(name, prompt)
+        gate.wait()
+        return gate
+
     def end(self) -> None:
         self.engine.end_run("when idle")
         self.thread.join(120)
@@ -71,9 +78,7 @@ def test_requests_that_come_in_any_thread_run_to_their_end() -> None:
 def test_a_halt(mode: HaltMode) -> None:
     first, second = models.prompts(5, 9)
     with running() as made:
-        engine, gate = made.engine, Gate(made.engine, 1)
-        made.add("first", first)
-        gate.wait()
+        engine, gate = made.engine, made.add_held("first", first)
         begun = engine.halt(mode)
         made.add("late", second)
         assert not begun.done() and engine.is_halted
@@ -96,9 +101,7 @@ def test_abort_in_place_of_a_halt_that_waits() -> None:
     """What it has held back is not aborted."""
     first, second = models.prompts(5, 9)
     with running() as made:
-        gate = Gate(made.engine, 1)
-        made.add("first", first)
-        gate.wait()
+        gate = made.add_held("first", first)
         waits = made.engine.halt("wait")
         made.add("late", second)
         assert made.engine.halt("abort") is waits
@@ -147,9 +150,7 @@ def test_closing_an_engine_ends_its_thread_and_what_waits_for_it() -> None:
 def test_readers_of_streams_run_their_own_steps_while_a_halt_lets_others_end() -> None:
     first, second = models.prompts(5, 9)
     with running() as made:
-        gate = Gate(made.engine, 1)
-        made.add("first", first)
-        gate.wait()
+        gate = made.add_held("first", first)
         waits = made.engine.halt("wait")
         inner = made.engine.call(lambda: made.engine.cache_prefix(second))
         gate.open()
@@ -163,9 +164,7 @@ def test_readers_of_streams_run_their_own_steps_while_a_halt_lets_others_end() -
 def test_an_abort_that_has_not_begun_stays_one() -> None:
     (prompt,) = models.prompts(5)
     with running() as made:
-        gate = Gate(made.engine, 1)
-        made.add("it", prompt)
-        gate.wait()
+        gate = made.add_held("it", prompt)
         halts = made.engine.halt("abort"), made.engine.halt("keep")
         gate.open()
         for halt in halts:

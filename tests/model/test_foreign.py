@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -178,6 +178,22 @@ def test_bf16(case: str) -> None:
 # -- between the steps of a live engine -----------------------------------------------------------------------------
 
 
+def add_all(engine: Engine, prompts: Sequence[torch.Tensor]) -> None:
+    """Their ids are their numbers."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(prompt, config(), request_id=str(number))
+
+
+def assert_as_alone(engine: Engine, model: Any, prompts: Sequence[torch.Tensor], outputs: dict[str, Any]) -> None:
+    """Run the requests of `add_all` to their end: each gets what the model generates for it alone. outputs: of the
+    steps before, by id."""
+    while engine.has_unfinished_requests():
+        outputs.update({output.request_id: output for output in engine.step()})
+        engine.check_integrity()
+    found = [outputs[str(number)].outputs[0].token_ids for number in range(len(prompts))]
+    assert found == [model.generate(p[None], generation_config=config())[0, len(p) :].tolist() for p in prompts]
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_requests_in_every_state(preemption: str, is_async: bool, model: Any) -> None:
@@ -185,18 +201,11 @@ def test_requests_in_every_state(preemption: str, is_async: bool, model: Any) ->
     from the beginning."""
     prompts = models.prompts(40, 6, 30)
     scheduler = {"max_num_batched_tokens": 16, "preemption": preemption, "async_scheduling": is_async}
-    options = config()
     with Engine(model, CacheConfig(num_blocks=24, block_size=4), scheduler) as engine:
-        for number, prompt in enumerate(prompts):
-            engine.add_request(prompt, options, request_id=str(number))
+        add_all(engine, prompts)
         engine.step()
         undo = forward_hook(steer_last)(model)
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs.update({output.request_id: output for output in engine.step()})
-            engine.check_integrity()
-        found = [outputs[str(number)].outputs[0].token_ids for number in range(3)]
-        assert found == [model.generate(p[None], generation_config=options)[0, len(p) :].tolist() for p in prompts]
+        assert_as_alone(engine, model, prompts, {})
         undo()
 
 
@@ -206,23 +215,17 @@ def test_a_forward_that_leaves_with_a_prompt_computed_in_part(
     is_layer_replaced: bool, is_async: bool, model: Any
 ) -> None:
     """Modules and code change at once; nothing of such a prompt had been in the blocks."""
-    prompts, options = models.prompts(40, 6), config()
+    prompts = models.prompts(40, 6)
     scheduler = {**CHUNKS, "async_scheduling": is_async}
     with Engine(model, FEW_BLOCKS, scheduler) as engine:
         undo = own_forward(steer_last)(model)
-        for number, prompt in enumerate(prompts):
-            engine.add_request(prompt, options, request_id=str(number))
+        add_all(engine, prompts)
         for _ in range(3):
             engine.step()
         undo()
         if is_layer_replaced:
             model.model.layers[1] = models.build("llama", seed=1).model.layers[1]
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs.update({output.request_id: output for output in engine.step()})
-            engine.check_integrity()
-        found = [outputs[str(number)].outputs[0].token_ids for number in range(2)]
-        assert found == [model.generate(p[None], generation_config=options)[0, len(p) :].tolist() for p in prompts]
+        assert_as_alone(engine, model, prompts, {})
         assert served(engine) == served(engine) == alone(model)
         assert engine.stats().prefix_cache_hit_tokens > 0 == engine.stats().blocks_used
 
@@ -231,11 +234,10 @@ def test_a_forward_that_leaves_with_a_prompt_computed_in_part(
 @pytest.mark.parametrize("method", ["settle", "begin_anew"])
 def test_an_interrupt_while_the_engine_follows_the_model(method: str, is_async: bool, model: Any) -> None:
     """The next step begins anew what the interrupted one has left: nothing of the prompt had been in the blocks."""
-    prompts, options = models.prompts(40, 6), config()
+    prompts = models.prompts(40, 6)
     with Engine(model, FEW_BLOCKS, {**CHUNKS, "async_scheduling": is_async}) as engine:
         undo = own_forward(steer_last)(model)
-        for number, prompt in enumerate(prompts):
-            engine.add_request(prompt, options, request_id=str(number))
+        add_all(engine, prompts)
         outputs = {output.request_id: output for _ in range(3) for output in engine.step()}
         undo()
         with pytest.MonkeyPatch.context() as patch:
@@ -243,11 +245,7 @@ def test_an_interrupt_while_the_engine_follows_the_model(method: str, is_async: 
             patch.setattr(owner, method, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
-        while engine.has_unfinished_requests():
-            outputs.update({output.request_id: output for output in engine.step()})
-            engine.check_integrity()
-        found = [outputs[str(number)].outputs[0].token_ids for number in range(2)]
-        assert found == [model.generate(p[None], generation_config=options)[0, len(p) :].tolist() for p in prompts]
+        assert_as_alone(engine, model, prompts, outputs)
         assert served(engine) == served(engine) == alone(model)
         assert engine.stats().prefix_cache_hit_tokens > 0
 

@@ -104,7 +104,6 @@ class Admission:
         if options.deadline is not None:
             request.time_limits.append((options.deadline, FinishReason.DEADLINE))
         request.streamer = options.streamer
-        request.num_top = options.logprobs
         if options.prompt_logprobs is not None:
             prompt, start = prepared.prompt_token_ids, options.prompt_logprobs_start
             if start > len(prompt):

@@ -93,7 +93,7 @@ class Delivery:
     """Sends each request that has changed to its reader, or else to the next `Engine.step`."""
 
     def __init__(self) -> None:
-        self.ended: list[Request] = []  # between steps: aborted, failed or out of time; not delivered yet
+        self.ended: Changed = {}  # between steps: aborted, failed or out of time; not delivered yet
         self._inboxes: dict[Request, Changed] = {}
         self._unclaimed: Changed = {}
         self._delivered: dict[Request, Delivered] = {}  # what the callers of `step` have got of unfinished requests
@@ -115,8 +115,7 @@ class Delivery:
             self._inboxes.pop(request, None)
             self._unclaimed.pop(request, None)
             self._delivered.pop(request, None)
-        dropped = set(requests)
-        self.ended = [request for request in self.ended if request not in dropped]
+            self.ended.pop(request, None)
 
     def deliver(self, changed: Changed, update: Callable[[Request], None]) -> Changed:
         """Deliver what a step has `changed`, which is then empty, and what has ended between steps; returns both.
@@ -135,9 +134,9 @@ class Delivery:
 
     def _deliver_ended(self, delivered: Changed) -> None:
         while self.ended:
-            request = self.ended[0]
+            request = next(iter(self.ended))
             delivered[request] = self._inboxes.get(request, self._unclaimed)[request] = None
-            del self.ended[0]
+            del self.ended[request]
 
     def take_unclaimed(self, delivered: Changed) -> list[RequestOutput]:
         """Outputs of all requests without a reader, and of those just delivered, as they stand now.
@@ -391,8 +390,7 @@ class EngineLoop:
         request.stop_all(reason)
         request.error, request.exception = error, exception
         self._scheduler.finish_group(request.group, reason)
-        if request not in self._delivery.ended:
-            self._delivery.ended.append(request)
+        self._delivery.ended[request] = None
         self._close_request(request)
 
     def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:

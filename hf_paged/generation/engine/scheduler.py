@@ -198,10 +198,10 @@ class Scheduler:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
         plan, budget = self._plan_running(self._token_budget)
-        appends = [(seq.seq_id, count) for seq, count in plan]
-        if not self.manager.has_room(appends):
+        copies = self.manager.append_if_room([(seq.seq_id, count) for seq, count in plan])
+        if copies is None:
             return None
-        self._output.block_copies.extend(self.manager.append_all(appends))
+        self._output.block_copies.extend(copies)
         self._output.scheduled.extend(plan)
         return self._schedule_others(budget)
 

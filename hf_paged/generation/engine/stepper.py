@@ -83,7 +83,7 @@ class Stepper:
         self.steps = 0
         self.generated_tokens = 0
 
-    def step(self) -> Changed:
+    def step(self) -> None:
         """Run one step. A failure ends the requests concerned; interrupts and errors in scheduling are raised too."""
         self._stage, self.output = _Stage.SCHEDULE, None
         try:
@@ -102,7 +102,6 @@ class Stepper:
             self._recover(stage, error)
             if stage is _Stage.SCHEDULE or not isinstance(error, Exception):
                 raise
-        return self.changed
 
     def settle(self) -> None:
         """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""

@@ -108,12 +108,14 @@ class Tables:
     def append_part(self, plan: Plan, copies: Copies) -> Plan:
         """Append slots for the whole plan or, if blocks are missing, for a chunk of the first sequence with several
         tokens to compute. Returns what was appended, which may be nothing."""
-        while plan and not self.manager.has_room(appends := [(seq.seq_id, count) for seq, count in plan]):
+        while plan:
+            appended = self.manager.append_if_room([(seq.seq_id, count) for seq, count in plan])
+            if appended is not None:
+                copies += appended
+                break
             seq, num_tokens = next(((seq, count) for seq, count in plan if count > 1), (plan[0][0], 1))
             num_tokens = min(num_tokens - 1, self.room(seq))
             plan = [(seq, num_tokens)] if num_tokens > 0 else []
-        if plan:
-            copies += self.manager.append_all(appends)
         return plan
 
     def take_back(self, seq: Sequence) -> None:

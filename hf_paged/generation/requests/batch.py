@@ -120,10 +120,10 @@ class SampledTokens:
 
     def add_top(self, logits: torch.Tensor) -> None:
         """Also compute the most likely tokens, for the requests that want them. logits [*, vocab]: the model's own."""
-        due = [each for each in self._due if each.request.num_top is not None]
+        due = [each for each in self._due if each.request.options.logprobs is not None]
         if due:
             rows = logits[to_device(np.array([each.row for each in due]), logits.device)]
-            self._top = due, TopTokens(rows, [each.request.num_top or 0 for each in due])
+            self._top = due, TopTokens(rows, [each.request.options.logprobs or 0 for each in due])
 
     def read_top(self) -> dict[Sequence, TopLogprobs]:
         """Wait for the most likely tokens, and return those of the sequences whose requests want them."""

@@ -52,8 +52,8 @@ class GroupRequest(ForkingRequest):
             raise ArithmeticError(NOT_FINITE)
         if any(map(isnan, invalids)):
             raise ArithmeticError(NOTHING_LEFT)
-        if self.num_top is not None:
-            top = TopTokens(logits, [self.num_top] * len(logits)).read()
+        if self.options.logprobs is not None:
+            top = TopTokens(logits, [self.options.logprobs] * len(logits)).read()
             for sample, row in zip(self.samples, rows):
                 if sample.seq is not None:
                     sample.top_logprobs.append(top[row])

@@ -97,7 +97,7 @@ class Sample:
             0 if self.seq is None else self.seq.num_prompt_tokens,
             self.logprobs,
             self.processed_logprobs if request.keeps_processed else None,
-            self.top_logprobs if request.num_top is not None else None,
+            self.top_logprobs if request.options.logprobs is not None else None,
         )
 
 
@@ -142,8 +142,6 @@ class Request:
             (each.max_time, FinishReason.STOP) for each in self.criteria if type(each) is MaxTimeCriteria
         ]
         """Seconds after its arrival, and the reason with which a request that is not running ends then."""
-        self.num_top: int | None = None
-        """How many of the most likely tokens the output has for each token; None: it has no such lists."""
         self.prompt_scores: PromptScores | None = None
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
