@@ -362,10 +362,11 @@ class Engine(EngineLoop):
             self._weights_epoch = epoch
 
     def _follow_model(self) -> None:
-        """Before each step: take note of changes of the model."""
         if self._scheduler.may_admit:
             self._drop_stale_prefixes(contents=self._scheduler.is_idle)
-        self._runner.look()
+        code = self._weights.code
+        if code == self._code_followed:
+            return
         try:
             if self._weights.structure != self._structure or self._opened is None:
                 # Whatever ends this before its end, the next step begins it again.
@@ -381,7 +382,8 @@ class Engine(EngineLoop):
                 self._stepper.settle()
                 self._stepper.is_async = bool(self.scheduler_config.async_scheduling) and self._runner.is_packed
                 self._scheduler.begin_anew(shares_prefixes=self._runner.is_plain)
-                self._way = self._runner.way  # last: if Ctrl-C ends this earlier, the next step begins it again
+                self._way = self._runner.way
+            self._code_followed = code  # last: if Ctrl-C ends this earlier, the next step begins it again
         except UnsupportedModelError as error:
             self._fail_all(str(error), error)
 
