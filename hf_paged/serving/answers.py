@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from hf_paged.errors import EngineStopped
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.choices import Choices, Delta
-from hf_paged.serving.clients import until_gone
+from hf_paged.serving.connections import until_gone
 from hf_paged.serving.forms import Form, usage
 from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem, overdue

@@ -26,7 +26,7 @@ from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Outcome
 from hf_paged.serving.choices import Choices
-from hf_paged.serving.clients import unless_gone
+from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.latencies import Latencies
