@@ -29,7 +29,6 @@ from hf_paged.serving.choices import Choices
 from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
-from hf_paged.serving.latencies import Latencies
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.plan import Plan
@@ -75,8 +74,7 @@ class Service:
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
-        latencies = self._latencies = Latencies(self.metrics)
-        self.live = Live(engine, self.served, latencies, self.metrics)
+        self.live = Live(engine, self.served, self.metrics)
         self._engine = engine
         self.worker = EngineWorker(
             engine,
@@ -253,7 +251,7 @@ class Service:
         return await asyncio.to_thread(partial(self.live.body, with_history=with_history))
 
     def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
-        self._latencies.observe(outputs)
+        self.metrics.observe(outputs)
         self.live.note()
 
     # -- adapters -----------------------------------------------------------------------------------------------

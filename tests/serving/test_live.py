@@ -12,7 +12,7 @@ import pytest
 import hf_paged
 from hf_paged.generation.engine import snapshots
 from hf_paged.serving import replies, tracing
-from hf_paged.serving.latencies import Recent
+from hf_paged.serving.metrics import Recent
 from hf_paged.serving.page_files import PAGE_FILES
 from tests.serving.harness import KEY, NAME, Ended, Running, serving
 from tests.waiting import Gate
