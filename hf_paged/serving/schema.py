@@ -1,6 +1,6 @@
 """What clients send: OpenAI's fields and those that vLLM's clients know. A field that is not here is refused (422).
 
-Checks of single values stand here; what depends on the model or the server's limits is checked in plan.py. pydantic
+Checks of single values stand here; what depends on the model or the server's limits is checked in recipe.py. pydantic
 makes an error of each value that is wrong, so lists end at their first one and objects have few keys: otherwise one
 large body would keep the event loop busy for seconds. Of several types that a field may have, the value's own kind
 chooses one (`ByKind`), so that errors are about what the client meant.

@@ -131,5 +131,5 @@ def test_a_chat_request_until_its_first_token() -> None:
         next(chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
         entered = set(modules.entered)
         list(stream)
-    assert entered >= {"serving.app", "serving.plan", "serving.worker", "generation.engine.scheduler", "kernels"}
+    assert entered >= {"serving.app", "serving.recipe", "serving.worker", "generation.engine.scheduler", "kernels"}
     assert len(entered) <= CHAT_REQUEST, sorted(entered)

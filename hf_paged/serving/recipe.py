@@ -1,4 +1,4 @@
-"""Plans: what the engine has to do for an HTTP request, and how its answer is put together.
+"""Recipes: what the engine has to do for an HTTP request, and how its answer is put together.
 
 Everything is checked here against the model and the limits, before anything is queued. The options are those of
 transformers' GenerationConfig, so that an answer is what `generate` returns for them.
@@ -47,7 +47,7 @@ class Submission(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Recipe:
     """submissions: one for each prompt; empty if nothing has to be generated.
 
     n: choices for each prompt. copies: they are all its one output (greedy search). ranked: more
@@ -90,7 +90,7 @@ class Plan:
         """The answer needs each request's final output only. A stop string has to be seen as soon as it is there."""
         return not (self.stream or self.stops)
 
-    def constrained(self, compiled: Any) -> Plan:
+    def constrained(self, compiled: Any) -> Recipe:
         """With the compiled constraint for each submission. Raises Problem (400)."""
         try:
             grammar = Grammar(compiled, self.eos_token_ids, is_bounded=True)
@@ -103,7 +103,7 @@ class Plan:
         return replace(self, submissions=made)
 
 
-def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
+def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Tokenizes; not for the event loop. Raises Problem."""
     check_served(body)
     if body.prompt_logprobs is not None:
@@ -121,7 +121,7 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
     texts = [each if isinstance(each, str) else served.decode(each) for each in many] if body.echo else []
     if body.max_tokens == 0 and not body.echo:
         raise Problem(400, "max_tokens=0 generates nothing; raise it, or send echo=true", param="max_tokens")
-    plan = _plan(
+    recipe = _recipe(
         body,
         served,
         prompts,
@@ -131,10 +131,10 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
         texts=texts,
         skip_special_tokens=body.skip_special_tokens,
     )
-    return _with_constraint(plan, body, _content_of(body))
+    return _with_constraint(recipe, body, _content_of(body))
 
 
-def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
+def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Renders the template and tokenizes; not for the event loop. Raises Problem."""
     check_served(body)
     _check_limits(1, body, served)
@@ -159,21 +159,23 @@ def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) 
     calls, answers = _calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.
     skip = body.skip_special_tokens and answers.template is None
-    plan = _plan(body, served, [prompt], key_digest, limit=limit, default=default, texts=[], skip_special_tokens=skip)
+    recipe = _recipe(
+        body, served, [prompt], key_digest, limit=limit, default=default, texts=[], skip_special_tokens=skip
+    )
     if answers.template is not None or (calls is not None and calls.is_forced):
         # The prompt is read here, once for all choices, because it may be long.
-        plan = replace(plan, new_parser=partial(deepcopy, answers.parser(text, calls)))
-    return _with_constraint(plan, body, answers.constraint(text, _content_of(body), calls))
+        recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
+    return _with_constraint(recipe, body, answers.constraint(text, _content_of(body), calls))
 
 
-def _with_constraint(plan: Plan, body: Sampling, constraint: Constraint | None) -> Plan:
-    if constraint is None or not plan.submissions:
-        return plan
+def _with_constraint(recipe: Recipe, body: Sampling, constraint: Constraint | None) -> Recipe:
+    if constraint is None or not recipe.submissions:
+        return recipe
     _check_end(body)
-    return replace(plan, constraint=constraint)
+    return replace(recipe, constraint=constraint)
 
 
-def _plan(
+def _recipe(
     body: CompletionRequest | ChatRequest,
     served: ServedModel,
     prompts: list[list[int]],
@@ -183,7 +185,7 @@ def _plan(
     default: int,
     texts: list[str],
     skip_special_tokens: bool,
-) -> Plan:
+) -> Recipe:
     name, adapter = served.adapter_of(body.model)
     options = _Options(body, served, skip_special_tokens=skip_special_tokens)
     logprobs = _num_logprobs(body, served)
@@ -208,7 +210,7 @@ def _plan(
         if length or scores_prompts
     ]
     stream = body.stream_options
-    return Plan(
+    return Recipe(
         model=name,
         prompts=prompts,
         submissions=submissions,
