@@ -22,10 +22,9 @@ from tqdm.auto import tqdm
 
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.engine.admission import Admission
+from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
-from hf_paged.generation.engine.prompts import as_prompt, as_prompts
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
