@@ -20,7 +20,7 @@ from typing import Any, Unpack
 import torch
 from tqdm.auto import tqdm
 
-from hf_paged.config import CacheConfig, SchedulerConfig, as_config
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
@@ -84,27 +84,27 @@ class Engine(EngineLoop):
         warmup: bool | None = None,
         fuse: bool | None = None,
     ) -> None:
-        switches = {"prepack": prepack, "cuda_graphs": cuda_graphs, "warmup": warmup, "fuse": fuse}
-        check_engine(model, tokenizer=tokenizer, **switches)
+        switches = Switches(prepack, cuda_graphs, warmup, fuse)
+        check_engine(model, switches, tokenizer=tokenizer)
         self.model = model
         self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
         self.scheduler_config = asked.for_device(device_of(model).type)
         self.tokenizer = tokenizer
-        check_parallel(model, asked, cuda_graphs, warmup)
-        opened = open_memory(model, self.cache_config, self.scheduler_config, prepack, fuse)
+        check_parallel(model, asked, switches)
+        opened = open_memory(model, self.cache_config, self.scheduler_config, switches)
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
         scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager)
         self._adapters = Adapters(self._model)
-        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, cuda_graphs)
-        runner.warm_up(self.scheduler_config, warmup)
+        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
+        runner.warm_up(self.scheduler_config, switches.warmup)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         self._structure = self._weights.structure
         self._attentions = _attentions(self._model)
-        self._asked, self._wanted = asked, (prepack, fuse, cuda_graphs)
+        self._asked, self._switches = asked, switches
         self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
         self._is_released = False
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
@@ -406,13 +406,13 @@ class Engine(EngineLoop):
         self._stepper.settle()
         self._scheduler.recompute_all()
         self._let_memory_go()
-        asked, (prepack, fuse, graphs) = self._asked, self._wanted
+        asked, switches = self._asked, self._switches
         if not report.native:  # what the caller has insisted on does not exist any more
-            asked, prepack, fuse, graphs = replace(asked, async_scheduling=None), None, None, None
+            asked, switches = replace(asked, async_scheduling=None), Switches()
         config = asked.for_device(device_of(self._model).type)
-        opened = open_memory(self._model, self.cache_config, config, prepack, fuse)
+        opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
-        steps = graphed_steps(opened.model, config.max_num_seqs, graphs)
+        steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps)
         self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager)
         self._admission.use_memory(opened.memory.manager, opened.max_length)
