@@ -21,8 +21,8 @@ from transformers import GenerationConfig
 from hf_paged import Engine
 from hf_paged.fused import overrides as fused_overrides
 from tests import models
+from tests.serving.chats import TEMPLATE
 from tests.serving.harness import NAME, serving
-from tests.serving.test_constrained import TEMPLATE
 
 pytestmark = pytest.mark.skipif(sys.getprofile() is not None, reason="needs the profiler that something else uses")
 

@@ -19,8 +19,8 @@ from hf_paged.serving.recipe import completion_recipe
 from hf_paged.serving.schema import CompletionRequest
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits
+from tests.serving.chats import RESPONSES, TEMPLATE, TOOLS
 from tests.serving.harness import NAME, Ended, Running, serving
-from tests.serving.test_constrained import RESPONSES, TEMPLATE, TOOLS
 from tests.waiting import Gate, until
 
 QUESTION = [{"role": "user", "content": "Hello"}]
