@@ -17,8 +17,7 @@ from hf_paged.generation.requests.request import SingleRequest
 from hf_paged.kernels.sampling import ToHost
 from tests import models
 from tests.generation import tape
-from tests.generation.solo import assert_as_solo, assert_idle, config, requests, row_by_row, solo
-from tests.model.test_graphs import plain
+from tests.generation.solo import assert_as_solo, assert_idle, config, plain, requests, row_by_row, solo
 from tests.schedulings import schedule_asynchronously
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
