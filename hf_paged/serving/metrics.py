@@ -156,14 +156,11 @@ class _EngineFigures(Collector):
             "swap_in_blocks": ("Blocks copied back from host memory.", stats.blocks_swapped_in),
             "engine_steps": ("Steps of the engine.", stats.steps),
         }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._name], value)
-            yield gauge
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._name], value)
-            yield counter
+        for family, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in figures.items():
+                metric = family(_PREFIX + name, text, labels=["model_name"])
+                metric.add_metric([self._name], value)
+                yield metric
         preemptions = CounterMetricFamily(_PREFIX + "num_preemptions", "Preemptions.", labels=["model_name", "mode"])
         preemptions.add_metric([self._name, "recompute"], stats.preemptions_recompute)
         preemptions.add_metric([self._name, "swap"], stats.preemptions_swap)

@@ -16,7 +16,6 @@ from torch.nn.modules import module as torch_module
 import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.gpu import model as fused_model
-from hf_paged.kernels import ops
 from hf_paged.kernels.triton import gate, norm, rotary
 from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
@@ -25,6 +24,7 @@ from tests.fused import fewer
 from tests.fused.fewer import ALL, NEW_TOKENS, ROTARY, by_generate, complete, kinds, run
 from tests.fused.launches import count
 from tests.generation import tape
+from tests.implementations import compute_by
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
@@ -92,7 +92,7 @@ def test_the_same_tokens(family: str) -> None:
     ],
 )  # fmt: skip
 def test_the_same_tokens_with_all_our_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops._default_impl, "cpu", "triton")
+    compute_by(monkeypatch, "triton")
     model = tiny_model(name)
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
         assert run(engine, 11) == by_generate(model, 11)

@@ -16,6 +16,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.model import adapters
 from hf_paged.model.state import state_of
 from tests import models
+from tests.forwards import around_forwards, before_forwards
 from tests.generation.solo import OPTIONS, assert_idle, config, solo
 from tests.model.adapted import (
     BASE,
@@ -64,18 +65,14 @@ def finish(engine: Engine) -> dict[str, hf_paged.RequestOutput]:
 def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of forwards of every later step."""
     counts: list[int] = []
-    model, run = engine._runner._model, engine._runner.run
+    model = engine._runner._model
     forward = model.forward
-
-    def one_step(*args: Any) -> Any:
-        counts.append(0)
-        return run(*args)
 
     def one_forward(*args: Any) -> Any:
         counts[-1] += 1
         return forward(*args)
 
-    monkeypatch.setattr(engine._runner, "run", one_step)
+    before_forwards(engine, lambda _: counts.append(0))
     monkeypatch.setattr(model, "forward", one_forward)
     return counts
 
@@ -226,18 +223,17 @@ def test_one_forward_for_each_adapter_in_a_step(monkeypatch: pytest.MonkeyPatch)
         assert not switched
 
 
-def test_rows_of_a_step_are_in_the_order_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_step_are_in_the_order_of_the_plan() -> None:
     model = with_transformers()
     with Engine(model, CacheConfig(num_blocks=64)) as engine:
-        run = engine._runner.run
         seen = []
 
-        def noted(output: Any, *args: Any) -> Any:
-            result = run(output, *args)
+        def noted(forward: Any, output: Any, *others: Any) -> Any:
+            result = forward(output, *others)
             seen.append((result.seqs, [seq for seq, _ in output.scheduled]))
             return result
 
-        monkeypatch.setattr(engine._runner, "run", noted)
+        around_forwards(engine, noted)
         engine.generate(
             models.prompts(5, 5, 5, 5, 5), config("four samples", seed=None), adapter=["x", "y", "x", BASE, "y"]
         )
