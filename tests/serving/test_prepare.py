@@ -17,10 +17,9 @@ from hf_paged.serving.parsing import lenient
 from hf_paged.serving.processors import OccurrencePenalty, StopText
 from hf_paged.serving.recipe import completion_recipe
 from hf_paged.serving.schema import CompletionRequest
-from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits
 from tests.serving.chats import RESPONSES, TEMPLATE, TOOLS
-from tests.serving.harness import NAME, Ended, Running, serving
+from tests.serving.harness import NAME, Ended, Running, before_encoding, serving
 from tests.waiting import Gate, until
 
 QUESTION = [{"role": "user", "content": "Hello"}]
@@ -112,13 +111,11 @@ def test_tokenizing_takes_a_place(server: Running, monkeypatch: pytest.MonkeyPat
 
 def test_a_deadline_before_the_engine_has_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    encode = ServedModel.encode
 
-    def slow(self: Any, text: str, **options: Any) -> list[int]:
+    def wait(text: str) -> None:
         assert go_on.wait(120)
-        return encode(self, text, **options)
 
-    monkeypatch.setattr(ServedModel, "encode", slow)
+    before_encoding(monkeypatch, wait)
     with serving(limits=Limits(request_seconds=0.01)) as running:
         answer = running.post("/v1/completions", prompt="x")
         go_on.set()
