@@ -122,7 +122,7 @@ def test_evictions_are_named(every_step: None) -> None:
         snapshot, stats = engine.snapshot(), engine.stats()
     assert snapshot is not None
     evicted = [block for event in snapshot.events if event.kind == "evict" for block in event.blocks]
-    assert len(evicted) == stats.prefix_cache_evictions == snapshot.prefix_cache_evictions > 0
+    assert len(evicted) == stats.prefix_cache_evictions == snapshot.counters["prefix_cache_evictions"] > 0
 
 
 class Blocked(LogitsProcessor):
