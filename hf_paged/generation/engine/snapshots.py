@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hf_paged.cache.block_manager import NULL_BLOCK
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.stats import collect_counters
+from hf_paged.generation.engine.stats import Counters, collect_counters
 from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.request import Request
@@ -91,9 +91,8 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """An engine between two steps. time: of `time.monotonic()`. num_waiting: of all, `requests` may list fewer. The
-    counters are those of EngineStats."""
+class EngineSnapshot(Counters):
+    """An engine between two steps. time: of `time.monotonic()`. num_waiting: of all, `requests` may list fewer."""
 
     number: int
     time: float
@@ -101,17 +100,6 @@ class EngineSnapshot:
     requests: list[RequestView]
     num_waiting: int
     events: list[Event]
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    cow_copies: int
-    preemptions_recompute: int
-    preemptions_swap: int
-    blocks_swapped_out: int
-    blocks_swapped_in: int
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    prefix_cache_evictions: int
 
 
 class Watch:
