@@ -19,7 +19,9 @@ from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.text import Detokenizer, StopSearch
 
-_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_REASONS = {None: None, "length": "length", "abort": None, "deadline": None, "error": None}
+"""Why an output has ended -> why its choice has: "stop", if it is not here. With None it has not: it goes on, or an
+error takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Choice:
         if self.is_finished:
             return []
         new = output.since(self._known)
-        reason = _REASONS.get(output.finish_reason or "")
+        reason = _REASONS.get(output.finish_reason, "stop")
         is_apart = self._parser is not None and self._recipe.logprobs is not None
         count = new.num_tokens
         ends = [*range(1, count), count] if is_apart else [count]

@@ -95,17 +95,7 @@ class Live:
             "requests": [_request(request) for request in snapshot.requests],
             "waiting": snapshot.num_waiting,
             "events": snapshot.events,
-            "steps": snapshot.steps,
-            "prompt_tokens": snapshot.prompt_tokens,
-            "generated_tokens": snapshot.generated_tokens,
-            "cow_copies": snapshot.cow_copies,
-            "preemptions_recompute": snapshot.preemptions_recompute,
-            "preemptions_swap": snapshot.preemptions_swap,
-            "blocks_swapped_out": snapshot.blocks_swapped_out,
-            "blocks_swapped_in": snapshot.blocks_swapped_in,
-            "prefix_query_tokens": snapshot.prefix_cache_query_tokens,
-            "prefix_hit_tokens": snapshot.prefix_cache_hit_tokens,
-            "prefix_evictions": snapshot.prefix_cache_evictions,
+            "counters": snapshot.counters,
         }
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hf_paged.cache.block_manager import NULL_BLOCK
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.stats import Counters, collect_counters
+from hf_paged.generation.engine.stats import collect_counters
 from hf_paged.generation.engine.stepper import Stepper
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.request import Request
@@ -91,8 +91,9 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSnapshot(Counters):
-    """An engine between two steps. time: of `time.monotonic()`. num_waiting: of all, `requests` may list fewer."""
+class EngineSnapshot:
+    """An engine between two steps. time: of `time.monotonic()`. num_waiting: of all, `requests` may list fewer.
+    counters: those of EngineStats that count since the start."""
 
     number: int
     time: float
@@ -100,6 +101,7 @@ class EngineSnapshot(Counters):
     requests: list[RequestView]
     num_waiting: int
     events: list[Event]
+    counters: dict[str, int]
 
 
 class Watch:
@@ -155,7 +157,7 @@ class Watch:
             latest is not None
             and not latest.requests
             and not scheduler.has_unfinished()
-            and latest.steps == self._stepper.steps
+            and latest.counters["steps"] == self._stepper.steps
             and len(latest.pool.cached) == scheduler.manager.allocator.num_cached
         )
 
@@ -174,7 +176,7 @@ class Watch:
             requests=self._views(now),
             num_waiting=scheduler.num_waiting,
             events=list(self._events),
-            **collect_counters(self._runner, scheduler, self._stepper, prompt_tokens),
+            counters=collect_counters(self._runner, scheduler, self._stepper, prompt_tokens),
         )
 
     # -- events -------------------------------------------------------------------------------------------------

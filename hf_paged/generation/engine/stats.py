@@ -10,32 +10,16 @@ from hf_paged.generation.engine.stepper import Stepper
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
-    """Of an engine since its start. blocks_swapped_out, blocks_swapped_in: copied to and from host memory.
-    prefix_cache_evictions: cached blocks whose memory was needed."""
-
-    cow_copies: int
-    preemptions_recompute: int
-    preemptions_swap: int
-    blocks_swapped_out: int
-    blocks_swapped_in: int
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    prefix_cache_evictions: int
-    prompt_tokens: int
-    generated_tokens: int
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats(Counters):
+class EngineStats:
     """The engine at one moment. free + used + cached == num_blocks.
 
     used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
     blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
     ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
     blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
-    same sequences would take in addition without sharing. graph_replays: those of the steps that a CUDA graph computed.
+    same sequences would take in addition without sharing. blocks_swapped_out, blocks_swapped_in: copied to and from
+    host memory. prefix_cache_evictions: cached blocks whose memory was needed. graph_replays: those of the steps that a
+    CUDA graph computed. Counters count since the start.
     """
 
     num_blocks: int
@@ -47,11 +31,22 @@ class EngineStats(Counters):
     num_running: int
     num_waiting: int
     num_swapped: int
+    cow_copies: int
     kv_bytes_reserved: int
     kv_bytes_touched: int
     kv_bytes_used: int
     kv_bytes_saved_by_sharing: int
     kv_waste_ratio: float
+    preemptions_recompute: int
+    preemptions_swap: int
+    blocks_swapped_out: int
+    blocks_swapped_in: int
+    prefix_cache_query_tokens: int
+    prefix_cache_hit_tokens: int
+    prefix_cache_evictions: int
+    prompt_tokens: int
+    generated_tokens: int
+    steps: int
     graph_replays: int
 
     @property
@@ -60,7 +55,7 @@ class EngineStats(Counters):
 
 
 def collect_counters(runner: Runner, scheduler: Scheduler, stepper: Stepper, prompt_tokens: int) -> dict[str, int]:
-    """The fields of `Counters`."""
+    """The counters that EngineStats and an EngineSnapshot have in common, by their names there."""
     cache = scheduler.prefix_cache
     return {
         "cow_copies": scheduler.manager.num_copies,
