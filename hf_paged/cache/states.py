@@ -52,7 +52,7 @@ class _Row(NamedTuple):
 
 
 class States:
-    """The states of sequences, each after one or two numbers of tokens.
+    """The states of sequences, each after one or two numbers of tokens, and checkpoints: copies of such states.
 
     Invariant: no batch is changed once it is here. A fork therefore copies nothing, and a step that was interrupted is
     computed again from the same rows: `put` adds a row, and the former one is dropped by the next `begin_step`.
@@ -61,6 +61,7 @@ class States:
     def __init__(self) -> None:
         self._rows: dict[int, dict[int, _Row]] = {}  # by sequence, then by the number of its tokens
         self._bases: dict[int, int] = {}  # the number of tokens with which the step in progress began, if one was begun
+        self._checkpoints: dict[int, _Row] = {}  # by number; each in a batch of its own
         self._numbers: dict[_Shape, int] = {}  # of the shapes met lately
         self._next_number = 0
 
@@ -154,14 +155,41 @@ class States:
         self._rows.pop(seq_id, None)
         self._bases.pop(seq_id, None)
 
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Their numbers."""
+        return list(self._checkpoints)
+
+    def keep(self, seq_id: int, num_tokens: int, number: int) -> None:
+        """Copy the state of the sequence."""
+        batch, index = self._rows[seq_id][num_tokens]
+        copy = _Batch(batch.shape, batch.number, [_kept(tensor, [index]) for tensor in batch.tensors])
+        self._checkpoints[number] = _Row(copy, 0)
+
+    def restore(self, number: int, seq_id: int, num_tokens: int) -> None:
+        """The sequence has the state of a checkpoint, which no forward changes."""
+        self._rows[seq_id] = {num_tokens: self._checkpoints[number]}
+
+    def drop(self, number: int) -> None:
+        self._checkpoints.pop(number, None)
+
+    def drop_checkpoints(self) -> None:
+        self._checkpoints.clear()
+
+    # -----------------------------------------------------------------------------------------------------------
+
     def clear(self) -> None:
         self._rows.clear()
         self._bases.clear()
+        self._checkpoints.clear()
 
     @property
     def nbytes(self) -> int:
         """Size of all batches."""
-        return sum(batch.nbytes for batch in {row.batch for rows in self._rows.values() for row in rows.values()})
+        rows = [row for rows in self._rows.values() for row in rows.values()]
+        return sum(batch.nbytes for batch in {row.batch for row in (*rows, *self._checkpoints.values())})
 
 
 def is_tree(value: Any) -> bool:

@@ -18,8 +18,8 @@ logits with those of each sequence alone. A model that derives positions from th
 gives other logits with padding. Rows are never mixed beyond the length from which a rotary embedding depends on the
 longest row, nor while code of others is in the model, which may depend on the layout of a batch.
 
-What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer resumes for one
-token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
+What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer may resume for
+one token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
 
 Knows models and the ids of sequences; never requests or sampling.
 """
@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -185,6 +185,8 @@ class RowModel:
 
     `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
     for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
+    `decodes_alike`: a state is the same whether its tokens were computed one by one or at once. `states_grow`: with the
+    number of tokens.
     `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
     if results depend on the split, and the caller sets it while code of others in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
@@ -199,9 +201,12 @@ class RowModel:
         trial = _Trial(model, model if tried is None else tried)
         windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._rows.cache.layers)
         self._limit = rotary_limit(model) or math.inf
+        self.states_grow, self.state_bytes_per_token = trial.grows, trial.bytes_per_token
         # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
-        depends = self.has_states or windows or self._limit < math.inf
+        self._depends_on_prompt = windows or self._limit < math.inf
+        depends = self.states_grow or self._depends_on_prompt
         self.depends_on_split = depends or not trial.splits_prompts()
+        self.decodes_alike = self.has_states and not depends and trial.splits_prompts(by_one=True)
         self.is_incremental = self.depends_on_split
         self.is_alone = False
         self.prompts, self.decodes = trial.together()
@@ -212,6 +217,16 @@ class RowModel:
     @property
     def has_states(self) -> bool:
         return self._rows.has_states
+
+    @property
+    def no_prefixes(self) -> str:
+        """Why a sequence cannot begin with what another one has computed; "" if it can."""
+        name = type(self.model).__name__
+        if self.states_grow:
+            return f"{name} keeps states that grow with the tokens"
+        if self._depends_on_prompt or (self.depends_on_split and not self.has_states):
+            return f"what {name} computes depends on how a prompt is split"
+        return ""
 
     @property
     def state_bytes(self) -> dict[torch.device, int]:
@@ -230,8 +245,25 @@ class RowModel:
     def free(self, seq_id: int) -> None:
         self._rows.states.free(seq_id)
 
+    def keep(self, rows: Iterable[tuple[int, int, int]], *, clears: bool) -> None:
+        """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first."""
+        if clears:
+            self._rows.states.drop_checkpoints()
+        for seq_id, num_tokens, number in rows:
+            self._rows.states.keep(seq_id, num_tokens, number)
+
+    def restore(self, rows: Iterable[tuple[int, int, int]]) -> None:
+        """Begin sequences with checkpoints, as (number, seq_id, num_tokens)."""
+        for number, seq_id, num_tokens in rows:
+            self._rows.states.restore(number, seq_id, num_tokens)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Drop checkpoints."""
+        for number in numbers:
+            self._rows.states.drop(number)
+
     def clear(self) -> None:
-        """Drop the states of all sequences."""
+        """Drop the states of all sequences, and all checkpoints."""
         self._rows.states.clear()
 
     def forward(self, parts: Sequence[Part], *, tried: Any = None) -> list[torch.Tensor]:
@@ -295,7 +327,8 @@ class _Trial:
         self._model = model
         self._tried = tried
         tokens, expected = self._generated()
-        self._grows = False  # whether states are larger after more tokens
+        self.grows = False  # whether states are larger after more tokens
+        self.bytes_per_token: dict[torch.device, int] = {}  # of states, on each device, by which they grow
         # A mask of the model's own may choose among the tokens once they are many.
         self._chooses = OWN_MASK in examine(model).bare.reason
         self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
@@ -332,12 +365,16 @@ class _Trial:
             ) from error
         return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
 
-    def splits_prompts(self) -> bool:
-        """Whether a prompt in two pieces gives the same logits as in one."""
+    def splits_prompts(self, *, by_one: bool = False) -> bool:
+        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token."""
+        tokens = [*self._long, *self._other, *self._long]
+        rest = (1,) * 13 if by_one else (13,)
         try:
-            return self._close(self._run([(self._long, (2, 3, 1, 1))], "one", "one")[0][1:], self._alone[0])
+            (whole,) = self._run([(tokens, (20, 1))], "one", "one")
+            (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one")
         except Exception:  # some models assert that a prompt is not split
             return False
+        return self._close(split[-2:], whole)
 
     def together(self) -> tuple[Together, Together]:
         """Which rows share a forward in which they begin, and one in which they go on by one token."""
@@ -349,7 +386,7 @@ class _Trial:
             return "one", "one"
         decodes: Together = "equal"
         # In these two cases a trial of a few tokens does not show what padding does.
-        if not self._grows and not self._chooses:
+        if not self.grows and not self._chooses:
             if self._same(uneven, alone, "any", "any"):
                 return "any", "any"
             decodes = "any" if self._same(uneven, alone, "one", "any") else "equal"
@@ -378,11 +415,15 @@ class _Trial:
                 parts.append(Part(number, tokens[done[number] : end], done[number]))
                 memory.append([(number, cuts[step])])
                 done[number] = end
-            if step > 1 and computed.has_states:
-                states, (number, _, done_before) = computed.states, parts[0][:3]
-                self._grows = states.shape_number(number, done_before) != states.shape_number(number, done_before - 1)
+            if step > 1 and computed.has_states and not self.grows:
+                states, (number, _, now), before = computed.states, parts[0][:3], rows[0][1][step - 1]
+                self.grows = states.shape_number(number, now) != states.shape_number(number, now - before)
             batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
+            before, computed.state_bytes = computed.state_bytes, {}
             results = [result for batch in batches for result in computed.compute(self._tried, batch)]
+            if self.grows:
+                sizes, count = computed.state_bytes, rows[0][1][step]
+                self.bytes_per_token = {device: (sizes[device] - before[device]) // count for device in sizes}
             for own, result in zip(logits, results):
                 own.append(result[-1].float())
         return [torch.stack(own) for own in logits]

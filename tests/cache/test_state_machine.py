@@ -244,7 +244,7 @@ class BlockMachine(RuleBasedStateMachine):
         size = store.manager.block_size
         num_hits = len(tables[0]) * size
         assert num_hits < len(tokens) or not num_hits
-        store.manager.adopt(seq_id, tables)
+        store.manager.adopt(seq_id, tables, len(tables[0]))
         store.seqs[seq_id] = tokens[:num_hits]
         store.readable_from[seq_id] = [table.count(NULL_BLOCK) * size for table in tables]
         store.check(self.num_pins)

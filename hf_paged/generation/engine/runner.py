@@ -214,7 +214,7 @@ class Runner:
     def can_prepare_again(self, output: SchedulerOutput) -> bool:
         """Whether an interrupted `prepare` has lost nothing."""
         keeps_states = isinstance(self._model, RowModel) and self._model.has_states
-        return self.can_repeat and not output.moves_blocks and not (keeps_states and output.forks)
+        return self.can_repeat and not output.moves_blocks and not (keeps_states and (output.forks or output.states))
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Perform the work before the forward: swaps, block copies, and forks and ends of sequences that have states.
@@ -408,12 +408,16 @@ class Runner:
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
         for parent_id, child_id in output.forks:
             model.fork(parent_id, child_id)
+        moves = output.states
+        model.keep(moves.kept, clears=moves.clears)
         for seq_id in output.finished_seq_ids:
             model.free(seq_id)
         for group, way in output.preempted:
             if way == "recompute":
                 for seq in group.sequences:
                     model.free(seq.seq_id)
+        model.restore(moves.restored)
+        model.drop(moves.dropped)
 
     def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
         model.begin_step([(seq.seq_id, seq.num_computed_tokens) for seq, _ in plan])
@@ -484,10 +488,10 @@ def _inner(seq: Sequence, first: int, end: int) -> range:
 
 
 def _pieces(seq: Sequence, count: int, *, whole: bool) -> list[tuple[int, int]]:
-    """The next `count` tokens: as a whole or, as `generate` does, the whole prompt at once if it is due, then one by
-    one."""
-    start, end, prompt = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.num_prompt_tokens
+    """The next `count` tokens: as a whole or, as `generate` does, the whole prompt (or `SequenceGroup.whole` tokens) at
+    once if it is due, then one by one."""
+    start, end, first = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.group.whole
     if whole:
         return [(start, end)]
-    pieces = [(0, prompt)] if start < prompt <= end else []
-    return pieces + [(position, position + 1) for position in range(max(start, prompt), end)]
+    pieces = [(0, first)] if start < first <= end else []
+    return pieces + [(position, position + 1) for position in range(max(start, first), end)]

@@ -12,6 +12,7 @@ import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Kind, LayerSize, Layout, Window, layout_of
@@ -44,6 +45,9 @@ STATE_COPIES = 3
 """How often the states of running sequences are in memory at one time: after the last step, the copy that a step
 changes, and before the last step, should it be repeated."""
 
+CHECKPOINTS = 1
+"""Checkpoints for each sequence of a step that there is always room for, with prefix caching."""
+
 log = logging.getLogger("hf_paged")
 
 MAX_DEFAULT_TOKENS = 1 << 22
@@ -55,9 +59,9 @@ DeviceBytes = Mapping[torch.device, int]
 class OpenedMemory:
     """What an engine needs to run: the model bound to its memory, and the swap space.
 
-    max_length: longer sequences would depend on other sequences of the batch (None: no limit). shares_prefixes: whether
-    the blocks of a prefix hold all of its state (a recurrent state is not in them). max_num_seqs: sequences of a step,
-    at most, whose states the memory holds. ranks: the other processes with parts of the model, if it is
+    max_length: longer sequences would depend on other sequences of the batch (None: no limit). no_prefixes: why prefixes
+    cannot be cached, "" if they can. checkpoints: of a model that keeps states, what may be kept of them.
+    max_num_seqs: sequences of a step, at most, whose states the memory holds. ranks: the other processes with parts of the model, if it is
     tensor-parallel.
     """
 
@@ -66,7 +70,8 @@ class OpenedMemory:
     host_manager: BlockManager | None
     host_pool: HostPool | None
     max_length: int | None
-    shares_prefixes: bool
+    no_prefixes: str
+    checkpoints: CheckpointRules | None
     report: SupportReport
     max_num_seqs: int
     ranks: Ranks | None = None
@@ -75,9 +80,17 @@ class OpenedMemory:
         """Whether a packed model of this report can go on with the model and the memory of this one."""
         return isinstance(self.model, PackedModel) and _kept_by(report) == _kept_by(self.report)
 
+    def seats(self, asked: SchedulerConfig) -> int | None:
+        """`max_num_seqs`, if that is less than the caller asked for."""
+        return self.max_num_seqs if self.max_num_seqs < asked.max_num_seqs else None
+
     def usable(self, asked: SchedulerConfig, config: SchedulerConfig) -> SchedulerConfig:
         """`config` without what this model cannot do. Raises ValueError if `asked`, the caller's, insists on it."""
-        if not self.shares_prefixes:
+        if self.no_prefixes:
+            if asked.prefix_caching:
+                raise ValueError(
+                    f"prefix_caching=True: {self.no_prefixes}, so that no prefix can be kept; leave it out"
+                )
             config = replace(config, prefix_caching=False)
         if self.max_num_seqs < config.max_num_seqs:
             log.info("the memory holds the recurrent states of %d sequences at once", self.max_num_seqs)
@@ -127,12 +140,12 @@ def _open(
     # Code of others that is in the model now may be taken out later.
     report = examined.bare if examined.bare.native else examined.present
     tried = model if foreign_code(model).inside is None else bare_copy(model)
-    bound = _bind(model, report, cache_config, prepack, fuse, tried)
+    bound = _bind(model, report, cache_config, scheduler_config, prepack, fuse, tried)
     _measure(bound, scheduler_config, tried)
     ranks = ranks_of(model)
     try:
         max_num_seqs = _max_num_seqs(bound, cache_config, scheduler_config)
-        states = _state_sizes(bound, max_num_seqs)
+        states = _state_sizes(bound, scheduler_config, max_num_seqs)
         host_blocks = _size(bound, cache_config, scheduler_config, ranks, states) if bound.memory.groups else 0
     except BaseException:
         if ranks is not None:
@@ -144,11 +157,18 @@ def _open(
         host_manager = BlockManager(BlockAllocator(host_blocks), cache_config.block_size, groups=memory.groups)
         host_pool = HostPool(memory.pool, host_blocks)
     max_length = report.native_length if isinstance(bound, PackedModel) else rotary_limit(model, ["dynamic"])
-    shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
+    no_prefixes = "" if isinstance(bound, PackedModel) else bound.no_prefixes
+    checkpoints = None
+    if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
+        # As blocks, states that nothing needs now take memory that was not given only for them.
+        spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else STATE_COPIES
+        checkpoints = CheckpointRules(
+            CHECKPOINTS * max_num_seqs, spare, max_num_seqs, not bound.is_incremental, bound.decodes_alike
+        )
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
-        bound, memory, host_manager, host_pool, max_length, shares_prefixes, report, max_num_seqs, ranks
+        bound, memory, host_manager, host_pool, max_length, no_prefixes, checkpoints, report, max_num_seqs, ranks
     )
 
 
@@ -158,7 +178,13 @@ def _kept_by(report: SupportReport) -> tuple[object, ...]:
 
 
 def _bind(
-    model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None, fuse: bool | None, tried: Any
+    model: Any,
+    report: SupportReport,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    prepack: bool | None,
+    fuse: bool | None,
+    tried: Any,
 ) -> PackedModel | RowModel:
     """tried: the model or its `bare_copy`, on which things are tried."""
     if report.native:
@@ -173,13 +199,23 @@ def _bind(
             f"{type(model).__name__} does not run packed (hf_paged.check says why): the engine computes such models "
             f"on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
         )
-    if report.engine_only and cache_config.num_blocks is not None:
-        raise ValueError(
-            f"num_blocks={cache_config.num_blocks}: {type(model).__name__} keeps states of a fixed size and no K/V, so "
-            "that there are no blocks; leave it out, or give memory="
-        )
+    if report.engine_only:
+        _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
     return RowModel(model, PagedMemory(cache_config.block_size, len(layout.groups), layout=layout), tried)
+
+
+def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
+    """Raises ValueError for what has no meaning for a model without K/V."""
+    why = f"{type(model).__name__} keeps states of a fixed size and no K/V, so that"
+    if cache_config.num_blocks is not None:
+        raise ValueError(
+            f"num_blocks={cache_config.num_blocks}: {why} there are no blocks; leave it out, or give memory="
+        )
+    if cache_config.swap_bytes:
+        raise ValueError(f"swap_memory={cache_config.swap_memory!r}: {why} no request is ever preempted; leave it out")
+    if scheduler_config.preemption == "swap":
+        raise ValueError(f"preemption='swap': {why} no request is ever preempted; leave it out")
 
 
 def _size(
@@ -195,7 +231,8 @@ def _size(
     smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
     sizes = memory.pool.bytes_per_block_by_device
     bytes_per_block = sum(sizes.values())
-    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, sizes, states))
+    grown = _with_growing_states(bound, sizes)
+    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, grown, states))
     host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
     _report_size(cache_config, num_blocks, sizes)
     _resize(memory.pool, num_blocks, bytes_per_block)
@@ -296,16 +333,28 @@ def _num_blocks(
     return num_blocks
 
 
-def _state_sizes(bound: PackedModel | RowModel, num_seqs: int) -> DeviceBytes:
-    """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies."""
+def _with_growing_states(bound: PackedModel | RowModel, sizes: DeviceBytes) -> DeviceBytes:
+    """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
+    growth = {} if isinstance(bound, PackedModel) else bound.state_bytes_per_token
+    own = {device: STATE_COPIES * size * bound.memory.block_size for device, size in growth.items()}
+    return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
+
+
+def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
+    """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies, and of their
+    checkpoints."""
     sizes = {} if isinstance(bound, PackedModel) else bound.state_bytes
-    return {device: STATE_COPIES * num_seqs * size for device, size in sizes.items()}
+    keeps = (
+        not isinstance(bound, PackedModel) and not bound.no_prefixes and scheduler_config.prefix_caching is not False
+    )
+    copies = STATE_COPIES + CHECKPOINTS * keeps
+    return {device: copies * num_seqs * size for device, size in sizes.items()}
 
 
 def _max_num_seqs(bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
     """Sequences of a step, at most: with K/V besides, their states take half of the memory. (A number of blocks says
     nothing about states.)"""
-    states = _state_sizes(bound, 1)
+    states = _state_sizes(bound, scheduler_config, 1)
     if not any(states.values()) or cache_config.num_blocks is not None:
         return scheduler_config.max_num_seqs
     shares = 2 if bound.memory.groups else 1
