@@ -64,9 +64,9 @@ class BlockManager:
     - `ref_count(b)` is the number of tables that hold `b`;
     - a slot is written only if its block has `ref_count` 1 and is not registered in the prefix cache.
 
-    Every verb changes the tables of all groups or none. Blocks of a group whose kind is a Window of W tokens are freed
-    when no later token can attend to them, and their entries become NULL_BLOCK: between two appends of one token, such
-    a table holds at most `ceil(W / block_size) + 1` blocks.
+    Every verb changes the tables of all groups or none. Blocks of a group whose kind is not Full are freed when no
+    later token can attend to them, and their entries become NULL_BLOCK: between two appends of one token, the table of
+    a Window or Chunk of W tokens holds at most `ceil(W / block_size) + 1` blocks.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class BlockManager:
             raise ValueError(f"num_tokens={num_tokens}: sequence {seq_id!r} has {table.num_tokens}")
         for group, dropped in zip(self.groups, table.num_dropped):
             if num_tokens < table.num_tokens and group.kind.first_visible(num_tokens) // self.block_size < dropped:
-                raise ValueError(f"num_tokens={num_tokens}: its blocks left the sliding window of {group.kind.window}")
+                raise ValueError(f"num_tokens={num_tokens}: blocks that it needs were freed ({group.kind})")
         self.rewrites += 1
         table.num_tokens, table.room = num_tokens, 0
         keep = -(-num_tokens // self.block_size)

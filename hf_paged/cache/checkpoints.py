@@ -19,10 +19,9 @@ MAX_SEEN = 1 << 16
 class CheckpointRules:
     """What a model and its memory allow.
 
-    count: checkpoints that there is always room for. spare: more of them for each sequence of a step that is not
-    there. seats: sequences of a step, at most. in_pieces: a prompt may be computed in pieces of any length; otherwise
-    it goes on by one token at a time. after_decoding: a state is the same whether its tokens were computed one by one or
-    at once.
+    count: checkpoints that there is always room for. seats: sequences of a step, at most; for each that is not there,
+    there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length; otherwise it goes on by
+    one token at a time. after_decoding: a state is the same whether its tokens were computed one by one or at once.
     """
 
     count: int

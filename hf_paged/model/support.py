@@ -15,6 +15,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_paged.cache.kv_pool import LayerKV
+from hf_paged.cache.layers import FULL, Chunk, Kind, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
@@ -41,6 +42,14 @@ class LayerSupport:
     head_dim: int | None = None
     v_head_dim: int | None = None
     device: torch.device | None = None
+    chunk_size: int | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Which tokens' K/V the layer keeps, if it keeps any."""
+        if self.sliding_window is not None:
+            return Window(self.sliding_window)
+        return FULL if self.chunk_size is None else Chunk(self.chunk_size)
 
     @property
     def kv_values_per_token(self) -> int:
@@ -100,6 +109,7 @@ class SupportReport:
                 dims = f"{layer.head_dim}" + (f"/{layer.v_head_dim}" if layer.v_head_dim != layer.head_dim else "")
                 sizes = f", {layer.num_kv_heads} KV heads of size {dims}"
             window = f", sliding window {layer.sliding_window}" if layer.sliding_window is not None else ""
+            window += f", chunks of {layer.chunk_size}" if layer.chunk_size is not None else ""
             device = f", on {layer.device}" if len(self.kv_values_by_device) > 1 and layer.device is not None else ""
             lines.append(f"  {where}: {layer.mode}{sizes}{window}{device}: {layer.reason}")
         if self.native_length is not None:
@@ -127,7 +137,7 @@ def _runs(layers: tuple[LayerSupport, ...]) -> list[tuple[int, int]]:
 
 
 def _same(a: LayerSupport, b: LayerSupport) -> bool:
-    names = ("mode", "reason", "sliding_window", "num_kv_heads", "head_dim", "v_head_dim", "device")
+    names = ("mode", "reason", "kind", "num_kv_heads", "head_dim", "v_head_dim", "device")
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
@@ -427,7 +437,8 @@ def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
                 "depends on when it computes; this model needs the dense view"
             )
         why = "attends through AttentionInterface"
-        layers.append(LayerSupport(index, "native", why, handle.sliding_window, **_sizes(handle.kv)))
+        sizes = _sizes(handle.kv)
+        layers.append(LayerSupport(index, "native", why, handle.sliding_window, chunk_size=handle.chunk_size, **sizes))
     return tuple(layers)
 
 

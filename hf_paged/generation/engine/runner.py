@@ -343,7 +343,7 @@ class Runner:
             [seq.num_computed_tokens for seq in seqs],
             [partial(_block_table, manager, group) for group in range(len(manager.groups))],
             manager.rewrites,
-            [group.kind.window for group in manager.groups],
+            [group.kind.bounds for group in manager.groups],
         )
         if not num_late:
             return Packed(np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64), step, seqs)

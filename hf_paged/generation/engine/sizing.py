@@ -15,7 +15,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.kv_pool import KVPool
-from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Kind, LayerSize, Layout, Window, layout_of
+from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Chunk, Kind, LayerSize, Layout, Window, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig
@@ -59,10 +59,10 @@ DeviceBytes = Mapping[torch.device, int]
 class OpenedMemory:
     """What an engine needs to run: the model bound to its memory, and the swap space.
 
-    max_length: longer sequences would depend on other sequences of the batch (None: no limit). no_prefixes: why prefixes
-    cannot be cached, "" if they can. checkpoints: of a model that keeps states, what may be kept of them.
-    max_num_seqs: sequences of a step, at most, whose states the memory holds. ranks: the other processes with parts of the model, if it is
-    tensor-parallel.
+    max_length: longer sequences would depend on other sequences of the batch (None: no limit). no_prefixes: why
+    prefixes cannot be cached, "" if they can. checkpoints: of a model that keeps states, what may be kept of them.
+    max_num_seqs: sequences of a step, at most, whose states the memory holds. ranks: the other processes with parts of
+    the model, if it is tensor-parallel.
     """
 
     model: PackedModel | RowModel
@@ -279,13 +279,14 @@ def draws_dropout(model: Any) -> bool:
 
 
 def layout_for(report: SupportReport, block_size: int, max_length: int | None = None) -> Layout:
-    """How the layers of a native model share blocks. A window of `max_length` or more is none."""
+    """How the layers of a native model share blocks. A window or chunk of `max_length` or more is none."""
     layers: list[tuple[int, Kind, LayerSize]] = []
     for layer in report.layers:
         if layer.num_kv_heads is None:
             continue  # it reads another layer's K/V, or keeps none
-        window = layer.sliding_window
-        kind = FULL if window is None or (max_length is not None and window >= max_length) else Window(window)
+        kind = layer.kind
+        if isinstance(kind, Window | Chunk) and max_length is not None and max(filter(None, kind.bounds)) >= max_length:
+            kind = FULL
         key, value = (layer.num_kv_heads * (dim or 0) for dim in (layer.head_dim, layer.v_head_dim))
         layers.append((layer.index, kind, LayerSize(key, value, layer.device)))
     return layout_of(tuple(layers), block_size)
@@ -343,12 +344,11 @@ def _with_growing_states(bound: PackedModel | RowModel, sizes: DeviceBytes) -> D
 def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
     """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies, and of their
     checkpoints."""
-    sizes = {} if isinstance(bound, PackedModel) else bound.state_bytes
-    keeps = (
-        not isinstance(bound, PackedModel) and not bound.no_prefixes and scheduler_config.prefix_caching is not False
-    )
+    if isinstance(bound, PackedModel):
+        return {}
+    keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
     copies = STATE_COPIES + CHECKPOINTS * keeps
-    return {device: copies * num_seqs * size for device, size in sizes.items()}
+    return {device: copies * num_seqs * size for device, size in bound.state_bytes.items()}
 
 
 def _max_num_seqs(bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
