@@ -32,14 +32,22 @@ class _Tensor(NamedTuple):
 
 
 class _Batch:
-    """Rows of several sequences. Its tensors are never changed."""
+    """Rows of several sequences. Its tensors are never changed. devices: on which a forward needs its tensors, if that
+    is not where they are."""
 
-    __slots__ = ("number", "shape", "tensors")
+    __slots__ = ("devices", "number", "shape", "tensors")
 
-    def __init__(self, shape: _Shape, number: int, tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        shape: _Shape,
+        number: int,
+        tensors: list[torch.Tensor],
+        devices: list[torch.device] | None = None,
+    ) -> None:
         self.shape = shape
         self.number = number  # of the shape
         self.tensors = tensors
+        self.devices = devices
 
     @property
     def nbytes(self) -> int:
@@ -94,9 +102,9 @@ class States:
         tensors = []
         for place, tensor in enumerate(first.tensors):
             if not tensor.ndim:
-                tensors.append(tensor.clone())
+                tensors.append(_on_device(first, place, tensor.clone()))
                 continue
-            parts = [_selected(batch.tensors[place], indexes) for batch, indexes in runs]
+            parts = [_on_device(batch, place, _selected(batch.tensors[place], indexes)) for batch, indexes in runs]
             tensors.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         return _tree(first.shape, iter(tensors))
 
@@ -150,6 +158,15 @@ class States:
         """`child_id` has the state of `parent_id`, if that has one."""
         if parent_id in self._rows:
             self._rows[child_id] = dict(self._rows[parent_id])
+
+    def to_host(self, seq_id: int) -> None:
+        """Move the state of a sequence to host memory, from which `joined` copies it."""
+        for num_tokens, (batch, index) in self._rows.get(seq_id, {}).items():
+            if batch.devices is None and any(tensor.device.type != "cpu" for tensor in batch.tensors):
+                rows = [_kept(tensor, [index]) for tensor in batch.tensors]
+                devices = [tensor.device for tensor in rows]
+                moved = _Batch(batch.shape, batch.number, [tensor.to("cpu") for tensor in rows], devices)
+                self._rows[seq_id][num_tokens] = _Row(moved, 0)
 
     def free(self, seq_id: int) -> None:
         self._rows.pop(seq_id, None)
@@ -209,6 +226,10 @@ def bytes_per_row(tree: Tree, num_rows: int) -> dict[torch.device, int]:
     for tensor in tensors:
         sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes // num_rows
     return sizes
+
+
+def _on_device(batch: _Batch, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if batch.devices is None else tensor.to(batch.devices[place])
 
 
 def _selected(tensor: torch.Tensor, indexes: list[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine import prefixes
-from tests.architectures.tiny import redraw, tiny_model
+from tests.architectures.tiny import tiny_model
 from tests.preempting import force_preempt
 
 BLOCK = 4
@@ -249,7 +249,7 @@ def test_what_has_no_meaning_is_refused(name: str, settings: dict[str, Any], wor
 
 
 def test_swap_memory_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="swap_memory='1MiB': .* never preempted"):
+    with pytest.raises(ValueError, match=r"swap_memory='1MiB': .* never preempted"):
         Engine(model_of("mamba"), {"swap_memory": "1MiB"})
 
 
@@ -263,8 +263,7 @@ def test_too_little_memory_for_the_states_of_a_request() -> None:
 
 def test_states_that_grow_are_counted_with_the_blocks() -> None:
     """An indexer keeps keys of every token outside blocks."""
-    model = redraw(model_of("deepseek_v32"))
-    with Engine(model, {"memory": "4MiB", "block_size": BLOCK}) as engine:
+    with Engine(model_of("deepseek_v32"), {"memory": "4MiB", "block_size": BLOCK}) as engine:
         bound = engine._runner._model
         growth = sum(bound.state_bytes_per_token.values())
         blocks = engine.stats().num_blocks

@@ -413,9 +413,11 @@ class Runner:
         for seq_id in output.finished_seq_ids:
             model.free(seq_id)
         for group, way in output.preempted:
-            if way == "recompute":
-                for seq in group.sequences:
+            for seq in group.sequences:
+                if way == "recompute":
                     model.free(seq.seq_id)
+                else:
+                    model.to_host(seq.seq_id)
         model.restore(moves.restored)
         model.drop(moves.dropped)
 
