@@ -90,6 +90,14 @@ class States:
         """Sequences with the same number here can be joined: their rows differ only in the values of tensors."""
         return self._rows[seq_id][num_tokens].batch.number
 
+    def bytes_of(self, seq_id: int, num_tokens: int) -> dict[torch.device, int]:
+        """Bytes of the state of a sequence on each device."""
+        sizes: dict[torch.device, int] = {}
+        for tensor in self._rows[seq_id][num_tokens].batch.tensors:
+            count = len(tensor) if tensor.ndim else 1
+            sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes // count
+        return sizes
+
     def joined(self, rows: Sequence[tuple[int, int]]) -> Tree:
         """A copy of the states of (seq_id, num_tokens), in this order, as one tree. Their shapes are the same."""
         found = [self._rows[seq_id][num_tokens] for seq_id, num_tokens in rows]
@@ -216,16 +224,6 @@ def is_tree(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def bytes_per_row(tree: Tree, num_rows: int) -> dict[torch.device, int]:
-    """Bytes of a state for one sequence, by device. tree: the states of `num_rows` sequences."""
-    tensors: list[torch.Tensor] = []
-    _shape(tree, tensors)
-    sizes: dict[torch.device, int] = {}
-    for tensor in tensors:
-        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes // num_rows
-    return sizes
 
 
 def _on_device(batch: _Batch, place: int, tensor: torch.Tensor) -> torch.Tensor:

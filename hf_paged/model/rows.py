@@ -39,7 +39,7 @@ from transformers import GenerationConfig, GenerationMixin
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
-from hf_paged.cache.states import States, bytes_per_row, is_tree
+from hf_paged.cache.states import States, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import OWN_MASK
 from hf_paged.kernels.metadata import to_device
@@ -113,7 +113,6 @@ class _Rows:
         self.states = States()
         self.has_states = self.cache.keeps_states
         self.has_kv = any(isinstance(layer, PagedLayer) for layer in self.cache.layers)
-        self.state_bytes: dict[torch.device, int] = {}  # of a sequence, in the last forward
         self._device = device_of(model)
         self._makes_inputs = (
             type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
@@ -140,9 +139,7 @@ class _Rows:
             if self.has_kv and (kept := self.cache.get_seq_length()) != end:
                 raise UnsupportedModelError(f"it keeps {kept} entries for {end} tokens")
             if self.has_states:
-                states = self.cache.states
-                self.states.put([(part.seq_id, part.end) for part in parts], states)
-                self.state_bytes = self.state_bytes or bytes_per_row(states, len(parts))
+                self.states.put([(part.seq_id, part.end) for part in parts], self.cache.states)
         finally:
             self.cache.release_rows()
         return logits
@@ -201,7 +198,9 @@ class RowModel:
         trial = _Trial(model, model if tried is None else tried)
         windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._rows.cache.layers)
         self._limit = rotary_limit(model) or math.inf
-        self.states_grow, self.state_bytes_per_token = trial.grows, trial.bytes_per_token
+        self.states_grow = trial.grows
+        # Of a sequence's state on each device, and by how many it grows with a token.
+        self.state_bytes, self.state_bytes_per_token = trial.state_bytes, trial.bytes_per_token
         # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
         self._depends_on_prompt = windows or self._limit < math.inf
         depends = self.states_grow or self._depends_on_prompt
@@ -227,11 +226,6 @@ class RowModel:
         if self._depends_on_prompt or (self.depends_on_split and not self.has_states):
             return f"what {name} computes depends on how a prompt is split"
         return ""
-
-    @property
-    def state_bytes(self) -> dict[torch.device, int]:
-        """Bytes of a sequence's state on each device; known after the first forward."""
-        return self._rows.state_bytes
 
     def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
         """rows: (seq_id, number of its computed tokens) of the sequences of a step."""
@@ -332,7 +326,8 @@ class _Trial:
         self._tried = tried
         tokens, expected = self._generated()
         self.grows = False  # whether states are larger after more tokens
-        self.bytes_per_token: dict[torch.device, int] = {}  # of states, on each device, by which they grow
+        self.state_bytes: dict[torch.device, int] = {}  # of a sequence, on each device, without what grows
+        self.bytes_per_token: dict[torch.device, int] = {}  # by which they grow
         # A mask of the model's own may choose among the tokens once they are many.
         self._chooses = OWN_MASK in examine(model).bare.reason
         self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
@@ -419,18 +414,23 @@ class _Trial:
                 parts.append(Part(number, tokens[done[number] : end], done[number]))
                 memory.append([(number, cuts[step])])
                 done[number] = end
-            if step > 1 and computed.has_states and not self.grows:
-                states, (number, _, now), before = computed.states, parts[0][:3], rows[0][1][step - 1]
-                self.grows = states.shape_number(number, now) != states.shape_number(number, now - before)
             batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
-            before, computed.state_bytes = computed.state_bytes, {}
             results = [result for batch in batches for result in computed.compute(self._tried, batch)]
-            if self.grows:
-                sizes, count = computed.state_bytes, rows[0][1][step]
-                self.bytes_per_token = {device: (sizes[device] - before[device]) // count for device in sizes}
+            if computed.has_states and step:
+                self._look_at_states(computed.states, parts[0])
             for own, result in zip(logits, results):
                 own.append(result[-1].float())
         return [torch.stack(own) for own in logits]
+
+    def _look_at_states(self, states: States, part: Part) -> None:
+        """Learn from a piece that goes on how large states are."""
+        before, now = (states.bytes_of(part.seq_id, length) for length in (part.start, part.end))
+        self.grows = self.grows or now != before
+        count = len(part.ids)
+        self.bytes_per_token = {device: (now[device] - before[device]) // count for device in now if self.grows}
+        self.state_bytes = {
+            device: size - part.end * self.bytes_per_token.get(device, 0) for device, size in now.items()
+        }
 
     def _close(self, left: torch.Tensor, right: torch.Tensor) -> bool:
         finite = torch.isfinite(right)

@@ -32,7 +32,8 @@ Mode = Literal["native", "dense view", "state", "none"]
 
 @dataclass(frozen=True, slots=True)
 class LayerSupport:
-    """How one layer's cache is kept, why, and where. Sizes and device are None if the layer keeps no K/V of its own."""
+    """How one layer's cache is kept, why, and where. Sizes and device are None if the layer keeps no K/V of its own.
+    bytes_per_token: of its K/V."""
 
     index: int
     mode: Mode
@@ -43,6 +44,7 @@ class LayerSupport:
     v_head_dim: int | None = None
     device: torch.device | None = None
     chunk_size: int | None = None
+    bytes_per_token: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -58,6 +60,28 @@ class LayerSupport:
 
 
 @dataclass(frozen=True, slots=True)
+class KindOfMemory:
+    """What the layers of one kind keep.
+
+    name: "full" (K/V of all tokens), "window" or "chunk" (of the last ones), "state" (of a fixed size, or growing with
+    the tokens). size: of a window or chunk in tokens. bytes_per_token: of each token that is kept.
+    bytes_per_sequence: what a sequence takes besides, or at most in a window or chunk.
+    """
+
+    name: Literal["full", "window", "chunk", "state"]
+    size: int | None
+    bytes_per_token: int
+    bytes_per_sequence: int
+
+    def __str__(self) -> str:
+        name = self.name if self.size is None else f"{self.name} of {self.size} tokens"
+        parts = [f"{self.bytes_per_token:,} bytes a token"] if self.bytes_per_token else []
+        most = "at most " if self.size is not None else ""
+        parts += [f"{most}{self.bytes_per_sequence:,} bytes a sequence"] if self.bytes_per_sequence else []
+        return f"{name}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
 class SupportReport:
     """How a model runs with a paged cache.
 
@@ -68,6 +92,7 @@ class SupportReport:
     counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have
     engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
     together        how the engine computes it where it is not native
+    state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
     fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
     """
 
@@ -82,6 +107,20 @@ class SupportReport:
     fused: str = ""
     engine_only: bool = False
     together: str = ""
+    state_bytes: tuple[int, int] = (0, 0)
+
+    @property
+    def memory(self) -> tuple[KindOfMemory, ...]:
+        """What an engine keeps of a sequence, by kind. (Only packed models keep no more than their windows.)"""
+        sizes: dict[tuple[Any, int | None], int] = {}
+        for layer in self.layers:
+            if layer.bytes_per_token:
+                window, chunk = layer.kind.bounds if self.native else FULL.bounds
+                kind = ("window", window) if window else ("chunk", chunk) if chunk else ("full", None)
+                sizes[kind] = sizes.get(kind, 0) + layer.bytes_per_token
+        kinds = [KindOfMemory(name, size, each, (size or 0) * each) for (name, size), each in sizes.items()]
+        fixed, growth = self.state_bytes
+        return (*kinds, *([KindOfMemory("state", None, growth, fixed)] if fixed or growth else []))
 
     @property
     def kv_values_per_token(self) -> int:
@@ -118,6 +157,7 @@ class SupportReport:
             )
         if self.together:
             lines.append(f"  engine: {self.together}")
+        lines += [f"  memory: {kind}" for kind in self.memory]
         if self.kernels:
             lines.append(f"  kernels: {self.kernels}")
         if self.fused:
@@ -450,6 +490,7 @@ def _sizes(kv: LayerKV) -> dict[str, Any]:
         "head_dim": key.shape[3],
         "v_head_dim": value.shape[3],
         "device": key.device,
+        "bytes_per_token": key[0, 0].nbytes + value[0, 0].nbytes,
     }
 
 
