@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
+from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.layers import FULL, Chunk, Kind, LayerGroup, Layers, LayerSize, Layout, Window, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import OutOfBlocks
