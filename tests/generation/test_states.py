@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.engine import prefixes
+from hf_paged.cache.states import States
+from hf_paged.generation.engine import prefixes, sizing
+from hf_paged.model.rows import VIEWED_TOKENS
 from tests.architectures.tiny import tiny_model
+from tests.fake_cuda import DEVICE, fake_cuda
+from tests.logical_devices import in_child
 from tests.preempting import force_preempt
 
 BLOCK = 4
@@ -279,3 +284,37 @@ def test_states_that_grow_are_counted_with_the_blocks() -> None:
         (rows,) = (states._rows.values() or [{}]) if len(states) == 1 else ([{}],)
         for length, row in rows.items():
             assert abs(row.batch.nbytes - growth * length) <= sum(bound.state_bytes.values()) + growth
+
+
+def test_states_of_a_swapped_sequence_are_in_host_memory() -> None:
+    def check() -> None:
+        with fake_cuda():
+            states, made = States(), torch.arange(6.0).view(2, 3)
+            states.put([(0, 4), (1, 4)], {"state": made.to(DEVICE), "flag": True})
+            states.to_host(1)
+            assert states._rows[1][4].batch.tensors[0].device.type == "cpu"
+            joined = states.joined([(1, 4), (0, 4)])
+            assert joined["state"].device == DEVICE and joined["flag"] is True
+            assert joined["state"].cpu().tolist() == made[[1, 0]].tolist()
+
+    in_child(check)
+
+
+def test_the_dense_view_is_counted_on_a_gpu() -> None:
+    """Each layer of a model with an attention of its own gathers K/V for a forward, in memory that blocks leave free."""
+
+    def check() -> None:
+        free, model = 64 << 20, tiny_model("bloom")
+        with fake_cuda(), mock.patch.object(sizing, "_free_bytes", lambda device: free):
+            engine = Engine(
+                model.to(DEVICE), {"memory_fraction": 1.0}, {"max_num_seqs": 64}, cuda_graphs=False, warmup=False
+            )
+            pool = engine._memory.pool
+            layers = len(pool.layers)
+            tokens = 64 * (getattr(model.config, "max_position_embeddings", None) or 1 << 16)
+            view = 2 * min(tokens, VIEWED_TOKENS) * (pool.bytes_per_block // 16 // layers)
+            assert 0 < view < free
+            assert free - view - pool.bytes_per_block < pool.nbytes <= free - view
+            engine.close()
+
+    in_child(check)

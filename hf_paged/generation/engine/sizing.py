@@ -25,7 +25,7 @@ from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import Part, RowModel
+from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
 from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
 
@@ -228,7 +228,9 @@ def _size(
     smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
     sizes = memory.pool.bytes_per_block_by_device
     bytes_per_block = sum(sizes.values())
-    grown = _with_growing_states(bound, sizes)
+    grown, views = _with_growing_states(bound, sizes), _view_sizes(bound, scheduler_config)
+    if cache_config.memory_bytes is None:  # a size that is given is for what stays
+        states = {device: states.get(device, 0) + views.get(device, 0) for device in {**states, **views}}
     num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, grown, states))
     host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
     _report_size(cache_config, num_blocks, sizes)
@@ -338,6 +340,26 @@ def _with_growing_states(bound: PackedModel | RowModel, sizes: DeviceBytes) -> D
     return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
 
 
+def _view_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> DeviceBytes:
+    """Bytes on each GPU of the K/V that one layer gathers for the attention of a decode forward, and of its copy in
+    another order. Layers do so in turn. The forward that was measured was a prompt, of which nothing is gathered."""
+    if isinstance(bound, PackedModel):
+        return {}
+    positions = min(_most_tokens(bound.model, scheduler_config), VIEWED_TOKENS)
+    sizes: dict[torch.device, int] = {}
+    for key, value in bound.memory.pool.layers.values():
+        if key.device.type == "cuda":
+            size = 2 * (key[0, 0].nbytes + value[0, 0].nbytes)
+            sizes[key.device] = max(sizes.get(key.device, 0), size * positions)
+    return sizes
+
+
+def _most_tokens(model: Any, scheduler_config: SchedulerConfig) -> int:
+    """Tokens of a full batch of sequences of the maximum length."""
+    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
+    return scheduler_config.max_num_seqs * int(length)
+
+
 def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
     """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies, and of their
     checkpoints."""
@@ -398,8 +420,7 @@ def _room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: i
 
 def _max_blocks(model: Any, scheduler_config: SchedulerConfig, memory: PagedMemory) -> int:
     """The number of blocks that a full batch of sequences of the maximum length could use."""
-    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
-    tokens = min(scheduler_config.max_num_seqs * length, MAX_DEFAULT_TOKENS)
+    tokens = min(_most_tokens(model, scheduler_config), MAX_DEFAULT_TOKENS)
     return (-(-tokens // memory.block_size) + scheduler_config.max_num_seqs) * len(memory.groups)
 
 
