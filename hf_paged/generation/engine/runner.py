@@ -408,9 +408,15 @@ class Runner:
         return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted)
 
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
-        for parent_id, child_id in output.forks:
-            model.fork(parent_id, child_id)
         moves = output.states
+        late = {seq_id for _, seq_id, _ in moves.restored}  # sequences that begin with a checkpoint, and their forks
+        late_forks = []
+        for parent_id, child_id in output.forks:
+            if parent_id in late:
+                late.add(child_id)
+                late_forks.append((parent_id, child_id))
+            else:
+                model.fork(parent_id, child_id)
         model.keep(moves.kept, clears=moves.clears)
         for seq_id in output.finished_seq_ids:
             model.free(seq_id)
@@ -421,6 +427,8 @@ class Runner:
                 else:
                     model.to_host(seq.seq_id)
         model.restore(moves.restored)
+        for parent_id, child_id in late_forks:
+            model.fork(parent_id, child_id)
         model.drop(moves.dropped)
 
     def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:

@@ -195,7 +195,7 @@ class SequenceGroup:
         """
         live = self.live
         if self.stops:
-            budget = min(budget, self._tokens_to_stop())
+            budget = self._until_stop(budget)
         if len(live) == 1:
             num_tokens = min(live[0].num_uncomputed_tokens, budget)
             return [(live[0], num_tokens)] if num_tokens else []
@@ -213,11 +213,11 @@ class SequenceGroup:
                 budget -= num_tokens
         return plan
 
-    def _tokens_to_stop(self) -> int:
-        """The number of tokens to the next stop of the first sequence. Drops the stops that it has reached."""
+    def _until_stop(self, budget: int) -> int:
+        """The budget without what lies after the next stop. Drops the stops that have been reached."""
         done = self.live[0].num_computed_tokens
         self.stops = tuple(stop for stop in self.stops if stop > done)
-        return self.stops[0] - done if self.stops else self.live[0].num_tokens
+        return min(budget, self.stops[0] - done) if self.stops else budget
 
     def restart(self) -> None:
         """The group has lost its blocks: compute all tokens again, a common prefix only once.
