@@ -301,14 +301,13 @@ def test_states_of_a_swapped_sequence_are_in_host_memory() -> None:
 
 
 def test_the_dense_view_is_counted_on_a_gpu() -> None:
-    """Each layer of a model with an attention of its own gathers K/V for a forward, in memory that blocks leave free."""
+    """Each layer with an attention of the model's own gathers K/V for a forward, in memory that blocks leave free."""
 
     def check() -> None:
         free, model = 64 << 20, tiny_model("bloom")
         with fake_cuda(), mock.patch.object(sizing, "_free_bytes", lambda device: free):
-            engine = Engine(
-                model.to(DEVICE), {"memory_fraction": 1.0}, {"max_num_seqs": 64}, cuda_graphs=False, warmup=False
-            )
+            sizes: Any = {"memory_fraction": 1.0}, {"max_num_seqs": 64}
+            engine = Engine(model.to(DEVICE), *sizes, cuda_graphs=False, warmup=False)
             pool = engine._memory.pool
             layers = len(pool.layers)
             tokens = 64 * (getattr(model.config, "max_position_embeddings", None) or 1 << 16)
