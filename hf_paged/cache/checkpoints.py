@@ -21,14 +21,13 @@ class CheckpointRules:
 
     count: checkpoints that there is always room for. seats: sequences of a step, at most; for each that is not there,
     there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length; otherwise it goes on by
-    one token at a time. after_decoding: a state is the same whether its tokens were computed one by one or at once.
+    one token at a time.
     """
 
     count: int
     spare: int
     seats: int
     in_pieces: bool
-    after_decoding: bool
 
 
 @dataclass(slots=True)

@@ -182,8 +182,8 @@ class RowModel:
 
     `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
     for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
-    `decodes_alike`: a state is the same whether its tokens were computed one by one or at once. `states_grow`: with the
-    number of tokens.
+    `no_prefixes`: why a sequence cannot begin with what another one has computed; "" if it can, in any pieces, or by
+    single tokens where results depend on the split.
     `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
     if results depend on the split, and the caller sets it while code of others in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
@@ -198,14 +198,18 @@ class RowModel:
         trial = _Trial(model, model if tried is None else tried)
         windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._rows.cache.layers)
         self._limit = rotary_limit(model) or math.inf
-        self.states_grow = trial.grows
         # Of a sequence's state on each device, and by how many it grows with a token.
         self.state_bytes, self.state_bytes_per_token = trial.state_bytes, trial.bytes_per_token
         # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
-        self._depends_on_prompt = windows or self._limit < math.inf
-        depends = self.states_grow or self._depends_on_prompt
-        self.depends_on_split = depends or not trial.splits_prompts()
-        self.decodes_alike = self.has_states and not depends and trial.splits_prompts(by_one=True)
+        depends = trial.grows or windows or self._limit < math.inf
+        # A piece may be a single token, for which recurrent layers have a function of its own.
+        resumes = not depends and (not self.has_states or trial.splits_prompts(by_one=True))
+        self.depends_on_split = not resumes or not trial.splits_prompts()
+        self.no_prefixes = ""
+        if trial.grows:
+            self.no_prefixes = f"{type(model).__name__} keeps states that grow with the tokens"
+        elif not resumes or (self.depends_on_split and not self.has_states):
+            self.no_prefixes = f"what {type(model).__name__} computes depends on how a prompt is split"
         self.is_incremental = self.depends_on_split
         self.is_alone = False
         self.prompts, self.decodes = trial.together()
@@ -216,16 +220,6 @@ class RowModel:
     @property
     def has_states(self) -> bool:
         return self._rows.has_states
-
-    @property
-    def no_prefixes(self) -> str:
-        """Why a sequence cannot begin with what another one has computed; "" if it can."""
-        name = type(self.model).__name__
-        if self.states_grow:
-            return f"{name} keeps states that grow with the tokens"
-        if self._depends_on_prompt or (self.depends_on_split and not self.has_states):
-            return f"what {name} computes depends on how a prompt is split"
-        return ""
 
     def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
         """rows: (seq_id, number of its computed tokens) of the sequences of a step."""

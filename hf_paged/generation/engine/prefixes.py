@@ -99,15 +99,9 @@ class Prefixes:
         for index in range(seq.num_registered_blocks, num_blocks):
             cache.register(tables, index, seq.block_digests[index])
         seq.num_registered_blocks = num_blocks
-        if rules is not None and not odd:
-            self._keep(seq, rules)
-
-    def _keep(self, seq: Sequence, rules: CheckpointRules) -> None:
-        assert self._checkpoints is not None
-        is_stop = seq.num_computed_tokens in seq.group.stops
-        if is_stop or rules.after_decoding or seq.num_computed_tokens <= seq.num_prompt_tokens:
-            digest, num_tokens = seq.block_digests[seq.num_registered_blocks - 1], seq.num_computed_tokens
-            self._checkpoints.keep(digest, seq.seq_id, num_tokens, is_tail=not is_stop)
+        if self._checkpoints is not None and not odd:
+            num_tokens, digest = seq.num_computed_tokens, seq.block_digests[num_blocks - 1]
+            self._checkpoints.keep(digest, seq.seq_id, num_tokens, is_tail=num_tokens not in seq.group.stops)
 
     def forget(self, groups: Iterable[SequenceGroup]) -> None:
         """Drop all cached prefixes; `groups`, which have K/V of the old weights, cache no further blocks."""

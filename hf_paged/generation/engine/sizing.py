@@ -160,9 +160,7 @@ def _open(
     if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
         # As blocks, states that nothing needs now take memory that was not given only for them.
         spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else STATE_COPIES
-        checkpoints = CheckpointRules(
-            CHECKPOINTS * max_num_seqs, spare, max_num_seqs, not bound.is_incremental, bound.decodes_alike
-        )
+        checkpoints = CheckpointRules(CHECKPOINTS * max_num_seqs, spare, max_num_seqs, not bound.is_incremental)
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
