@@ -320,6 +320,7 @@ class _Trial:
         self._tried = tried
         tokens, expected = self._generated()
         self.grows = False  # whether states are larger after more tokens
+        self._varies = False  # whether their shape is another, so that sequences of other lengths cannot be joined
         self.state_bytes: dict[torch.device, int] = {}  # of a sequence, on each device, without what grows
         self.bytes_per_token: dict[torch.device, int] = {}  # by which they grow
         # A mask of the model's own may choose among the tokens once they are many.
@@ -379,7 +380,7 @@ class _Trial:
             return "one", "one"
         decodes: Together = "equal"
         # In these two cases a trial of a few tokens does not show what padding does.
-        if not self.grows and not self._chooses:
+        if not self._varies and not self._chooses:
             if self._same(uneven, alone, "any", "any"):
                 return "any", "any"
             decodes = "any" if self._same(uneven, alone, "one", "any") else "equal"
@@ -420,6 +421,8 @@ class _Trial:
         """Learn from a piece that goes on how large states are."""
         before, now = (states.bytes_of(part.seq_id, length) for length in (part.start, part.end))
         self.grows = self.grows or now != before
+        numbers = {states.shape_number(part.seq_id, length) for length in (part.start, part.end)}
+        self._varies = self._varies or len(numbers) > 1
         count = len(part.ids)
         self.bytes_per_token = {device: (now[device] - before[device]) // count for device in now if self.grows}
         self.state_bytes = {
