@@ -333,7 +333,8 @@ class LiveServer(Reply):
 
 
 class LivePool(Reply):
-    """The blocks of the engine. windows: of each group of layers that shares block tables; null for all tokens."""
+    """The blocks of the engine. windows: of each group of layers that shares block tables (or chunks); null for all
+    tokens."""
 
     blocks: int
     touched: int
