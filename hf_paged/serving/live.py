@@ -105,7 +105,7 @@ def _pool(pool: PoolView) -> Json:
         "touched": pool.num_touched,
         "block_size": pool.block_size,
         "bytes": pool.bytes_per_block,
-        "windows": pool.windows,
+        "kinds": pool.kinds,
         "cached": pool.cached,
         "pinned": pool.pinned,
         "host_blocks": pool.num_host_blocks,
