@@ -1,4 +1,4 @@
-"""Which states the scheduler keeps, restores and drops, with a runner whose states are the tokens that they stand for."""
+"""Which states the scheduler keeps, restores and drops, with a runner whose states are the tokens of the states."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ def test_states_are_those_of_their_tokens(
     checkpoints: Any = scheduler.prefix_cache.checkpoints
     runner, texts, number = Runner(in_pieces=in_pieces), [[rng.randrange(9) for _ in range(30)] for _ in range(3)], 0
     ends: dict[str, int] = {}
-    hits = 0
     while number < 60 or scheduler.has_unfinished():
         if number < 60 and rng.random() < 0.5:
             text = rng.choice(texts)
@@ -102,7 +101,6 @@ def test_states_are_those_of_their_tokens(
             scheduler.enqueue(group)
             number += 1
         output = scheduler.schedule()
-        hits += sum(group.num_cached_tokens for group in output.admitted)
         runner.prepare(output)
         running = sum(group.width for group in scheduler.groups if group.status.value == "running")
         assert len(checkpoints) <= checkpoints.capacity == COUNT + SPARE * max(SEATS - running, 0)
@@ -141,4 +139,4 @@ def test_states_are_those_of_their_tokens(
     runner.prepare(output)
     assert not runner.states
     assert set(runner.checkpoints) == set(checkpoints._ids.values())
-    assert hits and runner.num_restored
+    assert runner.num_restored or not in_pieces
