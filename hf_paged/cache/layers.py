@@ -31,6 +31,9 @@ class Full:
     bounds = None, None
     """The window and the chunk size in tokens; None: there is none."""
 
+    def __str__(self) -> str:
+        return "full attention"
+
     def first_visible(self, num_tokens: int) -> int:
         """The first position that the token at position `num_tokens`, or a later one, attends to."""
         return 0
@@ -57,6 +60,9 @@ class Window:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window={self.window}: must be at least 1")
+
+    def __str__(self) -> str:
+        return f"a window of {self.window} tokens"
 
     @property
     def bounds(self) -> tuple[int, None]:
@@ -88,6 +94,9 @@ class Chunk:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size={self.size}: must be at least 1")
+
+    def __str__(self) -> str:
+        return f"chunks of {self.size} tokens"
 
     @property
     def bounds(self) -> tuple[None, int]:
