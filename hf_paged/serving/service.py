@@ -33,7 +33,7 @@ from hf_paged.serving.latencies import Latencies
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.plan import Plan
-from hf_paged.serving.problems import Problem, overdue
+from hf_paged.serving.problems import Problem, draining, overdue
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan
@@ -122,7 +122,7 @@ class Service:
         """Raises Problem (503) if no requests are taken."""
         self.check_alive()
         if self.is_draining:
-            raise Problem(503, "the server is shutting down", code="draining")
+            raise draining()
 
     def check_ready(self) -> None:
         """Raises Problem (503) if new requests should go elsewhere."""
