@@ -1,4 +1,4 @@
-"""bf16 weights that the native kernels read themselves, where there are no packed copies."""
+"""Weights that the native kernels read themselves, where there are no packed copies."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def scores(model: Any, **options: Any) -> torch.Tensor:
     return torch.stack(model.generate(**batch, **settings, **paged).scores)
 
 
+@pytest.mark.usefixtures("packed_weights")
 @pytest.mark.parametrize("kind", KNOWN)
 def test_the_bits_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
     model = build(KNOWN[kind][0]())
@@ -71,6 +72,7 @@ def test_the_bits_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch, calls: li
         assert ours.equal(theirs)
 
 
+@pytest.mark.usefixtures("packed_weights")
 def test_an_engine_without_copies(llama: Any, monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
     def logprobs() -> list[list[float] | None]:
         config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -83,6 +85,7 @@ def test_an_engine_without_copies(llama: Any, monkeypatch: pytest.MonkeyPatch, c
     assert logprobs() == found
 
 
+@pytest.mark.usefixtures("packed_weights")
 @pytest.mark.parametrize("kind", KNOWN)
 def test_copies_give_the_same_bits(kind: str, calls: list[bool]) -> None:
     model = build(KNOWN[kind][0]())
@@ -243,9 +246,10 @@ def test_reported_changes_of_attributes(llama: Any, monkeypatch: pytest.MonkeyPa
     assert scores(llama).equal(after)
 
 
-def test_nothing_for_fp32_or_inference_weights(llama: Any) -> None:
+def test_nothing_for_fp64_or_inference_weights(llama: Any) -> None:
     assert fused_weights.layers_for_calls(llama) is not None
-    assert fused_weights.layers_for_calls(models.build("llama")) is None
+    assert fused_weights.layers_for_calls(models.build("llama")) is not None
+    assert fused_weights.layers_for_calls(models.build("llama").double()) is None
     with torch.inference_mode():
         other = build(transformers.LlamaConfig(**SIZES))
     assert fused_weights.layers_for_calls(other) is None
