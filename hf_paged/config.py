@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import isfinite
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
@@ -33,9 +33,9 @@ def parse_bytes(value: int | str) -> int:
     return size
 
 
-def _check_int(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name}={value!r}: an integer of at least {minimum} is needed")
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
 
 
 def _is_number(value: object) -> bool:
@@ -67,11 +67,11 @@ class CacheConfig:
     swap_memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        _check_int("block_size", self.block_size, 1)
+        _check_positive("block_size", self.block_size)
         if self.block_size > 4096:
             raise ValueError(f"block_size={self.block_size}: at most 4096 tokens; 16 is the usual choice")
         if self.num_blocks is not None:
-            _check_int("num_blocks", self.num_blocks, 1)
+            _check_positive("num_blocks", self.num_blocks)
         sizes = {"num_blocks": self.num_blocks, "memory": self.memory, "memory_fraction": self.memory_fraction}
         given = [name for name, value in sizes.items() if value is not None]
         if len(given) > 1:
@@ -108,8 +108,9 @@ class SchedulerConfig:
 
     `watermark` is the share of blocks kept free when new requests are admitted, so that running requests can grow
     without an immediate preemption. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
-    blocks of common prefixes. A request finds the blocks of earlier steps: requests that begin in the same step each
-    compute their prefix. It has no effect on models with recurrent states, whose blocks do not hold a whole prefix.
+    blocks of common prefixes, and continues from copies of recurrent states (None = where the model can do it, True =
+    raise where it cannot). A request finds what earlier steps have computed: requests that begin in the same step each
+    compute their prefix.
     `max_num_seqs` bounds the sequences of a step and `max_num_batched_tokens` its tokens (None =
     512 on a CPU, so that the activations of a step fit into its caches, else 8192). `async_scheduling` prepares a step
     while the device computes the previous one, so that the host learns each token a step later; the tokens are the same
@@ -119,23 +120,23 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     preemption: PreemptionMode = "auto"
-    prefix_caching: bool = True
+    prefix_caching: bool | None = None
     watermark: float = 0.01
     max_waiting: int | None = None
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_positive("max_num_seqs", self.max_num_seqs)
         if self.max_num_batched_tokens is not None:
-            _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+            _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(f"preemption={self.preemption!r}: use 'auto', 'recompute' or 'swap'")
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching={self.prefix_caching!r}: use True or False")
+        if self.prefix_caching is not None and not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"prefix_caching={self.prefix_caching!r}: use True, False or None")
         if not (_is_number(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark={self.watermark!r}: a share of the blocks, 0 <= watermark < 1")
         if self.max_waiting is not None:
-            _check_int("max_waiting", self.max_waiting, 1)
+            _check_positive("max_waiting", self.max_waiting)
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ValueError(f"async_scheduling={self.async_scheduling!r}: use True, False or None")
 
@@ -150,8 +151,18 @@ class SchedulerConfig:
         return replace(
             self,
             max_num_batched_tokens=self.max_num_batched_tokens or budget,
+            prefix_caching=self.prefix_caching is not False,
             async_scheduling=kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
         )
+
+
+class Switches(NamedTuple):
+    """The optional parts of an engine (see `Engine`): True, False, or None for where they pay."""
+
+    prepack: bool | None = None
+    cuda_graphs: bool | None = None
+    warmup: bool | None = None
+    fuse: bool | None = None
 
 
 _Config = TypeVar("_Config", CacheConfig, SchedulerConfig)

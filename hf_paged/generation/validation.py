@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
-from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.generation.options import check_options
 from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.state import unwrapped
@@ -251,17 +251,16 @@ def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache |
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-def check_engine(model: Any, *, tokenizer: Any, **switches: Any) -> None:
+def check_engine(model: Any, switches: Switches, *, tokenizer: Any) -> None:
     """The arguments of `Engine` but its two configs. Raises TypeError for an object that is not a transformers model,
-    as `hf_paged.check` does. switches: those that are True, False or None.
-    """
+    as `hf_paged.check` does."""
     if isinstance(model, str):
         raise ValueError(f"model={model!r} is a name; write Engine(AutoModelForCausalLM.from_pretrained({model!r}))")
     if not isinstance(unwrapped(model), PreTrainedModel):
         check(model)
     if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"tokenizer={shown(tokenizer)}: a tokenizer of transformers is needed, or None")
-    for name, value in switches.items():
+    for name, value in switches._asdict().items():
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
@@ -291,9 +290,12 @@ def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
                 )
 
 
-def check_generation(model: Any, options: Any, scheduler: SchedulerConfig, *, tokenizer: Any) -> None:
+def check_generation(
+    model: Any, options: Any, scheduler: SchedulerConfig, seats: int | None = None, *, tokenizer: Any
+) -> None:
     """Check the config of a request's `RequestOptions` as far as that is cheap, and whether it fits the others. What it
-    does not set comes from the model's. Raises ValueError.
+    does not set comes from the model's. seats: sequences whose states the memory holds, if that limits them. Raises
+    ValueError.
     """
     config, defaults = options.generation_config, model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
@@ -302,6 +304,11 @@ def check_generation(model: Any, options: Any, scheduler: SchedulerConfig, *, to
     check_counts(given)
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
+    if seats is not None and width > seats:
+        raise ValueError(
+            f"{name}={width} sequences in one request, but the memory holds the recurrent states of {seats}; lower it, "
+            "or give the cache more memory"
+        )
     limits = {"max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.token_budget}
     for limit_name, limit in limits.items():
         if width > limit:

@@ -12,15 +12,15 @@ from uuid import uuid4
 from hf_paged.generation.requests.outputs import TopLogprobs
 from hf_paged.serving.choices import Delta, PromptScores, joined
 from hf_paged.serving.parsing import CallPart
-from hf_paged.serving.plan import Plan
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Json, Problem
+from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.text import token_bytes, token_text
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _Entries = tuple[list[str], list[float | None], list[dict[str, float] | None]]  # names, log-probabilities, likeliest
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -39,18 +39,18 @@ class Form(Protocol):
     names_events: bool
     ending: bytes | None
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         """The events before the first delta."""
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]: ...
+    def chunks(self, delta: Delta) -> list[Json]: ...
 
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def closing(self, usage: Json) -> list[Json]:
         """The events after the last delta. usage: of chat completions."""
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
         """The answer that is not streamed."""
 
-    def failure(self, problem: Problem) -> dict[str, Any]:
+    def failure(self, problem: Problem) -> Json:
         """The event for an error after the beginning."""
 
 
@@ -59,24 +59,24 @@ class _CompletionEvents:
 
     names_events = False
     ending = b"[DONE]"
-    _plan: Plan
+    _recipe: Recipe
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> Json:
         """A chunk without choices."""
         raise NotImplementedError
 
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{**self.usage_chunk(), "usage": usage}] if self._plan.include_usage else []
+    def closing(self, usage: Json) -> list[Json]:
+        return [{**self.usage_chunk(), "usage": usage}] if self._recipe.include_usage else []
 
-    def failure(self, problem: Problem) -> dict[str, Any]:
+    def failure(self, problem: Problem) -> Json:
         return problem.body()
 
 
 class _Tokens:
     """Tokens as clients see them: `name(token_id)`, `bytes(token_id)`. Each is decoded once for an answer."""
 
-    def __init__(self, plan: Plan, tokenizer: Any) -> None:
-        self.name = cache("token_id:{}".format if plan.tokens_as_ids else partial(token_text, tokenizer))
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+        self.name = cache("token_id:{}".format if recipe.tokens_as_ids else partial(token_text, tokenizer))
         self.bytes = cache(partial(token_bytes, tokenizer))
 
 
@@ -87,57 +87,57 @@ def _finite(logprob: float) -> float:
 class CompletionForm(_CompletionEvents):
     """Of /v1/completions."""
 
-    def __init__(self, plan: Plan, tokenizer: Any, answer_id: str, created: int) -> None:
-        self._plan = plan
-        self._tokens = _Tokens(plan, tokenizer)
-        self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": plan.model}
-        shows_prompt = plan.echo and not plan.scores_prompts
-        self._offsets = [len(plan.texts[index // plan.n]) if shows_prompt else 0 for index in self._indices()]
+    def __init__(self, recipe: Recipe, tokenizer: Any, answer_id: str, created: int) -> None:
+        self._recipe = recipe
+        self._tokens = _Tokens(recipe, tokenizer)
+        self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": recipe.model}
+        shows_prompt = recipe.echo and not recipe.scores_prompts
+        self._offsets = [len(recipe.texts[index // recipe.n]) if shows_prompt else 0 for index in self._indices()]
         self._of_prompts: dict[int, _Entries] = {}
         self._is_begun = [False for _ in self._indices()]
 
     def _indices(self) -> range:
-        return range(len(self._plan.prompts) * self._plan.n)
+        return range(len(self._recipe.prompts) * self._recipe.n)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         return []
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunks(self, delta: Delta) -> list[Json]:
         return [{**self._head, "choices": [self._choice(delta)]}]
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> Json:
         return {**self._head, "choices": []}
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
         choices = [self._choice(delta) for delta in joined(deltas, len(self._indices()))]
         return {**self._head, "choices": choices, "usage": usage}
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
-        plan, index = self._plan, delta.index
+    def _choice(self, delta: Delta) -> Json:
+        recipe, index = self._recipe, delta.index
         is_first, self._is_begun[index] = not self._is_begun[index], True
-        choice: dict[str, Any] = {
+        choice: Json = {
             "index": index,
-            "text": (plan.texts[index // plan.n] if plan.echo and is_first else "") + delta.text,
-            "logprobs": None if plan.logprobs is None else self._logprobs(delta),
+            "text": (recipe.texts[index // recipe.n] if recipe.echo and is_first else "") + delta.text,
+            "logprobs": None if recipe.logprobs is None else self._logprobs(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if plan.return_token_ids:
+        if recipe.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            choice["prompt_token_ids"] = plan.prompts[index // plan.n] if is_first else None
+            choice["prompt_token_ids"] = recipe.prompts[index // recipe.n] if is_first else None
         return choice
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta) -> Json:
         names, logprobs, tops = self._entries(delta.token_ids, delta.logprobs, delta.top_logprobs)
         if delta.prompt is not None:
-            before = self._prompt_entries(delta.index // self._plan.n, delta.prompt)
+            before = self._prompt_entries(delta.index // self._recipe.n, delta.prompt)
             names, logprobs, tops = before[0] + names, before[1] + logprobs, before[2] + tops
         offsets = list(accumulate(map(len, names), initial=self._offsets[delta.index]))
         self._offsets[delta.index] = offsets.pop()
         return {
             "tokens": names,
             "token_logprobs": logprobs,
-            "top_logprobs": tops if self._plan.logprobs else None,
+            "top_logprobs": tops if self._recipe.logprobs else None,
             "text_offset": offsets,
         }
 
@@ -154,7 +154,7 @@ class CompletionForm(_CompletionEvents):
         return (
             [self._tokens.name(token) for token in tokens],
             finite,
-            self._tops(tokens, finite, tops) if self._plan.logprobs else [],
+            self._tops(tokens, finite, tops) if self._recipe.logprobs else [],
         )
 
     def _tops(
@@ -176,47 +176,47 @@ class CompletionForm(_CompletionEvents):
 class ChatForm(_CompletionEvents):
     """Of /v1/chat/completions."""
 
-    def __init__(self, plan: Plan, tokenizer: Any, answer_id: str, created: int) -> None:
-        self._plan = plan
-        self._scores_of = chat_scores(plan, tokenizer)
-        self._head = {"id": answer_id, "created": created, "model": plan.model, "system_fingerprint": None}
+    def __init__(self, recipe: Recipe, tokenizer: Any, answer_id: str, created: int) -> None:
+        self._recipe = recipe
+        self._scores_of = chat_scores(recipe, tokenizer)
+        self._head = {"id": answer_id, "created": created, "model": recipe.model, "system_fingerprint": None}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
         chunks = [
             self._chunk([{"index": index, "delta": first, "logprobs": None, "finish_reason": None}])
-            for index in range(self._plan.n)
+            for index in range(self._recipe.n)
         ]
-        if self._plan.return_token_ids:
-            chunks[0]["prompt_token_ids"] = self._plan.prompts[0]
+        if self._recipe.return_token_ids:
+            chunks[0]["prompt_token_ids"] = self._recipe.prompts[0]
         return chunks
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    def chunks(self, delta: Delta) -> list[Json]:
+        content: Json = {"content": delta.text} if delta.text else {}
         if delta.reasoning:
             content["reasoning_content"] = delta.reasoning
         if delta.calls:
             content["tool_calls"] = [{"index": part.index, **_call_part(part)} for part in delta.calls]
         return [self._chunk([self._choice(delta, "delta", content)])]
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> Json:
         return self._chunk([])
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        made = [self._choice(delta, "message", self._message(delta)) for delta in joined(deltas, self._plan.n)]
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
+        made = [self._choice(delta, "message", self._message(delta)) for delta in joined(deltas, self._recipe.n)]
         answer = {**self._head, "object": "chat.completion", "choices": made, "usage": usage}
-        if self._plan.return_token_ids:
-            answer["prompt_token_ids"] = self._plan.prompts[0]
+        if self._recipe.return_token_ids:
+            answer["prompt_token_ids"] = self._recipe.prompts[0]
         return answer
 
-    def _message(self, delta: Delta) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    def _message(self, delta: Delta) -> Json:
+        message: Json = {"role": "assistant", "content": delta.text, "refusal": None}
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
-        calls: list[dict[str, Any]] = []
+        calls: list[Json] = []
         for part in delta.calls:
             if part.index == len(calls):
                 calls.append(_call_part(part))
@@ -226,7 +226,7 @@ class ChatForm(_CompletionEvents):
             message |= {"content": delta.text or None, "tool_calls": calls}
         return message
 
-    def _choice(self, delta: Delta, name: str, content: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, delta: Delta, name: str, content: Json) -> Json:
         choice = {
             "index": delta.index,
             name: content,
@@ -234,21 +234,21 @@ class ChatForm(_CompletionEvents):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if self._plan.logprobs is not None:
+        if self._recipe.logprobs is not None:
             choice["logprobs"] = {"content": self._scores_of(delta), "refusal": None}
-        if self._plan.return_token_ids:
+        if self._recipe.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
 
 
-def chat_scores(plan: Plan, tokenizer: Any) -> Callable[[Delta], list[dict[str, Any]]]:
+def chat_scores(recipe: Recipe, tokenizer: Any) -> Callable[[Delta], list[Json]]:
     """The log-probabilities of a delta's tokens as chat completions have them, one entry for each token."""
-    tokens = _Tokens(plan, tokenizer)
+    tokens = _Tokens(recipe, tokenizer)
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> Json:
         return {"token": tokens.name(token), "logprob": _finite(logprob), "bytes": tokens.bytes(token)}
 
-    def entries(delta: Delta) -> list[dict[str, Any]]:
+    def entries(delta: Delta) -> list[Json]:
         tops = delta.top_logprobs or [[]] * len(delta.token_ids)
         return [
             {**entry(token, logprob), "top_logprobs": [entry(*each) for each in top]}
@@ -258,7 +258,7 @@ def chat_scores(plan: Plan, tokenizer: Any) -> Callable[[Delta], list[dict[str, 
     return entries
 
 
-def _call_part(part: CallPart) -> dict[str, Any]:
+def _call_part(part: CallPart) -> Json:
     if part.name is None:
         return {"function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}

@@ -11,8 +11,8 @@ from typing import Any
 import hf_paged
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView
-from hf_paged.serving.latencies import Latencies
 from hf_paged.serving.metrics import Metrics
+from hf_paged.serving.problems import Json
 from hf_paged.serving.served import ServedModel
 
 SPAN = 120.0
@@ -26,10 +26,9 @@ class Live:
     opened later.
     """
 
-    def __init__(self, engine: Engine, served: ServedModel, latencies: Latencies, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, served: ServedModel, metrics: Metrics) -> None:
         self._engine = engine
         self._served = served
-        self._latencies = latencies
         self._metrics = metrics
         self._history: deque[tuple[Any, ...]] = deque(maxlen=int(SPAN))
         self._began = time.monotonic()
@@ -47,7 +46,7 @@ class Live:
         self._history.append((now, stats.generated_tokens, *(count / total for count in shares), *self._quantiles()))
 
     def _quantiles(self) -> tuple[list[float] | None, list[float] | None]:
-        return self._latencies.first_token.quantiles(0.5, 0.95), self._latencies.between.quantiles(0.5, 0.95)
+        return self._metrics.first_token.quantiles(0.5, 0.95), self._metrics.between.quantiles(0.5, 0.95)
 
     def body(self, *, with_history: bool = False) -> tuple[str, bytes]:
         """A tag, and JSON that is the same as long as the tag is, but for the history. Does not wait for a step."""
@@ -61,7 +60,7 @@ class Live:
         latency = {"first_token": first, "between_tokens": between}
         made = self._made
         if snapshot is None or made[0] != tag or with_history:
-            value: dict[str, Any] = {
+            value: Json = {
                 "server": self._server(),
                 "engine": None if snapshot is None else self._engine_json(snapshot),
                 "latency": latency,
@@ -74,7 +73,7 @@ class Live:
                 self._made = made
         return made
 
-    def _server(self) -> dict[str, Any]:
+    def _server(self) -> Json:
         served, config = self._served, self._engine.scheduler_config
         return {
             "version": hf_paged.__version__,
@@ -88,7 +87,7 @@ class Live:
             "prefix_caching": config.prefix_caching,
         }
 
-    def _engine_json(self, snapshot: EngineSnapshot) -> dict[str, Any]:
+    def _engine_json(self, snapshot: EngineSnapshot) -> Json:
         return {
             "number": snapshot.number,
             "time": round(snapshot.time - self._began, 3),
@@ -96,27 +95,17 @@ class Live:
             "requests": [_request(request) for request in snapshot.requests],
             "waiting": snapshot.num_waiting,
             "events": snapshot.events,
-            "steps": snapshot.steps,
-            "prompt_tokens": snapshot.prompt_tokens,
-            "generated_tokens": snapshot.generated_tokens,
-            "cow_copies": snapshot.cow_copies,
-            "preemptions_recompute": snapshot.preemptions_recompute,
-            "preemptions_swap": snapshot.preemptions_swap,
-            "blocks_swapped_out": snapshot.blocks_swapped_out,
-            "blocks_swapped_in": snapshot.blocks_swapped_in,
-            "prefix_query_tokens": snapshot.prefix_cache_query_tokens,
-            "prefix_hit_tokens": snapshot.prefix_cache_hit_tokens,
-            "prefix_evictions": snapshot.prefix_cache_evictions,
+            "counters": snapshot.counters,
         }
 
 
-def _pool(pool: PoolView) -> dict[str, Any]:
+def _pool(pool: PoolView) -> Json:
     return {
         "blocks": pool.num_blocks,
         "touched": pool.num_touched,
         "block_size": pool.block_size,
         "bytes": pool.bytes_per_block,
-        "windows": pool.windows,
+        "kinds": pool.kinds,
         "cached": pool.cached,
         "pinned": pool.pinned,
         "host_blocks": pool.num_host_blocks,
@@ -124,7 +113,7 @@ def _pool(pool: PoolView) -> dict[str, Any]:
     }
 
 
-def _request(view: RequestView) -> dict[str, Any]:
+def _request(view: RequestView) -> Json:
     return {
         "id": view.request_id,
         "status": view.status,

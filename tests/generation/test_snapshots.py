@@ -62,8 +62,8 @@ def assert_true(engine: Engine, snapshot: EngineSnapshot) -> None:
     assert references == {block: count for block, count in enumerate(counts) if count}
     assert pool.cached == manager.allocator.cached_blocks
     assert len(references) + len(pool.cached) == stats.blocks_used + stats.blocks_cached
-    assert (snapshot.steps, snapshot.generated_tokens) == (stats.steps, stats.generated_tokens)
-    assert (snapshot.cow_copies, snapshot.num_waiting) == (stats.cow_copies, stats.num_waiting)
+    assert snapshot.counters["generated_tokens"] == stats.generated_tokens > 0
+    assert (snapshot.counters["cow_copies"], snapshot.num_waiting) == (stats.cow_copies, stats.num_waiting)
     assert pool.bytes_per_block * pool.num_blocks == stats.kv_bytes_reserved
 
 
@@ -122,7 +122,7 @@ def test_evictions_are_named(every_step: None) -> None:
         snapshot, stats = engine.snapshot(), engine.stats()
     assert snapshot is not None
     evicted = [block for event in snapshot.events if event.kind == "evict" for block in event.blocks]
-    assert len(evicted) == stats.prefix_cache_evictions == snapshot.prefix_cache_evictions > 0
+    assert len(evicted) == stats.prefix_cache_evictions == snapshot.counters["prefix_cache_evictions"] > 0
 
 
 class Blocked(LogitsProcessor):
@@ -199,7 +199,7 @@ def test_every_layer_group_has_its_tables(every_step: None) -> None:
         snapshot = engine._watch.latest
         assert snapshot is not None
         manager = engine._memory.manager
-        assert snapshot.pool.windows == [group.kind.window for group in manager.groups] and len(manager.groups) >= 2
+        assert snapshot.pool.kinds == [str(group.kind) for group in manager.groups] and len(manager.groups) >= 2
         ((view,),) = [request.sequences for request in snapshot.requests]
         assert view.tables == manager.block_tables(view.seq_id)
         assert any(-1 in table for table in view.tables)

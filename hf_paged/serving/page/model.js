@@ -73,7 +73,7 @@ export function mask(engine, id) {
 export function memory({ engine, view, server }) {
   const { pool } = engine, most = server.max_model_len;
   const reserved = (tokens) => running(engine).reduce((total, each) => total + each.width * tokens(each), 0);
-  const perToken = (pool.bytes / pool.block_size) * pool.windows.length; // every group of layers
+  const perToken = (pool.bytes / pool.block_size) * pool.kinds.length; // every group of layers
   return {
     filled: (view.filled * pool.bytes) / pool.block_size,
     used: view.used * pool.bytes,
@@ -103,8 +103,8 @@ export function remember({ engine, latency, view, history }) {
   const before = history.findLast((each) => each.time <= engine.time - 0.9) || history[0];
   const seconds = before ? engine.time - before.time : 0;
   history.push({
-    time: engine.time, generated: engine.generated_tokens,
-    rate: seconds > 0 ? Math.max(0, engine.generated_tokens - before.generated) / seconds : 0,
+    time: engine.time, generated: engine.counters.generated_tokens,
+    rate: seconds > 0 ? Math.max(0, engine.counters.generated_tokens - before.generated) / seconds : 0,
     first: latency.first_token, between: latency.between_tokens,
     used: view.used / view.count, shared: view.shared / view.count, cached: (view.used + engine.pool.cached.length) / view.count,
   });
