@@ -133,7 +133,8 @@ class _CrossLayer:
 
 
 class _CrossLayers:
-    """Layers by index: which number of them a model has is known only when it has run."""
+    """Layers by index: how many of them a model has is known only when it has run. Some models ask whether there are
+    any."""
 
     def __init__(self, cache: CrossCache) -> None:
         self._cache = cache
@@ -142,13 +143,13 @@ class _CrossLayers:
         return _CrossLayer(self._cache, layer_idx)
 
     def __len__(self) -> int:
-        return 0
+        return 1
 
 
 class CrossCache(Cache):
     """K/V of the encoder's states: written by the first forward, read by every later one."""
 
-    step: RowStep
+    step: RowStep | None = None
 
     def __init__(self) -> None:
         self.layers = _CrossLayers(self)  # type: ignore[assignment]
@@ -158,7 +159,7 @@ class CrossCache(Cache):
         self.seen: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the first forward: mask, visible, slots
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0 if self.step.keep is not None else self.step.encoder_length
+        return 0 if self.step is None or self.step.keep is not None else self.step.encoder_length
 
     def shown(self, layer_idx: int, which: int) -> torch.Tensor:
         """[rows, num_kv_heads, length of the encoder, (v_)head_dim] without contents."""

@@ -188,6 +188,13 @@ _LENGTHS = (6, 4)
 """Encoder states of the two rows of the trial."""
 
 
+@dataclass
+class _States(BaseModelOutput):
+    """Outputs of an encoder. Some have a mask of the states too, and their models read it."""
+
+    attention_mask: torch.Tensor | None = None
+
+
 def trial_inputs(model: Any) -> dict[str, Any]:
     """Inputs of the forward of two rows of four tokens, with states that an encoder might have computed.
 
@@ -202,7 +209,7 @@ def trial_inputs(model: Any) -> dict[str, Any]:
     states = values.view(2, _LENGTHS[0], width).to(model.device, model.dtype)
     inputs: dict[str, Any] = {
         "decoder_input_ids": ids,
-        "encoder_outputs": BaseModelOutput(last_hidden_state=states),  # type: ignore[arg-type]
+        "encoder_outputs": _States(last_hidden_state=states),  # type: ignore[arg-type]
     }
     if model.main_input_name == "input_ids":
         mask = torch.ones(2, _LENGTHS[0], dtype=torch.int64, device=model.device)
