@@ -44,9 +44,7 @@ class RowDecoder(PackedDecoder):
         on_step: Callable[[PagedMemory], None] | None = None,
     ) -> None:
         packed: Any = EncoderDecoderModel(model, memory, check_code, self.reorder)
-        super().__init__(
-            packed, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step
-        )  # fmt: skip
+        super().__init__(packed, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step)
         self.cache = packed.cache
         self.encoders: list[Encoder] = []  # of each row
 
@@ -187,7 +185,7 @@ def check_encoder_inputs(model: Any, inputs: Any, generation_config: Any, kwargs
         check_inputs(model, None, generation_config, {**others, "input_ids": None})
     ids = kwargs.get("decoder_input_ids")
     if ids is not None:
-        check_prompts(model, ids, "decoder_input_ids")
+        check_prompts(model.get_decoder(), ids, "decoder_input_ids")
 
 
 def rows_obstacle(

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_paged.cache.layers import WHOLE, Layout
 from hf_paged.cache.memory import PagedMemory
@@ -218,7 +217,9 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
     if kwargs.get("past_key_values") is not None:
         check_cache(report, paged_part(kwargs["past_key_values"]))
     obstacle = argument_obstacle(model, report, kwargs)
-    length = _prompt_length(kwargs.get("decoder_input_ids"), {}) if report.has_encoder else _prompt_length(inputs, kwargs)
+    length = (
+        _prompt_length(kwargs.get("decoder_input_ids"), {}) if report.has_encoder else _prompt_length(inputs, kwargs)
+    )
     return _Call(model, report, CallRecord(report.model), obstacle, length)
 
 
@@ -270,9 +271,7 @@ def prepare_cache_for_generation(
         model_kwargs["past_key_values"] = call.decoding.decoder.cache  # type: ignore[union-attr]
     else:
         call.decoding = _open_dense_view(call, config, cache_config, values["batch_size"])
-        cache, has_encoder = call.decoding.cache, call.report.has_encoder
-        paired = EncoderDecoderCache(cache, DynamicCache()) if has_encoder else cache_of_call(model, cache, model_kwargs)  # type: ignore[arg-type]
-        model_kwargs["past_key_values"] = paired
+        model_kwargs["past_key_values"] = cache_of_call(model, call.decoding.cache, model_kwargs)  # type: ignore[arg-type]
     call.record.start(call.decoding.memory)  # type: ignore[union-attr]
     return None
 

@@ -189,6 +189,8 @@ class PairCache(EncoderDecoderCache):
         super().__init__(SelfCache(), CrossCache())  # type: ignore[no-untyped-call]
         self.own: SelfCache = self.self_attention_cache
         self.cross: CrossCache = self.cross_attention_cache
+        # Some models put a cache of another kind in place of the second one, unless they find it in use.
+        self.is_updated = {0: True}
         self._reorder = reorder
 
     @property

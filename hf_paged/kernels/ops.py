@@ -141,7 +141,8 @@ def paged_attention(
     head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key at position j:
 
     - the key is visible if j <= p, j > p - sliding_window, and j // chunk_size == p // chunk_size;
-    - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p) + distance_bias[head, p - j];
+    - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p), then
+      + distance_bias[head, p - j];
     - sinks add one logit per head to the softmax, without a value.
 
     Options that are None do not apply; sinks and alibi_slopes (the slopes) are floating-point [num_heads].

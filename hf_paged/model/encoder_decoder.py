@@ -17,7 +17,6 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, name_ours, name_own
 from hf_paged.integration.encoder_decoder import PairCache, RowStep
@@ -96,9 +95,7 @@ class EncoderDecoderModel:
         memory.append(list(zip(rows, lengths)))
         metadata, _ = memory.step_metadata(rows, lengths, device)
         keep = torch.arange(columns, dtype=torch.int64)[None, :] >= torch.tensor(padding, dtype=torch.int64)[:, None]
-        step = RowStep(
-            metadata[0], memory.pool, 0, list(padding), keep=keep.to(device), write_encoder=write_encoder
-        )
+        step = RowStep(metadata[0], memory.pool, 0, list(padding), keep=keep.to(device), write_encoder=write_encoder)
         self.cache.cross.seen = None
         self.cache.own.length = 0
         self.cache.is_updated.clear()
@@ -190,9 +187,10 @@ _LENGTHS = (6, 4)
 
 @dataclass
 class _States(BaseModelOutput):
-    """Outputs of an encoder. Some have a mask of the states too, and their models read it."""
+    """Outputs of an encoder, with what some encoders return besides states, because their models read it."""
 
     attention_mask: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 def trial_inputs(model: Any) -> dict[str, Any]:
@@ -220,7 +218,8 @@ def trial_inputs(model: Any) -> dict[str, Any]:
 
 def _encoder_width(model: Any) -> int:
     """Elements of one state of the encoder."""
-    for config in (getattr(model.get_encoder(), "config", None), model.config):
+    own = getattr(model.get_encoder(), "config", model.config)
+    for config in (own, own.get_text_config(encoder=True), model.config):
         width = getattr(config, "hidden_size", None)
         if isinstance(width, int):
             return width
@@ -254,11 +253,6 @@ def own_steps(model: Any, given: dict[str, Any], past: Any) -> torch.Tensor:
 def plain_cache(model: Any) -> EncoderDecoderCache:
     config = model.config.get_text_config(decoder=True)
     return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-
-
-def paged_pair() -> EncoderDecoderCache:
-    """A cache whose part for the decoder's own tokens is in blocks."""
-    return EncoderDecoderCache(PagedKVCache(), DynamicCache())
 
 
 def packed_steps(model: Any, given: dict[str, Any], memory: PagedMemory) -> torch.Tensor:

@@ -21,6 +21,7 @@ from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.model import encoder_decoder
+from hf_paged.model.cross_attention import PagedPair
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
@@ -325,7 +326,7 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
                 why = str(error)
             except Exception as error:  # as above
                 why = f"it does not run on packed rows ({first_line(error)})"
-        pair = encoder_decoder.paged_pair()
+        pair = PagedPair(PagedKVCache())
         try:
             actual = encoder_decoder.own_steps(model, given, pair)
             if not model.training:
