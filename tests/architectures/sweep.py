@@ -140,9 +140,7 @@ def _examine_encoder(model: Any) -> dict[str, Any]:
                 if not cache:
                     result.setdefault("plain_fails", {})[name] = _line(error)
                     break
-                return {
-                    **result, "result": "crashed", "call": name, "reason": _line(error), "trace": traceback.format_exc(),
-                }  # fmt: skip
+                return {**result, "result": "crashed", "reason": f"{name}: {_line(error)}"}
         else:
             result.setdefault("routes", {})[name] = records[0].route
             if not torch.equal(*tokens):

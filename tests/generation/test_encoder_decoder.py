@@ -301,3 +301,33 @@ def test_whisper_returns_times_of_tokens() -> None:
     plain, paged = transcribe(sound(2, 100), {"hf_loop"}, return_token_timestamps=True, language="en")
     assert torch.equal(plain["sequences"], paged["sequences"])
     torch.testing.assert_close(plain["token_timestamps"], paged["token_timestamps"])
+
+
+def tokenizer() -> Any:
+    """One letter for each of the ids that are neither special nor times."""
+    special = {2: "<|endoftext|>", 3: "<|startoftranscript|>", 4: "<|en|>", 5: "<|de|>", 6: "<|transcribe|>"}
+    special |= {7: "<|translate|>", 8: "<|startofprev|>", 60: "<|notimestamps|>"}
+    vocab = {special.get(i, f"<|{(i - 61) * 0.02:.2f}|>" if i > 60 else chr(33 + i)): i for i in range(99)}
+    made = transformers.WhisperTokenizer(vocab=vocab, merges=[])
+    made.add_special_tokens({"additional_special_tokens": [*special.values()]})
+    return made
+
+
+@pytest.mark.parametrize("seconds", [0.4, 2.5])
+@pytest.mark.parametrize("times", [False, True, "word"])
+def test_the_pipeline(times: Any, seconds: float) -> None:
+    extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=160)
+    run = transformers.pipeline(
+        "automatic-speech-recognition", model=whisper(), tokenizer=tokenizer(), feature_extractor=extractor
+    )
+    wave = torch.randn(int(16000 * seconds), generator=torch.Generator().manual_seed(1)).numpy()
+    options = {"language": "en", "num_beams": 2, "max_new_tokens": 10}
+    plain = run(wave.copy(), return_timestamps=times or seconds > 1, generate_kwargs=dict(options))
+    with hf_paged.record_calls() as records:
+        paged = run(
+            wave.copy(),
+            return_timestamps=times or seconds > 1,
+            generate_kwargs=options | {"cache_implementation": "paged"},
+        )
+    assert plain == paged and len(set(paged["text"])) > 2
+    assert {record.route for record in records} == {"hf_loop" if times == "word" else "packed"}
