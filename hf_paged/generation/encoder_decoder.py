@@ -79,6 +79,7 @@ class RowDecoder(PackedDecoder):
         self.rows = self._fork_rows(rows, index)
         self.encoders = [encoders[i] for i in index]
         self.length = columns
+        self.length_beside = self._packed.encoder_length  # type: ignore[attr-defined]
         return logits if self._expand == 1 else logits.repeat_interleave(self._expand, dim=0)
 
     def _later(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -86,11 +87,13 @@ class RowDecoder(PackedDecoder):
         if not self.keep_finished:
             self._drop_finished()
         active = [r for r, row in enumerate(self.rows) if row is not None]
+        states = inputs.pop("encoder_outputs")  # large; only their shape will be read
+        inputs = {**rows_of(inputs, active, num_rows), "encoder_outputs": states}
         some: torch.Tensor = self._packed.later(  # type: ignore[attr-defined]
             [self.rows[r] for r in active],
             [self.encoders[r] for r in active],
             [self.padding[r] for r in active],
-            rows_of(inputs, active, num_rows),
+            inputs,
         )
         self.length += 1
         if len(active) == num_rows:

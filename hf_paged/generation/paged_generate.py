@@ -417,4 +417,5 @@ def _observe_end(record: CallRecord, decoding: _Decoding, result: Any) -> None:
     sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
     if sequences is not None:
         # Beam search returns fewer rows than it computes.
-        record.finish(decoding.memory, max(sequences.shape[0], decoding.num_rows), sequences.shape[1])
+        beside = 0 if decoding.decoder is None else decoding.decoder.length_beside
+        record.finish(decoding.memory, max(sequences.shape[0], decoding.num_rows), sequences.shape[1] + beside)

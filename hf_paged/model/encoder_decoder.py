@@ -28,7 +28,7 @@ from hf_paged.model.state import state_of
 class _FirstStep:
     """The first forward: attention goes through our function, which records K/V, and masks are the model's own."""
 
-    def __init__(self, configs: list[Any]) -> None:
+    def __init__(self, _: PairCache, configs: list[Any]) -> None:
         self._configs = configs
 
     def enter(self) -> None:
@@ -62,6 +62,7 @@ class EncoderDecoderModel:
         self._check_code = check_code
         self._weights = state_of(model).weights
         self._code = -1
+        self._structure: Any = None
         self._last: DecodeStep | None = None
         self._visible: torch.Tensor  # bool [encoders, length]: which states have K/V
         self._encoder_rows: _EncoderRows | None = None
@@ -92,6 +93,8 @@ class EncoderDecoderModel:
             slots = [memory.manager.slots(encoder, 0, count) for encoder, count in zip(encoders, counts)]
             return to_device(np.array(list(itertools.chain(*slots)), dtype=np.int64), visible.device)
 
+        if check_room is not None:
+            check_room(lengths)
         memory.append(list(zip(rows, lengths)))
         metadata, _ = memory.step_metadata(rows, lengths, device)
         keep = torch.arange(columns, dtype=torch.int64)[None, :] >= torch.tensor(padding, dtype=torch.int64)[:, None]
@@ -99,7 +102,7 @@ class EncoderDecoderModel:
         self.cache.cross.seen = None
         self.cache.own.length = 0
         self.cache.is_updated.clear()
-        logits = self._forward(step, inputs, _FirstStep(configs_of(self.model)))
+        logits = self._forward(step, inputs, _FirstStep)
         self.cache.cross.seen = None
         self.cache.own.length = columns
         return logits
@@ -121,18 +124,23 @@ class EncoderDecoderModel:
             metadata, _ = memory.step_metadata(rows, [1] * len(rows), device)
         step = RowStep(
             metadata[0], memory.pool, self.cache.own.length, list(padding), self._reads(list(encoders)),
-            self._visible.shape[1],
+            self.encoder_length,
         )  # fmt: skip
         inputs = {**inputs, "encoder_outputs": _first_row(inputs["encoder_outputs"], len(rows))}
-        logits = self._forward(step, inputs, PackedStep(self.cache, configs_of(self.model)))
+        logits = self._forward(step, inputs, PackedStep)
         self.cache.own.length += 1
         return logits
+
+    @property
+    def encoder_length(self) -> int:
+        """States of each row of the encoder, masked ones included."""
+        return self._visible.shape[1]
 
     def encoder_states(self, layer_idx: int, which: int, encoders: Sequence[tuple[str, int]]) -> torch.Tensor:
         """K (`which` 0) or V (1) of the states of these encoders in a layer, zeros for masked ones: [len(encoders),
         num_kv_heads, length, (v_)head_dim]."""
         cache, manager, size = self.memory.pool[layer_idx][which], self.memory.manager, self.memory.block_size
-        states = cache.new_zeros(len(encoders), self._visible.shape[1], *cache.shape[2:])
+        states = cache.new_zeros(len(encoders), self.encoder_length, *cache.shape[2:])
         for row, encoder in enumerate(encoders):
             slots = torch.tensor(manager.slots(encoder, 0, manager.num_tokens(encoder)), dtype=torch.int64)
             slots = slots.to(cache.device)
@@ -148,12 +156,18 @@ class EncoderDecoderModel:
             known = self._encoder_rows = _EncoderRows(encoders, layout, replace(known.metadata, scratch={}))
         return known.metadata
 
-    def _forward(self, step: RowStep, inputs: dict[str, Any], patch: Any) -> torch.Tensor:
+    def _forward(
+        self, step: RowStep, inputs: dict[str, Any], kind: Callable[[PairCache, list[Any]], Any]
+    ) -> torch.Tensor:
         self._weights.look()
+        if self._weights.structure != self._structure:
+            self._structure = self._weights.structure
+            self._configs = configs_of(self.model)
         if self._check_code is not None and self._weights.code != self._code:
             self._check_code()
             self._code = self._weights.code
         self.cache.begin(step)
+        patch = kind(self.cache, self._configs)
         try:
             patch.enter()
             output = uncompiled(self.model)(**{**inputs, "past_key_values": self.cache, "return_dict": True})

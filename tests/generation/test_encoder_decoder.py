@@ -155,6 +155,7 @@ def test_beams_and_samples_share_the_states_of_their_encoder(mode: dict[str, Any
         used[count] = records[0].peak_blocks_used
     own = {1: 2, 8: 9}  # the start token, and one more for each row
     assert used[1] - own[1] == 50  # states of the encoder
+    assert records[0].kv_bytes_contiguous > 7 * records[0].kv_bytes_used
     assert used[8] - own[8] <= 1.1 * (used[1] - own[1])
 
 
