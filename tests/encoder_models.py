@@ -123,12 +123,12 @@ def model(name: str) -> Any:
     torch.manual_seed(0)
     made = _MODELS[name]().float().eval()
     generator = torch.Generator().manual_seed(1)
-    decoder = {id(p) for n, p in made.named_parameters() if "decoder" in n or "lm_head" in n or "proj_out" in n}
-    for parameter in made.parameters():
-        if parameter.dim() > 1 and id(parameter) in decoder:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * (1.2 / parameter.shape[-1] ** 0.5)
-        elif parameter.dim() > 1:
-            parameter.data.mul_(3)
+    for path, parameter in made.named_parameters():
+        if parameter.dim() > 1 and parameter.numel() > 4:
+            # Tokens must not outweigh positions and the encoder's states, or the text repeats its last token.
+            spread = 0.7 if "position" in path else 0.3 if "embed" in path or "shared" in path else None
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+            parameter.data *= 1.8 / parameter[0].numel() ** 0.5 if spread is None else spread
     config = made.generation_config
     config.pad_token_id, config.eos_token_id = PAD, EOS
     if config.decoder_start_token_id is None:
