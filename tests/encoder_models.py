@@ -74,6 +74,18 @@ def _moonshine() -> Any:
     return transformers.MoonshineForConditionalGeneration(config)
 
 
+def _speech_mbart() -> Any:
+    sound = transformers.Wav2Vec2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
+        conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, feat_proj_dropout=0.0,
+    )  # fmt: skip
+    decoder = transformers.MBartConfig(**_BART, add_cross_attention=True, is_decoder=True)
+    config = transformers.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(sound, decoder)
+    config.pad_token_id, config.decoder_start_token_id = PAD, BOS
+    return transformers.SpeechEncoderDecoderModel(config=config)
+
+
 def _composite(decoder: Any) -> Any:
     vision = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
@@ -111,6 +123,7 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "whisper": _whisper,
     "speech2text": _speech2text,
     "moonshine": _moonshine,
+    "speech-mbart": _speech_mbart,
     "vision-gpt2": _vision_gpt2,
     "trocr": _trocr,
 }
@@ -150,6 +163,8 @@ def inputs(name: str, rows: int = 4) -> dict[str, torch.Tensor]:
         mask = torch.ones(rows, 4000, dtype=torch.int64)
         mask[-1, 2500:] = 0
         return {kind: torch.randn(rows, 4000, generator=generator), "attention_mask": mask}
+    if name == "speech-mbart":
+        return {kind: torch.randn(rows, 400, generator=generator)}
     if kind == "pixel_values":
         return {kind: torch.randn(rows, 3, 16, 16, generator=generator)}
     ids = torch.randint(3, VOCAB, (rows, 21), generator=generator)

@@ -233,7 +233,7 @@ def trial_inputs(model: Any) -> dict[str, Any]:
 def _encoder_width(model: Any) -> int:
     """Elements of one state of the encoder."""
     own = getattr(model.get_encoder(), "config", model.config)
-    for config in (own, own.get_text_config(encoder=True), model.config):
+    for config in (own, getattr(own, "text_config", None), model.config):
         width = getattr(config, "hidden_size", None)
         if isinstance(width, int):
             return width

@@ -65,6 +65,8 @@ CI_TYPES = {
     "MistralLarge4ForConditionalGeneration": "dense view",  # values of size 0
     "UnlimitedOcrForConditionalGeneration": "refused",  # keeps the prompt and a window
     "T5ForConditionalGeneration": "native",  # an encoder-decoder model
+    "WhisperForConditionalGeneration": "native",
+    "LEDForConditionalGeneration": "dense view",  # an attention of its own over the encoder's states
 }
 
 
