@@ -35,6 +35,8 @@ that you wrote yourself, is treated in the same way.
   exact, but slower. Other state (recurrent, convolution, indexer) is kept per row and moves with the blocks.
 - **refused**: `UnsupportedModelError` with the reason, before any token is generated.
 
+It also names the kinds of memory (full, window, chunk, state), with bytes a token and a sequence ([sizing](sizing.md)).
+
 The engine computes models that are not native as the rows of padded batches, where their logits allow it
 ([measured](engine.md#models-that-do-not-run-packed)). It also runs recurrent models without attention (falcon_mamba,
 mamba, mamba2, rwkv, xlstm), for which `generate` has nothing to page. It refuses cpmant and recurrent_gemma as models,

@@ -26,7 +26,7 @@ def check(model: Any) -> SupportReport:
     report = support.check(model)
     model = unwrapped(model)
     if not report.native:
-        return replace(report, together=_together(model)) if report.supported or report.engine_only else report
+        return replace(report, **_together(model)) if report.supported or report.engine_only else report
     if not is_on_gpu(model):
         return report
     reason = obstacle(model)
@@ -42,8 +42,8 @@ _WORDS = {
 }
 
 
-def _together(model: Any) -> str:
-    """How the engine computes a model that cannot run packed."""
+def _together(model: Any) -> dict[str, Any]:
+    """How the engine computes a model that cannot run packed, and the size of its states: fields of the report."""
     kept = _kept.get(model)
     structure = state_of(model).weights.structure
     if kept is None or kept[0] != structure:
@@ -51,16 +51,18 @@ def _together(model: Any) -> str:
     return kept[1]
 
 
-def _tried(model: Any) -> str:
+def _tried(model: Any) -> dict[str, Any]:
     with device_of(model):  # whatever the caller's default device is
         try:
             tried = model if foreign_code(model).inside is None else bare_copy(model)
             rows = RowModel(model, PagedMemory(4, growable=True), tried)
         except UnsupportedModelError as error:
-            return f"refused: {error}"
-    if rows.prompts == rows.decodes:
-        return _WORDS[rows.decodes]
-    return f"{_WORDS[rows.decodes]}; prompts: {_WORDS[rows.prompts]}"
+            return {"together": f"refused: {error}"}
+    words = _WORDS[rows.decodes]
+    if rows.prompts != rows.decodes:
+        words += f"; prompts: {_WORDS[rows.prompts]}"
+    sizes = sum(rows.state_bytes.values()), sum(rows.state_bytes_per_token.values())
+    return {"together": words, "state_bytes": sizes}
 
 
-_kept: Slot[tuple[object, str]] = Slot("rows of the engine", is_released=False)
+_kept: Slot[tuple[object, dict[str, Any]]] = Slot("rows of the engine", is_released=False)

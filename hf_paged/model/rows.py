@@ -18,8 +18,8 @@ logits with those of each sequence alone. A model that derives positions from th
 gives other logits with padding. Rows are never mixed beyond the length from which a rotary embedding depends on the
 longest row, nor while code of others is in the model, which may depend on the layout of a batch.
 
-What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer resumes for one
-token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
+What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer may resume for
+one token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
 
 Knows models and the ids of sequences; never requests or sampling.
 """
@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ from transformers import GenerationConfig, GenerationMixin
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
-from hf_paged.cache.states import States, bytes_per_row, is_tree
+from hf_paged.cache.states import States, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import OWN_MASK
 from hf_paged.kernels.metadata import to_device
@@ -113,7 +113,6 @@ class _Rows:
         self.states = States()
         self.has_states = self.cache.keeps_states
         self.has_kv = any(isinstance(layer, PagedLayer) for layer in self.cache.layers)
-        self.state_bytes: dict[torch.device, int] = {}  # of a sequence, in the last forward
         self._device = device_of(model)
         self._makes_inputs = (
             type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
@@ -140,9 +139,7 @@ class _Rows:
             if self.has_kv and (kept := self.cache.get_seq_length()) != end:
                 raise UnsupportedModelError(f"it keeps {kept} entries for {end} tokens")
             if self.has_states:
-                states = self.cache.states
-                self.states.put([(part.seq_id, part.end) for part in parts], states)
-                self.state_bytes = self.state_bytes or bytes_per_row(states, len(parts))
+                self.states.put([(part.seq_id, part.end) for part in parts], self.cache.states)
         finally:
             self.cache.release_rows()
         return logits
@@ -185,6 +182,8 @@ class RowModel:
 
     `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
     for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
+    `no_prefixes`: why a sequence cannot begin with what another one has computed; "" if it can, in any pieces, or by
+    single tokens where results depend on the split.
     `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
     if results depend on the split, and the caller sets it while code of others in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
@@ -199,9 +198,18 @@ class RowModel:
         trial = _Trial(model, model if tried is None else tried)
         windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._rows.cache.layers)
         self._limit = rotary_limit(model) or math.inf
+        # Of a sequence's state on each device, and by how many it grows with a token.
+        self.state_bytes, self.state_bytes_per_token = trial.state_bytes, trial.bytes_per_token
         # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
-        depends = self.has_states or windows or self._limit < math.inf
-        self.depends_on_split = depends or not trial.splits_prompts()
+        depends = trial.grows or windows or self._limit < math.inf
+        # A piece may be a single token, for which recurrent layers have a function of its own.
+        resumes = not depends and (not self.has_states or trial.splits_prompts(by_one=True))
+        self.depends_on_split = not resumes or not trial.splits_prompts()
+        self.no_prefixes = ""
+        if trial.grows:
+            self.no_prefixes = f"{type(model).__name__} keeps states that grow with the tokens"
+        elif not resumes or (self.depends_on_split and not self.has_states):
+            self.no_prefixes = f"what {type(model).__name__} computes depends on how a prompt is split"
         self.is_incremental = self.depends_on_split
         self.is_alone = False
         self.prompts, self.decodes = trial.together()
@@ -213,11 +221,6 @@ class RowModel:
     def has_states(self) -> bool:
         return self._rows.has_states
 
-    @property
-    def state_bytes(self) -> dict[torch.device, int]:
-        """Bytes of a sequence's state on each device; known after the first forward."""
-        return self._rows.state_bytes
-
     def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
         """rows: (seq_id, number of its computed tokens) of the sequences of a step."""
         if self.has_states:
@@ -227,11 +230,32 @@ class RowModel:
     def fork(self, parent_id: int, child_id: int) -> None:
         self._rows.states.fork(parent_id, child_id)
 
+    def to_host(self, seq_id: int) -> None:
+        """The sequence is swapped out: move its state to host memory."""
+        self._rows.states.to_host(seq_id)
+
     def free(self, seq_id: int) -> None:
         self._rows.states.free(seq_id)
 
+    def keep(self, rows: Iterable[tuple[int, int, int]], *, clears: bool) -> None:
+        """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first."""
+        if clears:
+            self._rows.states.drop_checkpoints()
+        for seq_id, num_tokens, number in rows:
+            self._rows.states.keep(seq_id, num_tokens, number)
+
+    def restore(self, rows: Iterable[tuple[int, int, int]]) -> None:
+        """Begin sequences with checkpoints, as (number, seq_id, num_tokens)."""
+        for number, seq_id, num_tokens in rows:
+            self._rows.states.restore(number, seq_id, num_tokens)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Drop checkpoints."""
+        for number in numbers:
+            self._rows.states.drop(number)
+
     def clear(self) -> None:
-        """Drop the states of all sequences."""
+        """Drop the states of all sequences, and all checkpoints."""
         self._rows.states.clear()
 
     def forward(self, parts: Sequence[Part], *, tried: Any = None) -> list[torch.Tensor]:
@@ -295,7 +319,10 @@ class _Trial:
         self._model = model
         self._tried = tried
         tokens, expected = self._generated()
-        self._grows = False  # whether states are larger after more tokens
+        self.grows = False  # whether states are larger after more tokens
+        self._varies = False  # whether their shape is another, so that sequences of other lengths cannot be joined
+        self.state_bytes: dict[torch.device, int] = {}  # of a sequence, on each device, without what grows
+        self.bytes_per_token: dict[torch.device, int] = {}  # by which they grow
         # A mask of the model's own may choose among the tokens once they are many.
         self._chooses = OWN_MASK in examine(model).bare.reason
         self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
@@ -332,12 +359,16 @@ class _Trial:
             ) from error
         return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
 
-    def splits_prompts(self) -> bool:
-        """Whether a prompt in two pieces gives the same logits as in one."""
+    def splits_prompts(self, *, by_one: bool = False) -> bool:
+        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token."""
+        tokens = [*self._long, *self._other, *self._long]
+        rest = (1,) * 13 if by_one else (13,)
         try:
-            return self._close(self._run([(self._long, (2, 3, 1, 1))], "one", "one")[0][1:], self._alone[0])
+            (whole,) = self._run([(tokens, (20, 1))], "one", "one")
+            (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one")
         except Exception:  # some models assert that a prompt is not split
             return False
+        return self._close(split[-2:], whole)
 
     def together(self) -> tuple[Together, Together]:
         """Which rows share a forward in which they begin, and one in which they go on by one token."""
@@ -349,7 +380,7 @@ class _Trial:
             return "one", "one"
         decodes: Together = "equal"
         # In these two cases a trial of a few tokens does not show what padding does.
-        if not self._grows and not self._chooses:
+        if not self._varies and not self._chooses:
             if self._same(uneven, alone, "any", "any"):
                 return "any", "any"
             decodes = "any" if self._same(uneven, alone, "one", "any") else "equal"
@@ -378,14 +409,25 @@ class _Trial:
                 parts.append(Part(number, tokens[done[number] : end], done[number]))
                 memory.append([(number, cuts[step])])
                 done[number] = end
-            if step > 1 and computed.has_states:
-                states, (number, _, done_before) = computed.states, parts[0][:3]
-                self._grows = states.shape_number(number, done_before) != states.shape_number(number, done_before - 1)
             batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
             results = [result for batch in batches for result in computed.compute(self._tried, batch)]
+            if computed.has_states and step:
+                self._look_at_states(computed.states, parts[0])
             for own, result in zip(logits, results):
                 own.append(result[-1].float())
         return [torch.stack(own) for own in logits]
+
+    def _look_at_states(self, states: States, part: Part) -> None:
+        """Learn from a piece that goes on how large states are."""
+        before, now = (states.bytes_of(part.seq_id, length) for length in (part.start, part.end))
+        self.grows = self.grows or now != before
+        numbers = {states.shape_number(part.seq_id, length) for length in (part.start, part.end)}
+        self._varies = self._varies or len(numbers) > 1
+        count = len(part.ids)
+        self.bytes_per_token = {device: (now[device] - before[device]) // count for device in now if self.grows}
+        self.state_bytes = {
+            device: size - part.end * self.bytes_per_token.get(device, 0) for device, size in now.items()
+        }
 
     def _close(self, left: torch.Tensor, right: torch.Tensor) -> bool:
         finite = torch.isfinite(right)
