@@ -102,6 +102,7 @@ class PackedDecoder:
         self.rows: list[int | None] = []
         self.padding: list[int] = []  # of each row
         self.length = 0  # positions with K/V in every layer, padding included
+        self.length_beside = 0  # states of an encoder with K/V that plain generate keeps for each row
 
     def continue_rows(self, rows: Sequence[int], padding: Sequence[int], length: int, num_new: int) -> None:
         """Start with rows that another owner lends until `give_back`: `length` positions each, padding included.

@@ -25,7 +25,7 @@ from hf_paged.locks import usable_after_fork
 NAME = "hf_paged"
 
 # Keyword arguments of attention functions that do not affect the result here: positions are in the metadata, and a
-# packed step never trains. Any other argument that is neither None nor False is refused (see `_refuse_unknown`).
+# packed step never trains. Any other argument that is neither None nor False is refused (see `refuse_unknown`).
 _INERT_KWARGS = frozenset({
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "cache_position",
     "position_embeddings", "past_key_values", "layer_idx", "is_causal", "num_items_in_batch", "return_dict",
@@ -139,10 +139,12 @@ def attention_mask(*args: Any, **kwargs: Any) -> Any:
 def _pattern(
     *, mask_function: Callable[..., Any], local_size: int | None = None, device: Any = None, **_: Any
 ) -> MaskPattern | None:
-    from transformers.masking_utils import causal_mask_function
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if mask_function is causal_mask_function:
         return None
+    if mask_function is bidirectional_mask_function and packed_cache.get().reads_encoder:
+        return None  # which of the encoder's states are visible is in their block tables
     key = (local_size, _shape_of(mask_function))
     if key not in _patterns:
         _patterns[key] = _recognise(mask_function, local_size, device)
@@ -214,14 +216,16 @@ def attention_forward(
     In a packed step batch is 1 and q_len is num_tokens of the ragged batch; key carries a LayerHandle.
     Raises UnsupportedModelError for anything in the call that the kernels do not implement.
     """
-    handle: LayerHandle | None = getattr(key, HANDLE, None)
+    handle: Any = getattr(key, HANDLE, None)
     if handle is None:
         if packed_cache.get() is not None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends to keys that did not come from the cache as it returned them; "
                 "this model needs the dense view"
             )
-        return _own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    if not isinstance(handle, LayerHandle):  # of an encoder-decoder model: see `encoder_decoder.py`
+        return handle.attend(module, query, key, value, attention_mask, scaling, kwargs)
     handle.reads += 1
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
@@ -231,7 +235,7 @@ def attention_forward(
     if attention_mask is None:
         _refuse_both_ways(module, kwargs.get("is_causal"))
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
-    _refuse_unknown(module, kwargs)
+    refuse_unknown(module, kwargs)
     rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
     key_cache, value_cache = handle.kv
     if torch.is_autocast_enabled(rows.device.type):
@@ -279,7 +283,7 @@ def _refuse_both_ways(module: torch.nn.Module, is_causal: bool | None) -> None:
         )
 
 
-def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+def refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is not None and value is not False and name not in _INERT_KWARGS:
             raise UnsupportedModelError(
@@ -288,7 +292,7 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager: Any = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)

@@ -59,6 +59,8 @@ class _PackedLayer(CacheLayerMixin):
 class PackedCache(Cache):
     """The `past_key_values` of packed steps over one PagedMemory. Set `step` before each forward."""
 
+    reads_encoder = False
+
     def __init__(self, memory: PagedMemory, num_layers: int) -> None:
         super().__init__(layers=[_PackedLayer() for _ in range(num_layers)])  # type: ignore[no-untyped-call]
         self.memory = memory

@@ -6,6 +6,7 @@ Each type runs in a forked process with a time-out. Prints a JSON line per type 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import hf_paged  # before transformers, as in a typical user's script
+from hf_paged.model.encoder_decoder import trial_inputs
 from tests.architectures.tiny import other_classes, tiny_model
 
 LENGTHS = (5, 19, 12, 26)
@@ -42,7 +44,7 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
     try:
         model = tiny_model(model_type)
         if model.config.is_encoder_decoder:
-            return _examine_refused(model)
+            return _examine_encoder(model)
         ids, mask = prompts()
         plain = {"greedy": _generate(model, ids, mask)}
         if plain["greedy"].ndim != 2:
@@ -105,25 +107,54 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
     return result
 
 
-def _examine_refused(model: Any) -> dict[str, Any]:
-    """`generate` and the engine refuse the model for any arguments. A model's own `generate` may fail earlier."""
+def _examine_encoder(model: Any) -> dict[str, Any]:
+    """Of an encoder-decoder model: four ragged texts, or three rows of states that an encoder might have computed."""
     from transformers import GenerationMixin
 
     report = hf_paged.check(model)
-    result = {"class": type(model).__name__, "mode": "refused", "reason": report.reason}
-    ids = torch.tensor([[7, 8, 9]])
-    entry_points = [lambda: hf_paged.Engine(model)]
-    if type(model).generate is GenerationMixin.generate:
-        entry_points.append(lambda: model.generate(ids, cache_implementation="paged"))
-    for enter in entry_points:
-        try:
-            enter()
-        except hf_paged.UnsupportedModelError:
-            continue
-        except Exception as error:  # any error that is raised before the refusal is reported
-            return {**result, "result": "crashed", "reason": _line(error), "trace": traceback.format_exc()}
-        return {**result, "result": "crashed", "reason": "not refused"}
-    return {**result, "result": "refused"}
+    mode = "native" if report.native else "dense view" if report.supported else "refused"
+    result: dict[str, Any] = {"class": type(model).__name__, "mode": mode, "reason": report.reason, "blocks": 1}
+    result["layers"] = [layer.mode for layer in report.layers]
+    if not report.supported:
+        return {**result, "result": "refused"}
+    given: dict[str, Any] = dict(zip(("input_ids", "attention_mask"), prompts()))
+    if model.main_input_name != "input_ids":
+        given = {"encoder_outputs": trial_inputs(model)["encoder_outputs"]}
+    model.generation_config.decoder_start_token_id = model.generation_config.decoder_start_token_id or 1
+    calls: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "beams": {"num_beams": 4, "num_return_sequences": 2},
+        "samples": {"do_sample": True, "num_return_sequences": 3},
+        "beam samples": {"do_sample": True, "num_beams": 3},
+    }
+    different = []
+    for name, options in calls.items():
+        tokens = []
+        for cache in ({}, {"cache_implementation": "paged"}):
+            torch.manual_seed(1)
+            copied = copy.deepcopy({"do_sample": False, **given, **options})  # transformers expands states in place
+            try:
+                with hf_paged.record_calls() as records:
+                    tokens.append(GenerationMixin.generate(model, **copied, max_new_tokens=16, **cache))
+            except Exception as error:
+                if not cache:
+                    result.setdefault("plain_fails", {})[name] = _line(error)
+                    break
+                return {**result, "result": "crashed", "reason": f"{name}: {_line(error)}"}
+        else:
+            result.setdefault("routes", {})[name] = records[0].route
+            if not torch.equal(*tokens):
+                different.append(name)
+    if "routes" not in result:
+        return {**result, "result": "unrunnable", "reason": result["plain_fails"]["greedy"]}
+    if left := _blocks_in_use(model):
+        different.append(f"{left} blocks left in use")
+    try:
+        hf_paged.Engine(model)
+        different.append("the engine takes it")
+    except hf_paged.UnsupportedModelError as error:
+        result["engine"] = f"refused: {_line(error)}"
+    return {**result, "result": "different" if different else "identical", "different": different}
 
 
 def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
