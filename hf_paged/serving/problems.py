@@ -60,6 +60,10 @@ def overdue() -> Problem:
     return Problem(504, "the request has taken longer than the server allows", code="deadline")
 
 
+def draining() -> Problem:
+    return Problem(503, "the server is shutting down", code="draining")
+
+
 def not_served(message: str, param: str | None = None) -> Problem:
     """What other servers do and this one does not: a field (400, which clients do not send again), or a route (501)."""
     return Problem(501 if param is None else 400, message, param=param, code="not_served")

@@ -116,10 +116,6 @@ class Prefixes:
     def _rules(self) -> CheckpointRules | None:
         return None if self._checkpoints is None else self._checkpoints.rules
 
-    @property
-    def keeps_states(self) -> bool:
-        return self._checkpoints is not None
-
     def take_moves(self, running: Iterable[SequenceGroup]) -> StateMoves:
         """What is to be done with states before the step of these groups, which need the memory of some checkpoints."""
         assert self._checkpoints is not None

@@ -79,6 +79,7 @@ class Scheduler:
         self.manager = manager
         self.host_manager = host_manager
         self._prefixes = Prefixes(self.prefix_cache, manager)
+        self._keeps_states = self.prefix_cache is not None and self.prefix_cache.checkpoints is not None
         self._tables = Tables(manager, host_manager)
         self._token_budget = config.token_budget
         self._output = SchedulerOutput()  # of the next step, as far as it is known
@@ -239,7 +240,7 @@ class Scheduler:
             if not self._swapped:
                 self._admit(budget)
         output, self._output = self._output, SchedulerOutput()
-        if self._prefixes.keeps_states:
+        if self._keeps_states:
             output = replace(output, states=self._prefixes.take_moves(self._running))
         return output
 
