@@ -80,7 +80,7 @@ def _speech_mbart() -> Any:
         conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2,
         num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, feat_proj_dropout=0.0,
     )  # fmt: skip
-    decoder = transformers.MBartConfig(**_BART, add_cross_attention=True, is_decoder=True)
+    decoder = transformers.MBartConfig(**(_BART | {"encoder_layers": 2}), add_cross_attention=True, is_decoder=True)
     config = transformers.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(sound, decoder)
     config.pad_token_id, config.decoder_start_token_id = PAD, BOS
     return transformers.SpeechEncoderDecoderModel(config=config)
