@@ -17,7 +17,6 @@ from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import to_device
 
-
 Attend = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Takes the new K and V of a layer, and its index, and returns what the layer returns to the model."""
 
@@ -78,9 +77,7 @@ class CacheRows:
         self.ids = itertools.count(max(seq_ids, default=-1) + 1)
         self.length = max((self.manager.num_tokens(r) + p for r, p in zip(seq_ids, padding)), default=0)
 
-    def view(
-        self, seq_ids: Sequence[int], padding: Sequence[int], length: int, attend: Attend | None = None
-    ) -> None:
+    def view(self, seq_ids: Sequence[int], padding: Sequence[int], length: int, attend: Attend | None = None) -> None:
         """Present sequences that another owner keeps in `memory` as the rows, until `forget`. Their slots, up to the
         logical length `length`, are appended already. attend: takes the place of writing and gathering K/V."""
         self.attend = attend

@@ -150,6 +150,10 @@ class States:
         if parent_id in self._rows:
             self._rows[child_id] = dict(self._rows[parent_id])
 
+    def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
+        """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
+        self._rows.update({seq_id: dict(self._rows[seq_ids[parent]]) for seq_id, parent in zip(seq_ids, parents)})
+
     def free(self, seq_id: int) -> None:
         self._rows.pop(seq_id, None)
         self._bases.pop(seq_id, None)

@@ -28,6 +28,7 @@ from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, lay
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.records import CallRecord, add_record, is_recording
+from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
     check_cache,
@@ -39,6 +40,7 @@ from hf_paged.generation.validation import (
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.rows import RowModel
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
@@ -276,16 +278,21 @@ def _keeps_cache(config: Any) -> bool:
 def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
-    layout = WHOLE if keeps_cache else layout_for(call.report, cache_config.block_size, config.max_length)
+    is_whole = keeps_cache or not call.report.native
+    layout = WHOLE if is_whole else layout_for(call.report, cache_config.block_size, config.max_length)
     memory, key = _take_memory(call, cache_config, layout)
-    decoder = PackedDecoder(
-        PackedModel(model, memory, overrides_for_calls(model), foreign_code(model).refuse),
-        expand=max(config.num_beams, config.num_return_sequences),
-        keep_finished=keeps_cache,
-        prefill_chunk_size=config.prefill_chunk_size,
-        check_pool=lambda lengths: _check_prompts(lengths, cache_config, memory),
-        on_step=call.record.observe if is_recording() else None,
-    )
+    options: dict[str, Any] = {
+        "expand": max(config.num_beams, config.num_return_sequences),
+        "keep_finished": keeps_cache,
+        "check_pool": lambda lengths: _check_prompts(lengths, cache_config, memory),
+        "on_step": call.record.observe if is_recording() else None,
+    }
+    check_code = foreign_code(model).refuse
+    if call.report.native:
+        packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
+        decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
+    else:
+        decoder = RowDecoder(RowModel(model, memory), check_code, **options)
     return _Decoding(memory, key, keeps_cache, decoder=decoder)
 
 
@@ -392,7 +399,7 @@ def _with_cache(model: Any, decoder: PackedDecoder, given: PagedKVCache | None, 
         return result
     if given is None:
         cache = PagedKVCache(model.config, memory=decoder.memory)
-        cache.take_rows(decoder.rows, decoder.padding)  # type: ignore[arg-type]
+        decoder.give_rows(cache)
     result.past_key_values = cache if given is None else given
     return result
 

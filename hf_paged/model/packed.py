@@ -155,7 +155,6 @@ class PackedCache(Cache):
         setattr(key_states, HANDLE, handle)
         return key_states, value_states
 
-
     def refuse_unread(self, model: Any) -> None:
         """After a forward: raises UnsupportedModelError if a layer has not attended through our functions."""
         unread = [handle.layer_idx for handle in self.handles if handle.reads == 0]

@@ -46,10 +46,11 @@ from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import OWN_MASK, configs_of
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.model.devices import device_of
+from hf_paged.model.foreign import foreign_code
 from hf_paged.model.inputs import step_positions
 from hf_paged.model.packed import PackedCache, PackedStep, own_forward, uncompiled
-from hf_paged.model.state import state_of
-from hf_paged.model.support import cache_name, examine, first_line, logits_tolerance, rotary_limit
+from hf_paged.model.state import Slot, state_of
+from hf_paged.model.support import SupportReport, cache_name, examine, first_line, logits_tolerance, rotary_limit
 
 Together = Literal["any", "equal", "one"]
 """Which rows share a forward: any, those of equal length, or none."""
@@ -222,6 +223,61 @@ class _Rows:
         return logits
 
 
+class Way(NamedTuple):
+    """How a model computes rows; see the attributes of RowModel with these names."""
+
+    by_tables: bool
+    depends_on_split: bool
+    prompts: Together
+    decodes: Together
+
+
+_ways: Slot[tuple[object, Way | UnsupportedModelError]] = Slot("way to compute rows", is_released=False)
+
+
+def way_of(model: Any, tried: Any = None) -> Way:
+    """Tries the model on a few tokens, if it has changed. tried: the model, or its `bare_copy`.
+
+    Raises UnsupportedModelError if sequences one by one give other logits than generate.
+    """
+    stamp, kept = examine(model).stamp, _ways.get(model)
+    if kept is None or kept[0] != stamp:
+        way: Way | UnsupportedModelError
+        try:
+            with device_of(model):  # whatever the caller's default device is
+                way = _try(model, model if tried is None else tried)
+        except UnsupportedModelError as error:
+            way = error
+        _ways.put(model, kept := (stamp, way))
+    if isinstance(kept[1], UnsupportedModelError):
+        raise kept[1]
+    return kept[1]
+
+
+def _try(model: Any, tried: Any) -> Way:
+    trial = _Trial(model, tried)
+    cache = _Rows(model, PagedMemory(4)).cache
+    # What a window of a dense view holds depends on when it is filled.
+    windows = not trial.by_tables and any(isinstance(each, PagedLayer) and each.is_sliding for each in cache.layers)
+    # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
+    depends = cache.keeps_states or windows or rotary_limit(model) is not None
+    return Way(trial.by_tables, depends or not trial.splits_prompts(), *trial.together())
+
+
+def serves_batches(model: Any, report: SupportReport) -> bool:
+    """Whether `generate` gets the tokens of its padded batch from rows that attend by block tables. Tried only where
+    states alone keep the model from running packed."""
+    if not report.supported or report.native or model.training or rotary_limit(model) is not None:
+        return False
+    if foreign_code(model).look() is not None or not PagedKVCache(model.config).keeps_states:
+        return False
+    try:
+        way = way_of(model)
+    except UnsupportedModelError:
+        return False
+    return way.by_tables and way.prompts == way.decodes == "any"
+
+
 class RowModel:
     """A model bound to a PagedMemory. `forward` computes the next tokens of sequences, as many rows at once as the
     model allows.
@@ -242,17 +298,12 @@ class RowModel:
         """tried: the model, or its `bare_copy`, for a trial on a few tokens."""
         self.model = model
         self.memory = memory
-        trial = _Trial(model, model if tried is None else tried)
-        self.by_tables = trial.by_tables
-        self._rows = _Rows(model, memory, by_tables=self.by_tables)
-        windows = not self.by_tables and any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._rows.cache.layers)
+        way = way_of(model, tried)
+        self.by_tables, self.depends_on_split, self.prompts, self.decodes = way
+        self._rows = _Rows(model, memory, by_tables=way.by_tables)
         self._limit = rotary_limit(model) or math.inf
-        # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
-        depends = self.has_states or windows or self._limit < math.inf
-        self.depends_on_split = depends or not trial.splits_prompts()
         self.is_incremental = self.depends_on_split
         self.is_alone = False
-        self.prompts, self.decodes = trial.together()
         self._weights = state_of(model).weights
         self._weights.look()
         self._structure = self._weights.structure
@@ -274,6 +325,14 @@ class RowModel:
 
     def fork(self, parent_id: int, child_id: int) -> None:
         self._rows.states.fork(parent_id, child_id)
+
+    def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
+        """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
+        self._rows.states.reorder(seq_ids, parents)
+
+    def joined_states(self, rows: Sequence[tuple[int, int]]) -> Any:
+        """A copy of the states of (seq_id, number of computed tokens), for `PagedKVCache.set_states`."""
+        return self._rows.states.joined(rows)
 
     def free(self, seq_id: int) -> None:
         self._rows.states.free(seq_id)
