@@ -163,7 +163,7 @@ def test_preempted_requests_go_on(name: str, way: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", _types(but=("bloom", "deepseek_v3", "bart", "codegen", "doge")))
+@pytest.mark.parametrize("name", _types(but=("bloom", "deepseek_v3", "mvp", "codegen", "doge")))
 def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C before and after the states of a step are put."""
     put, rng = States.put, random.Random(1)
@@ -242,7 +242,7 @@ def test_prompt_logprobs_of_a_row() -> None:
     [
         ("deepseek_v3", "many sequences in one forward"),
         ("lfm2", "many sequences in one forward"),
-        ("bart", "sequences of equal length"),
+        ("mvp", "sequences of equal length"),
         ("mamba", "many sequences in one forward"),
         ("rwkv", "one sequence at a time"),
         ("llama", None),
