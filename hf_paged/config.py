@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import isfinite
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
@@ -33,9 +33,9 @@ def parse_bytes(value: int | str) -> int:
     return size
 
 
-def _check_int(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name}={value!r}: an integer of at least {minimum} is needed")
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
 
 
 def _is_number(value: object) -> bool:
@@ -67,11 +67,11 @@ class CacheConfig:
     swap_memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        _check_int("block_size", self.block_size, 1)
+        _check_positive("block_size", self.block_size)
         if self.block_size > 4096:
             raise ValueError(f"block_size={self.block_size}: at most 4096 tokens; 16 is the usual choice")
         if self.num_blocks is not None:
-            _check_int("num_blocks", self.num_blocks, 1)
+            _check_positive("num_blocks", self.num_blocks)
         sizes = {"num_blocks": self.num_blocks, "memory": self.memory, "memory_fraction": self.memory_fraction}
         given = [name for name, value in sizes.items() if value is not None]
         if len(given) > 1:
@@ -125,9 +125,9 @@ class SchedulerConfig:
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_positive("max_num_seqs", self.max_num_seqs)
         if self.max_num_batched_tokens is not None:
-            _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+            _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(f"preemption={self.preemption!r}: use 'auto', 'recompute' or 'swap'")
         if not isinstance(self.prefix_caching, bool):
@@ -135,7 +135,7 @@ class SchedulerConfig:
         if not (_is_number(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark={self.watermark!r}: a share of the blocks, 0 <= watermark < 1")
         if self.max_waiting is not None:
-            _check_int("max_waiting", self.max_waiting, 1)
+            _check_positive("max_waiting", self.max_waiting)
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ValueError(f"async_scheduling={self.async_scheduling!r}: use True, False or None")
 
@@ -152,6 +152,15 @@ class SchedulerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens or budget,
             async_scheduling=kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
         )
+
+
+class Switches(NamedTuple):
+    """The optional parts of an engine (see `Engine`): True, False, or None for where they pay."""
+
+    prepack: bool | None = None
+    cuda_graphs: bool | None = None
+    warmup: bool | None = None
+    fuse: bool | None = None
 
 
 _Config = TypeVar("_Config", CacheConfig, SchedulerConfig)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hf_paged
+from tests.forwards import before_forwards
 
 
 def must(is_done: bool, otherwise: str) -> None:
@@ -31,17 +32,14 @@ class Gate:
     """
 
     def __init__(self, engine: hf_paged.Engine, steps: int) -> None:
-        self._runner = engine._runner
-        self._run = self._runner.run
         self._permits = threading.Semaphore(steps)
         self._holds = threading.Event()
-        self._runner.run = self._gated  # type: ignore[method-assign]
+        self._undo = before_forwards(engine, self._hold)
 
-    def _gated(self, *args: Any) -> Any:
+    def _hold(self, _: Any) -> None:
         if not self._permits.acquire(blocking=False):
             self._holds.set()
             must(self._permits.acquire(timeout=240), "the gate was never opened")
-        return self._run(*args)
 
     def wait(self) -> None:
         """Until a step is held."""
@@ -52,5 +50,5 @@ class Gate:
         self._permits.release(steps)
 
     def open(self) -> None:
-        vars(self._runner).pop("run", None)
+        self._undo()
         self._permits.release(1000)

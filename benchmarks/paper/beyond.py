@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.paper.kinds import KINDS
 from benchmarks.paper.reading import (
     LATENCY_FACTOR,
     Data,
@@ -156,6 +157,7 @@ def read_tiles(outcomes: Outcomes) -> Data:
 
 
 BEYOND = (
+    KINDS,
     Figure("azure", "Production traces", runs_azure, read_azure),
     Figure("chunks", "Chunked prefill", runs_chunks, read_chunks),
     Figure("turns", "Prefix cache in conversations", runs_turns, read_turns),

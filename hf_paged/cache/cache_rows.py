@@ -56,23 +56,23 @@ class CacheRows:
         """One more than the highest index of a layer that has stored K/V."""
         return max(self.memory.pool.layers, default=-1) + 1
 
-    def refuse_any(self, remedy: str) -> None:
+    def refuse_any(self) -> None:
         """Raises ValueError if there are rows, or if they are lent."""
         if self.lent:
             raise ValueError("the rows of this cache are in use by a call of generate")
         if self.seq_ids:
-            raise ValueError(f"the cache already has {len(self.seq_ids)} rows; call {remedy} first")
+            raise ValueError(f"the cache already has {len(self.seq_ids)} rows; call reset() first")
 
     def start(self, padding: Sequence[int], length: int) -> None:
         """Make `len(padding)` empty rows of logical length `length`."""
-        self.refuse_any("reset()")
+        self.refuse_any()
         self.seq_ids = [next(self.ids) for _ in padding]
         self.padding, self.length = list(padding), length
         self.memory.append([(row, 0) for row in self.seq_ids])
 
     def take(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
         """Take ownership of sequences that `memory` holds already."""
-        self.refuse_any("reset()")
+        self.refuse_any()
         self.seq_ids, self.padding = list(seq_ids), list(padding)
         self.ids = itertools.count(max(seq_ids, default=-1) + 1)
         self.length = max((self.manager.num_tokens(r) + p for r, p in zip(seq_ids, padding)), default=0)

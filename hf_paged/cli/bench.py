@@ -31,8 +31,8 @@ def paper(
     figures: Annotated[
         str,
         typer.Option(
-            help="comma-separated: 1, 2, 11 to 17, 18a, 18b, 19, azure, chunks, turns, priorities, tiles, adapters, "
-            "assumptions, speed, fit (cost model against the engine), real (runs of the engine)"
+            help="comma-separated: 1, 2, 11 to 17, 18a, 18b, 19, kinds, azure, chunks, turns, priorities, tiles, "
+            "adapters, assumptions, speed, fit (cost model against the engine), real (runs of the engine)"
         ),
     ] = "all",
     quick: Annotated[

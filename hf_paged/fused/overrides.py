@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.config import Switches
 from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
 from hf_paged.fused.cpu.decoder import native_decoder
 from hf_paged.fused.cpu.mixtures import native_experts
@@ -17,12 +18,12 @@ from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel
 
 
-def overrides_for_engine(model: Any, prepack: bool | None, fuse: bool | None = None) -> list[Override]:
-    """Overrides for an engine's steps, in the order in which they are applied. prepack, fuse: as for `Engine`.
+def overrides_for_engine(model: Any, switches: Switches) -> list[Override]:
+    """Overrides for an engine's steps, in the order in which they are applied.
 
     Raises ValueError for prepack=True if the weights cannot be packed, for fuse=True if no part of the model is known.
     """
-    on_gpu = is_on_gpu(model)
+    on_gpu, prepack, fuse = is_on_gpu(model), switches.prepack, switches.fuse
     linears = layers_for_engine(model, None if on_gpu else prepack)
     parts = None if fuse is False else fused_parts(model)
     if fuse and not parts:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
-from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.generation.options import check_options
 from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.state import unwrapped
@@ -251,17 +251,16 @@ def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache |
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-def check_engine(model: Any, *, tokenizer: Any, **switches: Any) -> None:
+def check_engine(model: Any, switches: Switches, *, tokenizer: Any) -> None:
     """The arguments of `Engine` but its two configs. Raises TypeError for an object that is not a transformers model,
-    as `hf_paged.check` does. switches: those that are True, False or None.
-    """
+    as `hf_paged.check` does."""
     if isinstance(model, str):
         raise ValueError(f"model={model!r} is a name; write Engine(AutoModelForCausalLM.from_pretrained({model!r}))")
     if not isinstance(unwrapped(model), PreTrainedModel):
         check(model)
     if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"tokenizer={shown(tokenizer)}: a tokenizer of transformers is needed, or None")
-    for name, value in switches.items():
+    for name, value in switches._asdict().items():
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 

@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope, Send
 from hf_paged.errors import EngineStopped
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.choices import Choices, Delta
-from hf_paged.serving.clients import until_gone
+from hf_paged.serving.connections import until_gone
 from hf_paged.serving.forms import Form, usage
-from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem, overdue
+from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.worker import Job
 
 _Result = TypeVar("_Result")
@@ -64,11 +64,11 @@ class Outcome:
 
 
 class JobAnswer(Response):
-    """The answer to a plan, put together while the engine works on its job (None: there is nothing to generate)."""
+    """The answer to a recipe, put together while the engine works on its job (None: there is nothing to generate)."""
 
     def __init__(
         self,
-        plan: Plan,
+        recipe: Recipe,
         job: Job | None,
         choices: Choices,
         form: Form,
@@ -80,19 +80,19 @@ class JobAnswer(Response):
         the answer has ended in any way."""
         self._engine_ids = {"x-engine-request-ids": ",".join(job.ids)} if job is not None else {}
         super().__init__(
-            media_type="text/event-stream" if plan.stream else "application/json", headers=self._engine_ids
+            media_type="text/event-stream" if recipe.stream else "application/json", headers=self._engine_ids
         )
-        self._plan = plan
+        self._recipe = recipe
         self._job = job
         self._choices = choices
         self._form = form
         self._ends_at = ends_at
         self._on_end = on_end
-        self._outcome = Outcome(sum(map(len, plan.prompts)))
+        self._outcome = Outcome(sum(map(len, recipe.prompts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(until_gone(receive))
-        work = asyncio.ensure_future(self._stream(send) if self._plan.stream else self._answer(send))
+        work = asyncio.ensure_future(self._stream(send) if self._recipe.stream else self._answer(send))
         limit = self._limit()
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -135,9 +135,9 @@ class JobAnswer(Response):
         if self._job is None:
             yield [
                 Delta(index, "", [], [], finish_reason="length")
-                for index in range(len(self._plan.prompts) * self._plan.n)
+                for index in range(len(self._recipe.prompts) * self._recipe.n)
             ]
-            self._outcome.finish_reasons = ["length"] * len(self._plan.prompts)
+            self._outcome.finish_reasons = ["length"] * len(self._recipe.prompts)
             return
         try:
             while changed := await self._job.changes():
@@ -161,7 +161,7 @@ class JobAnswer(Response):
         def whole() -> dict[str, Any]:
             return self._form.whole(deltas, self._usage())
 
-        body = await _made(lambda: to_json(whole()), is_long=self._plan.logprobs is not None)
+        body = await _made(lambda: to_json(whole()), is_long=self._recipe.logprobs is not None)
         answer = Response(body, media_type="application/json", headers=self._engine_ids)
         await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})
@@ -175,7 +175,7 @@ class JobAnswer(Response):
         try:
             async for deltas in self._deltas():
                 for delta in deltas:
-                    if not delta.is_seen(self._plan):
+                    if not delta.is_seen(self._recipe):
                         continue
                     events_of = partial(self._events_of, delta)
                     if events := await _made(events_of, is_long=delta.prompt is not None):
@@ -200,9 +200,9 @@ class JobAnswer(Response):
         return b"".join(lines)
 
     def _with_usage(self, chunks: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
-        if not self._plan.include_usage:
+        if not self._recipe.include_usage:
             return chunks
-        usage = self._usage() if self._plan.continuous_usage else None
+        usage = self._usage() if self._recipe.continuous_usage else None
         return [{**chunk, "usage": usage} for chunk in chunks]
 
 

@@ -22,8 +22,8 @@ from hf_paged.serving.invalid import invalid
 from hf_paged.serving.middleware import Gate
 from hf_paged.serving.openapi import ERRORS, answers, described
 from hf_paged.serving.page_files import PAGE_FILES, page_file
-from hf_paged.serving.plan import Plan, chat_plan, completion_plan
 from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.recipe import Recipe, chat_recipe, completion_recipe
 from hf_paged.serving.refusals import check_messages
 from hf_paged.serving.response_form import ResponseForm
 from hf_paged.serving.responses import ResponsesRequest, chat_of
@@ -115,20 +115,20 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
 def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=answers(replies.Completion, replies.Completion))
     async def completions(request: Request, body: schema.CompletionRequest) -> Response:
-        plan = partial(completion_plan, body, service.served, request.state.key_digest)
-        return await service.answer(plan, CompletionForm, "cmpl", request)
+        recipe = partial(completion_recipe, body, service.served, request.state.key_digest)
+        return await service.answer(recipe, CompletionForm, "cmpl", request)
 
     @app.post("/v1/chat/completions", responses=answers(replies.ChatCompletion, replies.ChatChunk))
     async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
-        plan = partial(chat_plan, body, service.served, request.state.key_digest)
-        return await service.answer(plan, ChatForm, "chatcmpl", request)
+        recipe = partial(chat_recipe, body, service.served, request.state.key_digest)
+        return await service.answer(recipe, ChatForm, "chatcmpl", request)
 
     @app.post("/v1/responses", responses=answers(replies.ResponseObject, replies.ResponseEvent, ending=None))
     async def responses(request: Request, body: ResponsesRequest) -> Response:
-        def plan() -> Plan:
-            return chat_plan(chat_of(body), service.served, request.state.key_digest)
+        def recipe() -> Recipe:
+            return chat_recipe(chat_of(body), service.served, request.state.key_digest)
 
-        return await service.answer(plan, partial(ResponseForm, body), "resp", request)
+        return await service.answer(recipe, partial(ResponseForm, body), "resp", request)
 
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> dict[str, Any]:

@@ -15,11 +15,13 @@ from hf_paged.generation.requests.request import NOTHING_LEFT
 from hf_paged.generation.sampling.grammar import NOT_FOLLOWED
 from hf_paged.model.adapters import AdapterGone
 from hf_paged.serving.parsing import CallPart, Pieces
-from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem, overdue
+from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.text import Detokenizer, StopSearch
 
-_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_REASONS = {None: None, "length": "length", "abort": None, "deadline": None, "error": None}
+"""Why an output has ended -> why its choice has: "stop", if it is not here. With None it has not: it goes on, or an
+error takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,9 @@ class Delta:
     """What a choice has got: text, tokens with their log-probabilities, and, if it has ended, why.
 
     text: without what a chat's answer has beside its content, which is in `reasoning` and `calls`.
-    top_logprobs: the likeliest tokens in each place; empty if the plan asks for none. stop_reason: the stop string, or
-    the id of the stop token, that ended it. prompt: of the choice's prompt, with its first delta and only if the plan
-    scores prompts.
+    top_logprobs: the likeliest tokens in each place; empty if the recipe asks for none. stop_reason: the stop string,
+    or the id of the stop token, that ended it. prompt: of the choice's prompt, with its first delta and only if the
+    recipe scores prompts.
     """
 
     index: int
@@ -52,22 +54,22 @@ class Delta:
     reasoning: str = ""
     calls: Sequence[CallPart] = ()
 
-    def is_seen(self, plan: Plan) -> bool:
+    def is_seen(self, recipe: Recipe) -> bool:
         """Whether a stream contains it. Otherwise its text is held back, or lies within a tool call."""
-        shows_tokens = plan.logprobs is not None or plan.return_token_ids or plan.continuous_usage
+        shows_tokens = recipe.logprobs is not None or recipe.return_token_ids or recipe.continuous_usage
         is_news = self.text or self.reasoning or self.calls or self.finish_reason is not None or self.prompt is not None
-        return bool(plan.new_parser is None or shows_tokens or is_news)
+        return bool(recipe.new_parser is None or shows_tokens or is_news)
 
 
 class Choice:
     """One completion in the making."""
 
-    def __init__(self, index: int, plan: Plan, tokenizer: Any) -> None:
+    def __init__(self, index: int, recipe: Recipe, tokenizer: Any) -> None:
         self.index = index
-        self._plan = plan
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=plan.skip_special_tokens)
-        self._stops = StopSearch(plan.stops, include=plan.include_stop)
-        self._parser = None if plan.new_parser is None else plan.new_parser()
+        self._recipe = recipe
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=recipe.skip_special_tokens)
+        self._stops = StopSearch(recipe.stops, include=recipe.include_stop)
+        self._parser = None if recipe.new_parser is None else recipe.new_parser()
         self._calls_tools = False
         self._known = 0  # tokens that have been looked at
         self.is_finished = False
@@ -81,8 +83,8 @@ class Choice:
         if self.is_finished:
             return []
         new = output.since(self._known)
-        reason = _REASONS.get(output.finish_reason or "")
-        is_apart = self._parser is not None and self._plan.logprobs is not None
+        reason = _REASONS.get(output.finish_reason, "stop")
+        is_apart = self._parser is not None and self._recipe.logprobs is not None
         count = new.num_tokens
         ends = [*range(1, count), count] if is_apart else [count]
         starts = [0, *ends[:-1]]
@@ -97,7 +99,7 @@ class Choice:
         if self.is_finished:
             return None
         tokens = new.token_ids[part]
-        is_ended_by_token = reason is not None and output.finish_reason == "eos" and not self._plan.include_stop
+        is_ended_by_token = reason is not None and output.finish_reason == "eos" and not self._recipe.include_stop
         text, count = self._read(tokens, len(tokens) - is_ended_by_token, is_last=reason is not None)
         if self._stops.found is None:
             count = len(tokens)
@@ -108,7 +110,7 @@ class Choice:
         if not count and reason is None:
             return None
         pieces = self._parsed(text, is_last=reason is not None)
-        is_scored = self._plan.logprobs is not None
+        is_scored = self._recipe.logprobs is not None
         return Delta(
             self.index,
             pieces.content,
@@ -133,11 +135,11 @@ class Choice:
     def _read(self, tokens: list[int], end: int, *, is_last: bool) -> tuple[str, int]:
         """The text of further tokens, and how many have been read: not those after one that ended a stop string."""
         shown, count = "", 0
-        if self._plan.stops:
+        if self._recipe.stops:
             while count < end and self._stops.found is None:
                 piece = self._detokenizer.push(tokens[count : count + 1])
                 count += 1
-                shown += self._stops.push(piece, may_stop=self._known + count >= self._plan.min_tokens)
+                shown += self._stops.push(piece, may_stop=self._known + count >= self._recipe.min_tokens)
         elif not is_last:
             return self._detokenizer.push(tokens[:end]), end
         if is_last and self._stops.found is None:
@@ -149,16 +151,16 @@ class Choice:
         if self._stops.found is not None:
             return self._stops.found
         last = output.since(output.num_tokens - 1).token_ids[-1] if output.num_tokens else None
-        return last if output.finish_reason == "eos" and last in self._plan.stop_token_ids else None
+        return last if output.finish_reason == "eos" and last in self._recipe.stop_token_ids else None
 
 
 class Choices:
-    """All choices of a plan: `n` for each prompt, in the order of the prompts."""
+    """All choices of a recipe: `n` for each prompt, in the order of the prompts."""
 
-    def __init__(self, plan: Plan, tokenizer: Any) -> None:
-        self._plan = plan
-        self._choices = [Choice(index, plan, tokenizer) for index in range(len(plan.prompts) * plan.n)]
-        self._unscored = set(range(len(self._choices))) if plan.scores_prompts else set()
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+        self._recipe = recipe
+        self._choices = [Choice(index, recipe, tokenizer) for index in range(len(recipe.prompts) * recipe.n)]
+        self._unscored = set(range(len(self._choices))) if recipe.scores_prompts else set()
         self.completion_tokens = 0
         self.cached_tokens = 0
 
@@ -189,7 +191,7 @@ class Choices:
                     raise Problem(503, "the request was aborted by the operator of the server", code="aborted")
                 if completion.finish_reason == "deadline":
                     raise overdue()
-                for delta in self._choices[place * self._plan.n + number].update(completion):
+                for delta in self._choices[place * self._recipe.n + number].update(completion):
                     delta = self._scored(delta, output)
                     self.completion_tokens += len(delta.token_ids)
                     deltas.append(delta)
@@ -197,7 +199,7 @@ class Choices:
 
     def _scored(self, delta: Delta, output: RequestOutput) -> Delta:
         """The delta with what is due of its prompt, and without what was generated if that is to be dropped."""
-        if self._plan.is_dry:
+        if self._recipe.is_dry:
             delta = Delta(delta.index, "", [], [], finish_reason="length" if delta.finish_reason else None)
         if delta.index not in self._unscored:
             return delta
@@ -207,13 +209,13 @@ class Choices:
 
     def _chosen(self, output: RequestOutput) -> list[CompletionOutput]:
         """The outputs that are returned, the best ones first."""
-        plan = self._plan
-        if plan.copies:
-            return output.outputs[:1] * plan.n
-        if plan.ranked:
+        recipe = self._recipe
+        if recipe.copies:
+            return output.outputs[:1] * recipe.n
+        if recipe.ranked:
             if not output.finished:
                 return []
-            return sorted(output.outputs, key=lambda each: -_mean_logprob(each))[: plan.n]
+            return sorted(output.outputs, key=lambda each: -_mean_logprob(each))[: recipe.n]
         return output.outputs
 
     @property

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import socket
 import struct
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
+from starlette.types import Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hf_paged.serving.settings import Limits
@@ -119,3 +121,23 @@ class BoundedProtocol(H11Protocol):
         if timer is not None:
             timer.cancel()
             setattr(self, name, None)
+
+
+_Result = TypeVar("_Result")
+
+
+async def unless_gone(work: Coroutine[Any, Any, _Result], receive: Receive) -> _Result | None:
+    """The result of the work; None if the client has gone before. The work is then cancelled."""
+    gone, working = asyncio.ensure_future(until_gone(receive)), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(gone, working, return_exceptions=True)
+
+
+async def until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -12,8 +12,8 @@ from uuid import uuid4
 from hf_paged.generation.requests.outputs import TopLogprobs
 from hf_paged.serving.choices import Delta, PromptScores, joined
 from hf_paged.serving.parsing import CallPart
-from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
+from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.text import token_bytes, token_text
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -59,14 +59,14 @@ class _CompletionEvents:
 
     names_events = False
     ending = b"[DONE]"
-    _plan: Plan
+    _recipe: Recipe
 
     def usage_chunk(self) -> dict[str, Any]:
         """A chunk without choices."""
         raise NotImplementedError
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{**self.usage_chunk(), "usage": usage}] if self._plan.include_usage else []
+        return [{**self.usage_chunk(), "usage": usage}] if self._recipe.include_usage else []
 
     def failure(self, problem: Problem) -> dict[str, Any]:
         return problem.body()
@@ -75,8 +75,8 @@ class _CompletionEvents:
 class _Tokens:
     """Tokens as clients see them: `name(token_id)`, `bytes(token_id)`. Each is decoded once for an answer."""
 
-    def __init__(self, plan: Plan, tokenizer: Any) -> None:
-        self.name = cache("token_id:{}".format if plan.tokens_as_ids else partial(token_text, tokenizer))
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+        self.name = cache("token_id:{}".format if recipe.tokens_as_ids else partial(token_text, tokenizer))
         self.bytes = cache(partial(token_bytes, tokenizer))
 
 
@@ -87,17 +87,17 @@ def _finite(logprob: float) -> float:
 class CompletionForm(_CompletionEvents):
     """Of /v1/completions."""
 
-    def __init__(self, plan: Plan, tokenizer: Any, answer_id: str, created: int) -> None:
-        self._plan = plan
-        self._tokens = _Tokens(plan, tokenizer)
-        self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": plan.model}
-        shows_prompt = plan.echo and not plan.scores_prompts
-        self._offsets = [len(plan.texts[index // plan.n]) if shows_prompt else 0 for index in self._indices()]
+    def __init__(self, recipe: Recipe, tokenizer: Any, answer_id: str, created: int) -> None:
+        self._recipe = recipe
+        self._tokens = _Tokens(recipe, tokenizer)
+        self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": recipe.model}
+        shows_prompt = recipe.echo and not recipe.scores_prompts
+        self._offsets = [len(recipe.texts[index // recipe.n]) if shows_prompt else 0 for index in self._indices()]
         self._of_prompts: dict[int, _Entries] = {}
         self._is_begun = [False for _ in self._indices()]
 
     def _indices(self) -> range:
-        return range(len(self._plan.prompts) * self._plan.n)
+        return range(len(self._recipe.prompts) * self._recipe.n)
 
     def opening(self) -> list[dict[str, Any]]:
         return []
@@ -113,31 +113,31 @@ class CompletionForm(_CompletionEvents):
         return {**self._head, "choices": choices, "usage": usage}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        plan, index = self._plan, delta.index
+        recipe, index = self._recipe, delta.index
         is_first, self._is_begun[index] = not self._is_begun[index], True
         choice: dict[str, Any] = {
             "index": index,
-            "text": (plan.texts[index // plan.n] if plan.echo and is_first else "") + delta.text,
-            "logprobs": None if plan.logprobs is None else self._logprobs(delta),
+            "text": (recipe.texts[index // recipe.n] if recipe.echo and is_first else "") + delta.text,
+            "logprobs": None if recipe.logprobs is None else self._logprobs(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if plan.return_token_ids:
+        if recipe.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            choice["prompt_token_ids"] = plan.prompts[index // plan.n] if is_first else None
+            choice["prompt_token_ids"] = recipe.prompts[index // recipe.n] if is_first else None
         return choice
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         names, logprobs, tops = self._entries(delta.token_ids, delta.logprobs, delta.top_logprobs)
         if delta.prompt is not None:
-            before = self._prompt_entries(delta.index // self._plan.n, delta.prompt)
+            before = self._prompt_entries(delta.index // self._recipe.n, delta.prompt)
             names, logprobs, tops = before[0] + names, before[1] + logprobs, before[2] + tops
         offsets = list(accumulate(map(len, names), initial=self._offsets[delta.index]))
         self._offsets[delta.index] = offsets.pop()
         return {
             "tokens": names,
             "token_logprobs": logprobs,
-            "top_logprobs": tops if self._plan.logprobs else None,
+            "top_logprobs": tops if self._recipe.logprobs else None,
             "text_offset": offsets,
         }
 
@@ -154,7 +154,7 @@ class CompletionForm(_CompletionEvents):
         return (
             [self._tokens.name(token) for token in tokens],
             finite,
-            self._tops(tokens, finite, tops) if self._plan.logprobs else [],
+            self._tops(tokens, finite, tops) if self._recipe.logprobs else [],
         )
 
     def _tops(
@@ -176,10 +176,10 @@ class CompletionForm(_CompletionEvents):
 class ChatForm(_CompletionEvents):
     """Of /v1/chat/completions."""
 
-    def __init__(self, plan: Plan, tokenizer: Any, answer_id: str, created: int) -> None:
-        self._plan = plan
-        self._scores_of = chat_scores(plan, tokenizer)
-        self._head = {"id": answer_id, "created": created, "model": plan.model, "system_fingerprint": None}
+    def __init__(self, recipe: Recipe, tokenizer: Any, answer_id: str, created: int) -> None:
+        self._recipe = recipe
+        self._scores_of = chat_scores(recipe, tokenizer)
+        self._head = {"id": answer_id, "created": created, "model": recipe.model, "system_fingerprint": None}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
@@ -188,10 +188,10 @@ class ChatForm(_CompletionEvents):
         first = {"role": "assistant", "content": ""}
         chunks = [
             self._chunk([{"index": index, "delta": first, "logprobs": None, "finish_reason": None}])
-            for index in range(self._plan.n)
+            for index in range(self._recipe.n)
         ]
-        if self._plan.return_token_ids:
-            chunks[0]["prompt_token_ids"] = self._plan.prompts[0]
+        if self._recipe.return_token_ids:
+            chunks[0]["prompt_token_ids"] = self._recipe.prompts[0]
         return chunks
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
@@ -206,10 +206,10 @@ class ChatForm(_CompletionEvents):
         return self._chunk([])
 
     def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        made = [self._choice(delta, "message", self._message(delta)) for delta in joined(deltas, self._plan.n)]
+        made = [self._choice(delta, "message", self._message(delta)) for delta in joined(deltas, self._recipe.n)]
         answer = {**self._head, "object": "chat.completion", "choices": made, "usage": usage}
-        if self._plan.return_token_ids:
-            answer["prompt_token_ids"] = self._plan.prompts[0]
+        if self._recipe.return_token_ids:
+            answer["prompt_token_ids"] = self._recipe.prompts[0]
         return answer
 
     def _message(self, delta: Delta) -> dict[str, Any]:
@@ -234,16 +234,16 @@ class ChatForm(_CompletionEvents):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if self._plan.logprobs is not None:
+        if self._recipe.logprobs is not None:
             choice["logprobs"] = {"content": self._scores_of(delta), "refusal": None}
-        if self._plan.return_token_ids:
+        if self._recipe.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
 
 
-def chat_scores(plan: Plan, tokenizer: Any) -> Callable[[Delta], list[dict[str, Any]]]:
+def chat_scores(recipe: Recipe, tokenizer: Any) -> Callable[[Delta], list[dict[str, Any]]]:
     """The log-probabilities of a delta's tokens as chat completions have them, one entry for each token."""
-    tokens = _Tokens(plan, tokenizer)
+    tokens = _Tokens(recipe, tokenizer)
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": tokens.name(token), "logprob": _finite(logprob), "bytes": tokens.bytes(token)}

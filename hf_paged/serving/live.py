@@ -11,7 +11,6 @@ from typing import Any
 import hf_paged
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView
-from hf_paged.serving.latencies import Latencies
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.served import ServedModel
 
@@ -26,10 +25,9 @@ class Live:
     opened later.
     """
 
-    def __init__(self, engine: Engine, served: ServedModel, latencies: Latencies, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, served: ServedModel, metrics: Metrics) -> None:
         self._engine = engine
         self._served = served
-        self._latencies = latencies
         self._metrics = metrics
         self._history: deque[tuple[Any, ...]] = deque(maxlen=int(SPAN))
         self._began = time.monotonic()
@@ -47,7 +45,7 @@ class Live:
         self._history.append((now, stats.generated_tokens, *(count / total for count in shares), *self._quantiles()))
 
     def _quantiles(self) -> tuple[list[float] | None, list[float] | None]:
-        return self._latencies.first_token.quantiles(0.5, 0.95), self._latencies.between.quantiles(0.5, 0.95)
+        return self._metrics.first_token.quantiles(0.5, 0.95), self._metrics.between.quantiles(0.5, 0.95)
 
     def body(self, *, with_history: bool = False) -> tuple[str, bytes]:
         """A tag, and JSON that is the same as long as the tag is, but for the history. Does not wait for a step."""
@@ -96,17 +94,7 @@ class Live:
             "requests": [_request(request) for request in snapshot.requests],
             "waiting": snapshot.num_waiting,
             "events": snapshot.events,
-            "steps": snapshot.steps,
-            "prompt_tokens": snapshot.prompt_tokens,
-            "generated_tokens": snapshot.generated_tokens,
-            "cow_copies": snapshot.cow_copies,
-            "preemptions_recompute": snapshot.preemptions_recompute,
-            "preemptions_swap": snapshot.preemptions_swap,
-            "blocks_swapped_out": snapshot.blocks_swapped_out,
-            "blocks_swapped_in": snapshot.blocks_swapped_in,
-            "prefix_query_tokens": snapshot.prefix_cache_query_tokens,
-            "prefix_hit_tokens": snapshot.prefix_cache_hit_tokens,
-            "prefix_evictions": snapshot.prefix_cache_evictions,
+            "counters": snapshot.counters,
         }
 
 

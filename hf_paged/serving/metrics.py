@@ -1,8 +1,13 @@
-"""Prometheus metrics. Names are vLLM's with another prefix, so that its dashboards need that change only."""
+"""Prometheus metrics, and the times of the last seconds for the live page.
+
+Names are vLLM's with another prefix, so that its dashboards need that change only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,7 +19,34 @@ from hf_paged.generation.requests.outputs import RequestOutput
 _PREFIX = "hf_paged:"
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = tuple(float(2**power) for power in range(0, 18))
+_PATIENCE = 5.0
+_SAME = 16  # values that tokens which came together add at most
 _REASONS: dict[str | None, str] = {"eos": "stop"}  # as answers and vLLM have it
+
+
+class Recent:
+    """Values of the last `seconds`. Keeps none while `quantiles`, which any thread may call, is not called."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._values: deque[tuple[float, float]] = deque(maxlen=20_000)
+        self._until = 0.0
+
+    def add(self, now: float, value: float, count: int = 1) -> None:
+        if now <= self._until:
+            self._values.extend([(now, value)] * min(count, _SAME))
+        while self._values and self._values[0][0] < now - self.seconds:
+            self._values.popleft()
+
+    def quantiles(self, *shares: float) -> list[float] | None:
+        """The values below which these shares of all lie; None if there are no values."""
+        now = time.monotonic()
+        self._until = now + _PATIENCE
+        since = now - self.seconds
+        values = sorted(value for when, value in list(self._values) if when >= since)
+        if not values:
+            return None
+        return [values[min(len(values) - 1, int(share * len(values)))] for share in shares]
 
 
 class Metrics:
@@ -40,20 +72,34 @@ class Metrics:
         self._success = Counter(
             _PREFIX + "request_success", "Finished requests.", ["model_name", "finished_reason"], registry=self.registry
         )
+        self._seen: dict[str, tuple[float, int]] = {}  # when, and how many tokens there were
+        self.first_token = Recent(15.0)  # seconds to it
+        self.between = Recent(3.0)  # seconds between tokens
         self._http = Counter(
             _PREFIX + "http_requests", "Answers by route and status.", ["route", "status"], registry=self.registry
         )
 
-    def observe_first(self, output: RequestOutput) -> None:
-        if (seconds := output.metrics.time_to_first_token) is not None:
-            self._first_token.observe(seconds)
+    def observe(self, outputs: Mapping[str, RequestOutput]) -> None:
+        """Called with the latest state of the requests that have changed; of each request until it has finished."""
+        now = time.monotonic()
+        for request_id, output in outputs.items():
+            count = max((each.num_tokens for each in output.outputs), default=0)
+            then, before = self._seen.get(request_id, (now, 0))
+            if before == 0 and count:
+                if (seconds := output.metrics.time_to_first_token) is not None:
+                    self._first_token.observe(seconds)
+                    self.first_token.add(now, seconds)
+            elif count > before:
+                gap = (now - then) / (count - before)  # of tokens that came together
+                for _ in range(count - before):
+                    self._between.observe(gap)
+                self.between.add(now, gap, count - before)
+            self._seen[request_id] = now, count
+            if output.finished:
+                self._observe_end(output)
+                del self._seen[request_id]
 
-    def observe_gap(self, seconds: float, tokens: int) -> None:
-        """`tokens` of a request that came together, `seconds` after the ones before."""
-        for _ in range(tokens):
-            self._between.observe(seconds / tokens)
-
-    def observe_end(self, output: RequestOutput) -> None:
+    def _observe_end(self, output: RequestOutput) -> None:
         self.failed += output.error is not None
         self.finished += output.error is None
         if output.metrics.queue_time is not None:
@@ -110,14 +156,11 @@ class _EngineFigures(Collector):
             "swap_in_blocks": ("Blocks copied back from host memory.", stats.blocks_swapped_in),
             "engine_steps": ("Steps of the engine.", stats.steps),
         }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._name], value)
-            yield gauge
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._name], value)
-            yield counter
+        for family, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in figures.items():
+                metric = family(_PREFIX + name, text, labels=["model_name"])
+                metric.add_metric([self._name], value)
+                yield metric
         preemptions = CounterMetricFamily(_PREFIX + "num_preemptions", "Preemptions.", labels=["model_name", "mode"])
         preemptions.add_metric([self._name, "recompute"], stats.preemptions_recompute)
         preemptions.add_metric([self._name, "swap"], stats.preemptions_swap)

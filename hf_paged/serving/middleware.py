@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hf_paged.serving.json_bounds import check_containers
 from hf_paged.serving.page_files import PAGE_FILES
 from hf_paged.serving.problems import Problem
+from hf_paged.serving.schema import check_containers
 from hf_paged.serving.settings import Settings
 
 log = logging.getLogger("hf_paged.serving")

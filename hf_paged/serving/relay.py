@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from hf_paged.serving.clients import unless_gone
+from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.middleware import send_problem
 from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.prompt_chain import prompt_chain

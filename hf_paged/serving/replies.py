@@ -369,7 +369,7 @@ class LiveRequest(Reply):
 
 
 class LiveEngine(Reply):
-    """events: number, step, kind, request and blocks of each; see `snapshots.Event`."""
+    """events: number, step, kind, request and blocks of each; see `snapshots.Event`. counters: see `EngineStats`."""
 
     number: int
     time: float
@@ -377,17 +377,7 @@ class LiveEngine(Reply):
     requests: list[LiveRequest]
     waiting: int
     events: list[tuple[int, int, str, str | None, list[int]]]
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    cow_copies: int
-    preemptions_recompute: int
-    preemptions_swap: int
-    blocks_swapped_out: int
-    blocks_swapped_in: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    prefix_evictions: int
+    counters: dict[str, int]
 
 
 class LiveLatency(Reply):

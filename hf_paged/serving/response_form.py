@@ -8,8 +8,8 @@ from typing import Any
 from hf_paged.serving.choices import Delta
 from hf_paged.serving.forms import chat_scores
 from hf_paged.serving.parsing import CallPart
-from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem
+from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.responses import ResponsesRequest
 
 _Event = dict[str, Any]
@@ -21,10 +21,10 @@ class ResponseForm:
     names_events = True
     ending = None
 
-    def __init__(self, body: ResponsesRequest, plan: Plan, tokenizer: Any, answer_id: str, created: int) -> None:
-        self._plan = plan
+    def __init__(self, body: ResponsesRequest, recipe: Recipe, tokenizer: Any, answer_id: str, created: int) -> None:
+        self._recipe = recipe
         self._tokenizer = tokenizer
-        self._scores_of = chat_scores(plan, tokenizer)
+        self._scores_of = chat_scores(recipe, tokenizer)
         self._answer_id = answer_id
         self._number = 0  # of the next event
         self._items: list[dict[str, Any]] = []
@@ -40,7 +40,7 @@ class ResponseForm:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata or {},
-            "model": plan.model,
+            "model": recipe.model,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
@@ -73,7 +73,7 @@ class ResponseForm:
 
     def chunks(self, delta: Delta) -> list[_Event]:
         events: list[_Event] = []
-        if self._plan.logprobs is not None:
+        if self._recipe.logprobs is not None:
             self._pending += self._scores_of(delta)
         if delta.reasoning or delta.calls:
             self._pending = []  # only the text's are returned

@@ -1,6 +1,6 @@
 """What clients send: OpenAI's fields and those that vLLM's clients know. A field that is not here is refused (422).
 
-Checks of single values stand here; what depends on the model or the server's limits is checked in plan.py. pydantic
+Checks of single values stand here; what depends on the model or the server's limits is checked in recipe.py. pydantic
 makes an error of each value that is wrong, so lists end at their first one and objects have few keys: otherwise one
 large body would keep the event loop busy for seconds. Of several types that a field may have, the value's own kind
 chooses one (`ByKind`), so that errors are about what the client meant.
@@ -9,6 +9,7 @@ chooses one (`ByKind`), so that errors are about what the client meant.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,12 +25,16 @@ from pydantic import (
     model_validator,
 )
 
-from hf_paged.serving.json_bounds import check_depth
+from hf_paged.serving.problems import Problem
 
+MAX_CONTAINERS = 2**16
+MAX_DEPTH = 128
 _MAX_STRING = 4 * 2**20
 _MAX_KEYS = 200  # of an object with known keys; no request has as many
 _MAX_BIASES = 2**16
 _INT64 = 2**63
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 _KINDS = {
     str: "a string",
@@ -45,6 +50,31 @@ _KINDS = {
 def kind_of(given: Any) -> str:
     """What a JSON value is, in words."""
     return _KINDS.get(type(given), type(given).__name__)
+
+
+def check_containers(data: bytes, what: str, param: str | None = None) -> None:
+    """Raises Problem (400) for JSON with too many lists and objects, or in another encoding than UTF-8.
+
+    These are what costs: each is an object of Python's that its garbage collector visits.
+    """
+    if b"\0" in data:  # as all other encodings of JSON have
+        raise Problem(400, f"{what} is not JSON in UTF-8", param=param)
+    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
+        return
+    bare = _STRING.sub(b"", data)
+    count = bare.count(b"[") + bare.count(b"{")
+    if count > MAX_CONTAINERS:
+        raise Problem(400, f"{what} has {count} lists and objects; at most {MAX_CONTAINERS} are read", param=param)
+
+
+def check_depth(value: Any, left: int = MAX_DEPTH) -> None:
+    """Raises ValueError for lists and objects that are nested too deeply for programs that follow them."""
+    if not isinstance(value, dict | list):
+        return
+    if not left:
+        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
+    for each in value.values() if isinstance(value, dict) else value:
+        check_depth(each, left - 1)
 
 
 ByKind = Discriminator(kind_of)

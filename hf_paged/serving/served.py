@@ -11,9 +11,8 @@ from typing import Any
 from hf_paged.generation.validation import position_limit
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.answer_format import AnswerFormat, template_of
-from hf_paged.serving.json_bounds import MAX_DEPTH, check_containers, check_depth
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.schema import Message, Tool
+from hf_paged.serving.schema import MAX_DEPTH, Message, Tool, check_containers, check_depth
 from hf_paged.serving.settings import Settings
 
 log = logging.getLogger("hf_paged.serving")

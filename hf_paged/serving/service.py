@@ -26,14 +26,13 @@ from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Outcome
 from hf_paged.serving.choices import Choices
-from hf_paged.serving.clients import unless_gone
+from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
-from hf_paged.serving.latencies import Latencies
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
-from hf_paged.serving.plan import Plan
 from hf_paged.serving.problems import Problem, overdue
+from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan
@@ -51,7 +50,7 @@ CLIENT_GONE = 499  # nginx's status for the log; no client sees it
 class _Parts:
     """What an answer is made of. All is made before the engine has the request, because making it may fail."""
 
-    plan: Plan
+    recipe: Recipe
     choices: Choices
     form: Form
 
@@ -75,8 +74,7 @@ class Service:
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
-        latencies = self._latencies = Latencies(self.metrics)
-        self.live = Live(engine, self.served, latencies, self.metrics)
+        self.live = Live(engine, self.served, self.metrics)
         self._engine = engine
         self.worker = EngineWorker(
             engine,
@@ -142,9 +140,13 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(threads, what)
 
     async def answer(
-        self, make_plan: Callable[[], Plan], form_of: Callable[[Plan, Any, str, int], Form], name: str, request: Request
+        self,
+        make_recipe: Callable[[], Recipe],
+        form_of: Callable[[Recipe, Any, str, int], Form],
+        name: str,
+        request: Request,
     ) -> Response:
-        """Queue the requests of a plan; raises Problem if it cannot be served. name: how the answer's id begins."""
+        """Queue the requests of a recipe; raises Problem if it cannot be served. name: how the answer's id begins."""
         began, request_id = asyncio.get_running_loop().time(), request.state.request_id
         limit = self.settings.limits.request_seconds
         ends_at = None if limit is None else began + limit
@@ -154,9 +156,9 @@ class Service:
         created = int(time.time())
 
         def make() -> _Parts:
-            plan = make_plan()
+            recipe = make_recipe()
             tokenizer = self.served.tokenizer
-            return _Parts(plan, Choices(plan, tokenizer), form_of(plan, tokenizer, answer_id, created))
+            return _Parts(recipe, Choices(recipe, tokenizer), form_of(recipe, tokenizer, answer_id, created))
 
         try:
             opened = await self._opened(make, request, ends_at)
@@ -172,15 +174,15 @@ class Service:
             span.refused(CLIENT_GONE, "disconnected")
             return Response(status_code=CLIENT_GONE)
         parts, job = opened
-        plan = parts.plan
-        span.planned(plan, answer_id)
+        recipe = parts.recipe
+        span.accepted(recipe, answer_id)
 
         def ended(outcome: Outcome) -> None:
             seconds = asyncio.get_running_loop().time() - began
             span.ended(outcome, seconds)
-            _log_end(request_id, plan, outcome, seconds)
+            _log_end(request_id, recipe, outcome, seconds)
 
-        return JobAnswer(plan, job, parts.choices, parts.form, ends_at=ends_at, on_end=ended)
+        return JobAnswer(recipe, job, parts.choices, parts.form, ends_at=ends_at, on_end=ended)
 
     async def tokenized(self, what: Callable[[], _Result], request: Request) -> _Result | None:
         """The result of something that tokenizes, for a request that nothing is generated for. None if the client has
@@ -223,18 +225,18 @@ class Service:
             parts, requests = await self._requests(make, request)
         if not requests:
             return parts, None
-        return parts, self.worker.open(requests, finals_only=parts.plan.reads_once)
+        return parts, self.worker.open(requests, finals_only=parts.recipe.reads_once)
 
     async def _requests(self, make: Callable[[], _Parts], request: Request) -> tuple[_Parts, list[EngineRequest]]:
         def prepare() -> tuple[_Parts, list[EngineRequest] | None]:
             parts = make()
-            is_free = parts.plan.constraint is None
-            return parts, self.worker.prepare(parts.plan.submissions) if is_free else None
+            is_free = parts.recipe.constraint is None
+            return parts, self.worker.prepare(parts.recipe.submissions) if is_free else None
 
         parts, requests = await self._prepared(prepare, request)
         if requests is None:
-            plan = parts.plan.constrained(await self._grammars.compiled(parts.plan.constraint))
-            requests = await self._prepared(partial(self.worker.prepare, plan.submissions), request)
+            recipe = parts.recipe.constrained(await self._grammars.compiled(parts.recipe.constraint))
+            requests = await self._prepared(partial(self.worker.prepare, recipe.submissions), request)
         return parts, requests
 
     async def call_engine(self, what: Callable[[Engine], _Result]) -> _Result:
@@ -253,7 +255,7 @@ class Service:
         return await asyncio.to_thread(partial(self.live.body, with_history=with_history))
 
     def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
-        self._latencies.observe(outputs)
+        self.metrics.observe(outputs)
         self.live.note()
 
     # -- adapters -----------------------------------------------------------------------------------------------
@@ -328,14 +330,14 @@ def refusals() -> Iterator[None]:
         raise Problem(503, str(error), code="engine_stopped") from error
 
 
-def _log_end(request_id: str, plan: Plan, outcome: Outcome, seconds: float) -> None:
+def _log_end(request_id: str, recipe: Recipe, outcome: Outcome, seconds: float) -> None:
     if outcome.cause is not None:
         log.error("request=%s failed: %r", request_id, outcome.status, exc_info=outcome.cause)
     log.info(
         "request=%s model=%s status=%r prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish=%s preemptions=%d "
         "queue=%s first_token=%s seconds=%.3f user=%r",
         request_id,
-        plan.model,
+        recipe.model,
         outcome.status,
         outcome.prompt_tokens,
         outcome.cached_tokens,
@@ -345,7 +347,7 @@ def _log_end(request_id: str, plan: Plan, outcome: Outcome, seconds: float) -> N
         _seconds(outcome.queue_seconds),
         _seconds(outcome.first_token_seconds),
         seconds,
-        plan.user,
+        recipe.user,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from hf_paged.serving.plan import Plan
+from hf_paged.serving.recipe import Recipe
 
 try:
     from opentelemetry import propagate, trace
@@ -48,24 +48,24 @@ class RequestSpan:
     def _is_recording(self) -> bool:
         return self._span is not None and self._span.is_recording()
 
-    def planned(self, plan: Plan, response_id: str) -> None:
+    def accepted(self, recipe: Recipe, response_id: str) -> None:
         """The request has been accepted."""
-        self._streams = plan.stream
+        self._streams = recipe.stream
         if not self._is_recording:
             return
-        self._span.update_name(f"{self._operation} {plan.model}")
+        self._span.update_name(f"{self._operation} {recipe.model}")
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "hf_paged",
-            "gen_ai.request.model": plan.model,
-            "gen_ai.response.model": plan.model,
+            "gen_ai.request.model": recipe.model,
+            "gen_ai.response.model": recipe.model,
             "gen_ai.response.id": response_id,
-            "gen_ai.request.stream": plan.stream,
+            "gen_ai.request.stream": recipe.stream,
         }
-        if plan.n != 1:
-            attributes["gen_ai.request.choice.count"] = plan.n
-        if plan.submissions:
-            config = plan.submissions[0].options.generation_config
+        if recipe.n != 1:
+            attributes["gen_ai.request.choice.count"] = recipe.n
+        if recipe.submissions:
+            config = recipe.submissions[0].options.generation_config
             attributes |= {
                 "gen_ai.request.max_tokens": config.max_new_tokens,
                 "gen_ai.request.temperature": config.temperature if config.do_sample else 0.0,
@@ -73,8 +73,8 @@ class RequestSpan:
                 "gen_ai.request.top_k": config.top_k,
                 "gen_ai.request.seed": getattr(config, "seed", None),
             }
-        if plan.stops:
-            attributes["gen_ai.request.stop_sequences"] = list(plan.stops)
+        if recipe.stops:
+            attributes["gen_ai.request.stop_sequences"] = list(recipe.stops)
         self._set(attributes)
 
     def refused(self, status: int, message: str) -> None:

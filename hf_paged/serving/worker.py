@@ -19,7 +19,7 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.loop import HaltMode
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
-from hf_paged.serving.plan import Submission
+from hf_paged.serving.recipe import Submission
 
 MAX_DELAY = 0.003
 """Seconds after a step, at most, until the event loop reads its outputs. By then the next step computes in native code.

@@ -13,34 +13,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hf_paged
 from hf_paged.integration.attention import _pattern
+from tests.architectures.multimodal import TEXT, VISION, llava, randomised
 from tests.architectures.sweep import examine_engine
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
-
-TEXT = {
-    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
-VISION = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
-    "patch_size": 8,
-}  # fmt: skip
-
-
-def randomised(model: Any, seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model.eval()
-
-
-def llava() -> Any:
-    config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**TEXT),
-        vision_config=transformers.CLIPVisionConfig(**VISION),
-        image_token_index=98,
-    )
-    return transformers.LlavaForConditionalGeneration(config)
 
 
 def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:

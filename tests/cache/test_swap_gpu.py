@@ -11,7 +11,7 @@ import torch
 
 from hf_paged.cache import swap
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
-from tests.cache.test_swap import HOST_BLOCKS, Twin, busy_steps, filled_pool
+from tests.cache.swaps import HOST_BLOCKS, Twin, busy_steps, filled_pool
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import GenerationConfig
 
+from hf_paged import CacheConfig, Engine
 from hf_paged.fused import overrides
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.kernels import experts as expert_definitions
@@ -18,6 +21,8 @@ from hf_paged.kernels.triton import experts, gate, norm, rotary, router
 from hf_paged.kernels.triton.launch import INTERPRET
 from hf_paged.kernels.triton.norm import Rows
 from hf_paged.model import state
+from tests import models
+from tests.architectures.tiny import tiny_model
 from tests.generation import tape
 from tests.poison import poison
 
@@ -26,6 +31,10 @@ OPERATIONS = (
     (experts, "product"), (experts, "combine"),
 )  # fmt: skip
 """What our kernels compute in one launch each."""
+
+NEW_TOKENS = 4
+ROTARY = "apply_rotary_pos_emb"
+ALL = {"attention", "MLP", "layer"}
 
 
 def on_cpu(patch: pytest.MonkeyPatch, *, by_torch: bool = False) -> None:
@@ -98,3 +107,48 @@ def product(*args: Any, size: str | None = None, **kwargs: Any) -> torch.Tensor:
 
 
 route, assign, combine = router_definitions.route, expert_definitions.assign, expert_definitions.combine
+
+
+def computes_as_plain(engine: Engine, model: Any, length: int = 5) -> bool:
+    """Whether an engine computes what another one without these kernels does."""
+    found = complete(engine, length)
+    with Engine(model, CacheConfig(num_blocks=64), fuse=False) as plain:
+        expected = complete(plain, length)
+    return found.token_ids == expected.token_ids and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5
+
+
+def run(engine: Engine, length: int = 5) -> list[int]:
+    return complete(engine, length).token_ids
+
+
+def complete(engine: Engine, length: int = 5) -> Any:
+    engine.clear_prefix_cache()
+    options = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return engine.generate(models.prompts(length), options)[0].outputs[0]
+
+
+def by_generate(model: Any, length: int = 5) -> list[int]:
+    ids = torch.stack(models.prompts(length))
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, length:].tolist()
+    return out
+
+
+def kinds(model: Any) -> set[str]:
+    parts = fused_model.fused_parts(model)
+    return set() if parts is None else set(parts.counts())
+
+
+def new(name: str) -> Any:
+    """A tiny model whose biases and norms are random too."""
+    model = tiny_model(name)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.3
+    return model

@@ -21,7 +21,7 @@ from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
-from tests.fused.test_fewer_launches import ALL, ROTARY, by_generate, complete, kinds, run
+from tests.fused.fewer import ALL, ROTARY, Halves, by_generate, computes_as_plain, kinds, run
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
@@ -43,19 +43,6 @@ def engine(model: Any) -> Iterator[Engine]:
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
         run(engine)
         yield engine
-
-
-def computes_as_plain(engine: Engine, model: Any, length: int = 5) -> bool:
-    """Whether an engine computes what another one without these kernels does."""
-    found = complete(engine, length)
-    with Engine(model, CacheConfig(num_blocks=64), fuse=False) as plain:
-        expected = complete(plain, length)
-    return found.token_ids == expected.token_ids and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-
-
-class Halves(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 0.5
 
 
 def test_dropouts() -> None:

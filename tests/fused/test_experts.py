@@ -21,8 +21,7 @@ from hf_paged.kernels.triton import experts as kernels
 from hf_paged.kernels.triton import launch as triton_launch
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
-from tests.fused.test_changed_modules import computes_as_plain
-from tests.fused.test_fewer_launches import NEW_TOKENS, by_generate, run
+from tests.fused.fewer import NEW_TOKENS, by_generate, computes_as_plain, run
 from tests.generation import tape
 
 pytestmark = pytest.mark.skipif(

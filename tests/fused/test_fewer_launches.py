@@ -12,27 +12,23 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.gpu import model as fused_model
-from hf_paged.kernels import ops
 from hf_paged.kernels.triton import gate, norm, rotary
 from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
+from tests.fused.fewer import ALL, NEW_TOKENS, ROTARY, by_generate, complete, kinds, run
 from tests.fused.launches import count
 from tests.generation import tape
+from tests.implementations import compute_by
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
 )
-
-NEW_TOKENS = 4
-ROTARY = "apply_rotary_pos_emb"
-ALL = {"attention", "MLP", "layer"}
 
 
 @pytest.fixture
@@ -43,23 +39,6 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     fewer.on_cpu(monkeypatch)
-
-
-def run(engine: Engine, length: int = 5) -> list[int]:
-    return complete(engine, length).token_ids
-
-
-def complete(engine: Engine, length: int = 5) -> Any:
-    engine.clear_prefix_cache()
-    options = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return engine.generate(models.prompts(length), options)[0].outputs[0]
-
-
-def by_generate(model: Any, length: int = 5) -> list[int]:
-    ids = torch.stack(models.prompts(length))
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    out: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, length:].tolist()
-    return out
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -113,7 +92,7 @@ def test_the_same_tokens(family: str) -> None:
     ],
 )  # fmt: skip
 def test_the_same_tokens_with_all_our_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops._default_impl, "cpu", "triton")
+    compute_by(monkeypatch, "triton")
     model = tiny_model(name)
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
         assert run(engine, 11) == by_generate(model, 11)
@@ -137,11 +116,6 @@ def test_replayed_graphs(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # -- what is recognised ----------------------------------------------------------------------------------------------
-
-
-def kinds(model: Any) -> set[str]:
-    parts = fused_model.fused_parts(model)
-    return set() if parts is None else set(parts.counts())
 
 
 @pytest.mark.usefixtures("by_torch")

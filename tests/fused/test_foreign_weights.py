@@ -21,7 +21,7 @@ from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
 from tests.fused import foreign_weights as foreign
-from tests.fused.test_native_layers import SIZES, build
+from tests.fused.native import SIZES, build
 
 pytestmark = [
     pytest.mark.usefixtures("bf16_kernels"),

@@ -16,9 +16,7 @@ from hf_paged.fused.gpu.model import fused_parts
 from hf_paged.kernels.triton import launch as triton_launch
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
-from tests.fused.test_changed_modules import computes_as_plain
-from tests.fused.test_fewer_launches import NEW_TOKENS, by_generate, complete, run
-from tests.fused.test_more_layers import new
+from tests.fused.fewer import NEW_TOKENS, by_generate, complete, computes_as_plain, new, run
 from tests.generation import tape
 
 pytestmark = pytest.mark.skipif(

@@ -16,10 +16,8 @@ from hf_paged.fused.gpu.layers import LayerPart
 from hf_paged.fused.gpu.model import fused_parts
 from hf_paged.fused.gpu.parts import ChainPart
 from hf_paged.kernels.triton import launch as triton_launch
-from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
-from tests.fused.test_changed_modules import Halves, computes_as_plain
-from tests.fused.test_fewer_launches import by_generate, kinds, run
+from tests.fused.fewer import Halves, by_generate, computes_as_plain, kinds, new, run
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
@@ -29,16 +27,6 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     fewer.on_cpu(monkeypatch, by_torch=True)
-
-
-def new(name: str) -> Any:
-    """A tiny model whose biases and norms are random too."""
-    model = tiny_model(name)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.3
-    return model
 
 
 def layers_of(model: Any) -> list[Any]:

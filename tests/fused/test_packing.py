@@ -22,8 +22,8 @@ from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
+from tests.fused.fewer import by_generate, complete, run
 from tests.fused.launches import count
-from tests.fused.test_fewer_launches import by_generate, complete, run
 from tests.generation import tape
 
 pytestmark = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
 from tests import models
 from tests.conftest import state_of
-from tests.fused.test_native_layers import KNOWN, SIZES, build
+from tests.fused.native import KNOWN, SIZES, build
 
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
 

@@ -114,3 +114,16 @@ class Streamer:
 
     def end(self) -> None:
         self.ended += 1
+
+
+NEVER = models.VOCAB  # as EOS: no request ends before its last token
+
+
+def plain(model: Any, prompts: list[torch.Tensor], **options: Any) -> list[list[int]]:
+    made = config("greedy", **{"eos_token_id": NEVER, **options})
+    return [
+        model.generate(input_ids=p[None], generation_config=made, attention_mask=torch.ones_like(p[None]))[
+            0, len(p) :
+        ].tolist()
+        for p in prompts
+    ]

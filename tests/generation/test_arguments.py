@@ -16,6 +16,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation import prepare
 from tests import models
+from tests.forwards import before_forwards
 from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config
 
 GREEDY = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=models.PAD)
@@ -107,9 +108,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message[:50] for _, message in WRONG])
-def test_a_wrong_argument_is_named_and_changes_nothing(
-    engine: Engine, arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_argument_is_named_and_changes_nothing(engine: Engine, arguments: dict[str, Any], message: str) -> None:
     neighbour = torch.tensor([7, 8, 9])
     engine.add_request(neighbour, GREEDY, request_id="there")
     before, random = engine.stats(), torch.random.get_rng_state()
@@ -417,18 +416,16 @@ def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "width"), [("greedy", 1), ("beams", 3), ("four samples", 4)])
-def test_generate_raises_with_all_outputs_and_the_cause(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_raises_with_all_outputs_and_the_cause(name: str, width: int) -> None:
     model, prompts = models.shared("llama"), models.prompts(5, 9)
     alone = SchedulerConfig(max_num_seqs=width)  # one request after the other
     with Engine(model, CacheConfig(num_blocks=32, block_size=4), alone) as engine:
-        run = engine._runner.run
 
-        def fails_for_the_second(output: Any, *args: Any) -> Any:
+        def fails_for_the_second(output: Any) -> None:
             if any(seq.num_prompt_tokens == 9 for seq, _ in output.scheduled):
                 raise OSError("no device")
-            return run(output, *args)
 
-        monkeypatch.setattr(engine._runner, "run", fails_for_the_second)
+        before_forwards(engine, fails_for_the_second)
         with pytest.raises(
             hf_paged.EngineError, match=r"1 of 2 requests failed.*prompt 2.*OSError: no device"
         ) as caught:

@@ -22,8 +22,9 @@ from hf_paged.generation.engine import loop
 from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.requests.outputs import RequestOutput
 from tests import models
+from tests.forwards import before_forwards
 from tests.preempting import force_preempt
-from tests.waiting import must
+from tests.waiting import Gate
 
 BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -68,33 +69,26 @@ def finished(engine: Engine) -> dict[str, RequestOutput]:
 class HeldStep:
     """A step in another thread that does not go on before `release`."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        run, self._go, inside = engine._runner.run, threading.Event(), threading.Event()
-
-        def held(*args: Any) -> Any:
-            inside.set()
-            must(self._go.wait(120), "the step was never released")
-            return run(*args)
-
-        monkeypatch.setattr(engine._runner, "run", held)
+    def __init__(self, engine: Engine) -> None:
+        self._gate = Gate(engine, 0)
         self.outputs: list[RequestOutput] = []
         self._thread = threading.Thread(target=lambda: self.outputs.extend(engine.step()), daemon=True)
         self._thread.start()
-        must(inside.wait(120), "the step has not begun")
+        self._gate.wait()
 
     def release(self) -> None:
-        self._go.set()
+        self._gate.open()
         self._thread.join(120)
 
 
 # -- arrivals ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_for_a_step() -> None:
     first, second, third = models.prompts(5, 9, 7)
     with opened() as engine:
         engine.add_request(first, config(), request_id="a")
-        held = HeldStep(engine, monkeypatch)
+        held = HeldStep(engine)
         assert in_time(lambda: engine.add_request(second, config(), request_id="b")) == "b"
         in_time(lambda: engine.add_request(third, config(), request_id="c"))
         assert in_time(lambda: engine.abort("c")) and in_time(lambda: engine.abort("a"))
@@ -147,7 +141,7 @@ def test_arrivals_from_many_threads() -> None:
 
 
 @pytest.mark.parametrize("door", ["step", "stream"])
-def test_an_abort_during_a_step_is_told_once(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_during_a_step_is_told_once(door: str) -> None:
     """The step that it came in also has a new token of the request."""
     first, second = models.prompts(5, 9)
     with opened() as engine:
@@ -155,15 +149,14 @@ def test_an_abort_during_a_step_is_told_once(door: str, monkeypatch: pytest.Monk
             if door == "step":
                 engine.add_request(prompt, config(), request_id=name)
         stream = engine.stream([first, second], config(), request_id=["a", "b"]) if door == "stream" else None
-        run, calls = engine._runner.run, []
+        calls = []
 
-        def aborting(*args: Any) -> Any:
+        def aborting(_: Any) -> None:
             calls.append(1)
             if len(calls) == 3:
                 in_time(lambda: engine.abort("a"))
-            return run(*args)
 
-        monkeypatch.setattr(engine._runner, "run", aborting)
+        before_forwards(engine, aborting)
         ends: list[str] = []
         if stream is not None:
             ends = [output.request_id for output in stream if output.finished]

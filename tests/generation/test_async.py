@@ -16,9 +16,9 @@ from hf_paged.generation.requests import batch
 from hf_paged.generation.requests.request import SingleRequest
 from hf_paged.kernels.sampling import ToHost
 from tests import models
+from tests.forwards import before_forwards, fail_forward
 from tests.generation import tape
-from tests.generation.solo import assert_as_solo, assert_idle, config, requests, row_by_row, solo
-from tests.model.test_graphs import plain
+from tests.generation.solo import assert_as_solo, assert_idle, config, plain, requests, row_by_row, solo
 from tests.schedulings import schedule_asynchronously
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
@@ -50,13 +50,12 @@ class Journal:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines: list[str] = []
         self.step = 0
-        run, lists, choose = engine._runner.run, ToHost.lists, batch.sample_batch
+        lists, choose = ToHost.lists, batch.sample_batch
 
-        def noted_run(*args: Any) -> Any:
+        def note(output: Any) -> None:
             self.step += 1
-            if args[0].scheduled:
+            if output.scheduled:
                 self.lines.append(f"forward {self.step}")
-            return run(*args)
 
         def noted_choice(*args: Any) -> Any:
             choice, failed = choose(*args)
@@ -69,7 +68,7 @@ class Journal:
             self.lines.append(f"read {self_.name}")
             return lists(self_)
 
-        monkeypatch.setattr(engine._runner, "run", noted_run)
+        before_forwards(engine, note)
         monkeypatch.setattr(stepper, "sample_batch", noted_choice)
         monkeypatch.setattr(ToHost, "lists", noted_lists)
 
@@ -129,7 +128,7 @@ def test_nobody_gives_way_for_a_token_that_may_not_come() -> None:
         assert engine.stats().preemptions_recompute == engine.stats().preemptions_swap == 0
 
 
-def test_beams_decide_before_the_next_step_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_decide_before_the_next_step_and_others_do_not() -> None:
     model = models.shared("llama")
     first, second = models.prompts(5, 9)
     beams, greedy = config("beams", eos_token_id=NEVER), config("greedy", eos_token_id=NEVER)
@@ -164,19 +163,12 @@ def test_an_abort_between_two_steps_leaves_the_others_alone(at: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(1, 5))
-def test_the_token_before_a_forward_that_fails_is_not_lost(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_before_a_forward_that_fails_is_not_lost(at: int) -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(7)
     (line,) = plain(model, [prompt], max_new_tokens=10)
     with Engine(model) as engine:
-        run, calls = engine._runner.run, itertools.count()
-
-        def broken(*args: Any) -> Any:
-            if next(calls) == at:
-                raise OSError("no device")
-            return run(*args)
-
-        monkeypatch.setattr(engine._runner, "run", broken)
+        fail_forward(engine, OSError("no device"), at=at)
         (output,) = engine.generate([prompt], config("greedy", eos_token_id=NEVER), raise_on_error=False)
         assert output.error == "the forward failed: OSError: no device"
         assert output.outputs[0].token_ids == line[:at]
@@ -184,18 +176,12 @@ def test_the_token_before_a_forward_that_fails_is_not_lost(at: int, monkeypatch:
 
 
 @pytest.mark.parametrize("at", range(1, 5))
-def test_after_an_interrupt_it_goes_on(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_interrupt_it_goes_on(at: int) -> None:
     model = models.shared("llama")
     wanted = [(prompt, config("greedy", eos_token_id=NEVER)) for prompt in models.prompts(7, 12)]
     with Engine(model) as engine:
-        run, calls, finished = engine._runner.run, itertools.count(), {}
-
-        def interrupted(*args: Any) -> Any:
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return run(*args)
-
-        monkeypatch.setattr(engine._runner, "run", interrupted)
+        finished: dict[str, Any] = {}
+        fail_forward(engine, KeyboardInterrupt(), at=at)
         ids = [engine.add_request(*each) for each in wanted]
         while engine.has_unfinished_requests():
             try:

@@ -14,9 +14,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
-from hf_paged.kernels import gather, ops
-from hf_paged.kernels.native import build as native_build
 from tests import conftest, models
+from tests.implementations import compute_by
 
 Compare = Callable[..., Any]
 
@@ -410,12 +409,7 @@ def test_calls_in_and_outside_inference_mode(
     impl: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that a call keeps in one mode is used by the next call in the other mode."""
-    if impl == "native":
-        if not native_build.has_compiler():
-            pytest.skip("no C compiler on this machine")
-        native_build.build()
-    monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
-    monkeypatch.setattr(gather, "_local", threading.local())
+    compute_by(monkeypatch, impl)
     model, inputs = models.build("llama"), models.batch(*((20,) if "prompt_lookup_num_tokens" in options else (9, 20)))
     options = {**inputs, **options, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(**options)
@@ -436,11 +430,7 @@ def test_a_model_that_changes_its_dtype_between_calls() -> None:
 @pytest.mark.parametrize("impl", ["reference", "torch", "native"])
 def test_autocast(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under autocast, attention gets K and V of different dtypes."""
-    if impl == "native":
-        if not native_build.has_compiler():
-            pytest.skip("no C compiler on this machine")
-        native_build.build()
-    monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
+    compute_by(monkeypatch, impl)
     model, inputs = models.build("llama"), models.batch(9, 5)
     options = {
         **inputs,

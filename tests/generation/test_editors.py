@@ -19,9 +19,9 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.sampling import editors, warpers
 from hf_paged.generation.sampling.edits import Edit, Op, apply_edits
 from hf_paged.generation.sampling.processors import chain_of, process_together
-from hf_paged.kernels import ops
 from tests import models
 from tests.generation.solo import assert_as_solo, assert_idle, solo
+from tests.implementations import compute_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 
@@ -165,7 +165,7 @@ def test_warpers_of_several_rows_have_the_bits_of_each_alone(
         ("torch", None), ([0.37] * 5, [rng.uniform(0.001, 0.999) for _ in range(40)])
     ):
         if impl is not None:
-            monkeypatch.setitem(ops._default_impl, "cpu", impl)
+            compute_by(monkeypatch, impl)
         each = [WARPER_MAKERS[name](x) for x in settings]
         assert len({warpers.warper_key(warper) for warper in each} - {None}) == 1
         raw = torch.randn(len(each), width, generator=generator).bfloat16().float() * 3  # has ties
@@ -205,7 +205,7 @@ class Operations(TorchDispatchMode):
 # Those that add up a row are called for each row on a CPU.
 @pytest.mark.parametrize("name", sorted(WARPER_MAKERS.keys() - {"typical", "eta"}))
 def test_warpers_of_many_settings_are_no_more_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops._default_impl, "cpu", "torch")
+    compute_by(monkeypatch, "torch")
     assert_independent(lambda x: [WARPER_MAKERS[name](x)])
 
 
@@ -223,7 +223,7 @@ def test_penalties_of_many_settings_are_no_more_operations(name: str) -> None:
 
 
 def test_all_settings_of_all_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops._default_impl, "cpu", "torch")
+    compute_by(monkeypatch, "torch")
     names = ("temperature", "top k", "top p", "min p")
     assert_independent(
         lambda x: [*(PENALTIES[each](x) for each in PENALTIES), *(WARPER_MAKERS[each](x) for each in names)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 from typing import Any
 
 import pytest
@@ -12,9 +11,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.kernels import gather, ops
 from tests import models
+from tests.forwards import fail_forward
 from tests.generation.solo import row_by_row
+from tests.implementations import compute_by
+from tests.waiting import Gate
 
 
 def config(**options: Any) -> GenerationConfig:
@@ -58,17 +59,9 @@ def test_a_stream_that_is_given_up_frees_its_ids_and_its_places() -> None:
         assert_idle(e)
 
 
-def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_async_reader_cancelled_in_the_middle_of_a_step() -> None:
     with opened() as engine:
-        run = engine._runner.run
-        in_step, go = threading.Event(), threading.Event()
-
-        def wait(*args: Any) -> Any:
-            in_step.set()
-            assert go.wait(120)
-            return run(*args)
-
-        monkeypatch.setattr(engine._runner, "run", wait)
+        gate = Gate(engine, 0)
 
         async def read() -> None:
             async for _ in engine.astream(models.prompts(5, 9), config(max_new_tokens=100)):
@@ -76,11 +69,11 @@ def test_an_async_reader_cancelled_in_the_middle_of_a_step(monkeypatch: pytest.M
 
         async def main() -> None:
             task = asyncio.create_task(read())
-            assert await asyncio.to_thread(in_step.wait, 120)
+            await asyncio.to_thread(gate.wait)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            go.set()
+            gate.open()
 
         asyncio.run(main())
         assert_idle(engine)
@@ -108,12 +101,9 @@ def test_closing_lets_go_of_pinned_prefixes_and_of_what_was_not_delivered() -> N
     assert engine.stats().blocks_used == 0
 
 
-def test_a_prefix_that_cannot_be_computed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> Any:
-        raise OSError("no device")
-
+def test_a_prefix_that_cannot_be_computed_is_an_error() -> None:
     with opened() as engine:
-        monkeypatch.setattr(engine._runner, "run", broken)
+        fail_forward(engine, OSError("no device"))
         with pytest.raises(RuntimeError, match="no device"):
             engine.cache_prefix(models.prompts(40)[0])
         assert_idle(engine)
@@ -232,8 +222,7 @@ def test_the_defaults_of_a_model_do_not_disturb_its_trial() -> None:
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_an_engine_leaves_nothing_that_a_call_after_it_cannot_use(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workspaces are kept per thread. An engine's steps run in inference mode; `generate` and its start do not."""
-    monkeypatch.setattr(ops, "_default_impl", {"cpu": impl})
-    monkeypatch.setattr(gather, "_local", threading.local())
+    compute_by(monkeypatch, impl)
     model, prompts = models.build("llama"), models.prompts(30, 9, 17)
     expected = [model.generate(p[None], generation_config=config())[0].tolist() for p in prompts]
     for _ in range(2):

@@ -11,8 +11,8 @@ import pytest
 from hf_paged.generation.sampling import constraints, gbnf
 from hf_paged.generation.sampling.gbnf import Node, Rules
 from hf_paged.generation.sampling.grammar import vocabulary_of
+from tests.generation.grammars import accepts, accepts_tokens
 from tests.generation.random_constraints import bytes_tokenizer
-from tests.generation.test_schemas import accepts, accepts_tokens
 
 LONGEST = 4
 TEXTS = ["".join(letters) for length in range(LONGEST + 1) for letters in product("ab", repeat=length)]

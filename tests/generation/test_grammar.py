@@ -6,21 +6,20 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import hf_paged
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling import grammar as grammar_module
 from hf_paged.generation.sampling.edits import _forbidden, keep_only
+from tests.generation.grammars import QA, tokenizer
 
-QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 PROMPT = "<|bos|><|user|>What does str.capitalize() do?<|assistant|>"
 EOS = 2
 SCHEMA = {
@@ -33,11 +32,6 @@ SCHEMA = {
     "required": ["name", "kind", "sizes"],
     "additionalProperties": False,
 }
-
-
-@cache
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(QA)
 
 
 @cache

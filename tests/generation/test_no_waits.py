@@ -15,9 +15,9 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from tests import models
 from tests.fake_cuda import DEVICE, Waits, fake_cuda, no_waits
 from tests.logical_devices import in_child
-from tests.model import test_adapters
+from tests.model.adapted import BASE, IGNORED, with_transformers
 
-pytestmark = test_adapters.pytestmark
+pytestmark = IGNORED
 
 SAMPLED = {"do_sample": True, "top_k": 1}
 OPTIONS: list[dict[str, Any]] = [
@@ -57,7 +57,7 @@ def served(model: Any) -> list[list[list[int]]]:
         while arriving or engine.has_unfinished_requests():
             for number, (prompt, options) in arriving.pop(0) if arriving else ():
                 config = GenerationConfig(max_new_tokens=2 + number % 2, eos_token_id=None, pad_token_id=0, **options)
-                adapter = ("x", test_adapters.BASE)[number % 2]
+                adapter = ("x", BASE)[number % 2]
                 engine.add_request(prompt.tolist(), config, adapter=adapter, request_id=str(number))
             with no_waits():
                 outputs = engine.step()
@@ -69,7 +69,7 @@ def served(model: Any) -> list[list[list[int]]]:
 
 def test_a_step_of_requests_with_all_options() -> None:
     def check() -> None:
-        model = test_adapters.with_transformers().requires_grad_(False)
+        model = with_transformers().requires_grad_(False)
         expected = served(model)
         with fake_cuda():
             assert served(model.to(DEVICE)) == expected

@@ -14,7 +14,7 @@ from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 import hf_paged
 from hf_paged.generation.options import PREPARED, REFUSED, WITHOUT_EFFECT
 from tests import models
-from tests.architectures.test_multimodal import llava, randomised
+from tests.architectures.multimodal import llava, randomised
 
 IDS = [5, 6, 7, 8, 9, 10]
 FIELDS = list(vars(GenerationConfig()))

@@ -18,7 +18,6 @@ from transformers.generation.logits_process import (
 
 from hf_paged.generation.sampling import warpers as warpers_module
 from hf_paged.generation.sampling.processors import Chain, chain_of, process_together
-from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.sampling import (
@@ -35,6 +34,7 @@ from hf_paged.kernels.sampling import (
     sample_top_p,
     to_host,
 )
+from tests.implementations import compute_by
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -52,11 +52,7 @@ def test_largest_is_topk_of_the_sums(rows: int, vocab: int, count: int) -> None:
 
 @pytest.fixture(params=["torch", "native"])
 def _impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "native":
-        if not native_build.has_compiler():
-            pytest.skip("no C compiler on this machine")
-        native_build.build()
-    monkeypatch.setattr(ops, "_default_impl", {"cpu": request.param})
+    compute_by(monkeypatch, request.param)
 
 
 @pytest.mark.usefixtures("_impl")
@@ -162,10 +158,7 @@ def test_a_row_of_nan_disturbs_no_other() -> None:
 
 @pytest.fixture
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native_build.has_compiler():
-        pytest.skip("no C compiler on this machine")
-    native_build.build()
-    monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
+    compute_by(monkeypatch, "native")
 
 
 def some_distributions(vocab: int, seed: int) -> torch.Tensor:
@@ -335,7 +328,7 @@ def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.
         pytest.skip("no C compiler on this machine")
     native_build.build()
     assert native_ops.draws_like_torch()
-    monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
+    compute_by(monkeypatch, "native")
     native = native_ops.draw
     monkeypatch.setattr(native_ops, "draw", lambda probs, generators: native(probs, generators) + 1)
     native_ops.draws_like_torch.cache_clear()

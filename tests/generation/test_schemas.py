@@ -11,25 +11,10 @@ import jsonschema
 import pytest
 
 from hf_paged.generation.sampling import constraints, patterns
-from hf_paged.generation.sampling.grammar import Compiled, Matcher, vocabulary_of
+from hf_paged.generation.sampling.grammar import Matcher, vocabulary_of
 from tests.generation import random_constraints
+from tests.generation.grammars import accepts, tokenizer
 from tests.generation.random_constraints import Answers, bytes_tokenizer
-from tests.generation.test_grammar import tokenizer
-
-
-def accepts(constraint: constraints.Constraint, text: str) -> bool:
-    return accepts_tokens(vocabulary_of(tokenizer()).compiled(constraint), text)
-
-
-def accepts_tokens(compiled: Compiled, text: str, tools: Any = None) -> bool:
-    """Whether a text, written with the tokenizer's tokens, stays within the grammar and may end."""
-    matcher = Matcher(compiled, [compiled.width])
-    for token in (tools or tokenizer())(text, add_special_tokens=False)["input_ids"]:
-        if not int(matcher.mask(compiled.width)[token // 32]) >> token % 32 & 1:
-            return False
-        matcher.advance([token])
-    return matcher.is_complete()
-
 
 STRING, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
 REFUSED: list[tuple[dict[str, Any], str]] = [

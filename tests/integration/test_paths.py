@@ -21,12 +21,12 @@ from transformers import GenerationConfig
 from hf_paged import Engine
 from hf_paged.fused import overrides as fused_overrides
 from tests import models
+from tests.serving.chats import TEMPLATE
 from tests.serving.harness import NAME, serving
-from tests.serving.test_constrained import TEMPLATE
 
 pytestmark = pytest.mark.skipif(sys.getprofile() is not None, reason="needs the profiler that something else uses")
 
-ENGINE_STEP, GENERATE_STEP, CHAT_REQUEST = 12, 7, 49
+ENGINE_STEP, GENERATE_STEP, CHAT_REQUEST = 11, 7, 44
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -131,5 +131,5 @@ def test_a_chat_request_until_its_first_token() -> None:
         next(chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
         entered = set(modules.entered)
         list(stream)
-    assert entered >= {"serving.app", "serving.plan", "serving.worker", "generation.engine.scheduler", "kernels"}
+    assert entered >= {"serving.app", "serving.recipe", "serving.worker", "generation.engine.scheduler", "kernels"}
     assert len(entered) <= CHAT_REQUEST, sorted(entered)

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine.runner import Runner
-from hf_paged.kernels import gather, ops
+from hf_paged.kernels import gather
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import sampling as triton_sampling
 from hf_paged.kernels.triton.launch import Launch
@@ -30,6 +30,7 @@ from hf_paged.model import warmup
 from hf_paged.model.graph_inputs import StepCosts
 from tests.fused import fewer
 from tests.generation import tape
+from tests.implementations import compute_by
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -61,7 +62,7 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
         tape.install(patch, StepCosts())
         patch.setattr(warmup, "DEVICE_TYPE", "cpu")
         patch.setattr(Runner, "warm_up", warmed_up)
-        patch.setitem(ops._default_impl, "cpu", "triton")
+        compute_by(patch, "triton")
         patch.setattr(Launch, "run", lambda self, device: found.add(binder.variant(self)))
         for operation in ("paged_attention", "write_kv", "copy_blocks"):
             patch.setattr(triton_ops, operation, recorded(getattr(triton_ops, operation), getattr(gather, operation)))

@@ -13,6 +13,7 @@ from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.toolchain import find_toolchain
+from tests.implementations import compute_by
 from tests.kernels.cases import Case, check, make_batch
 
 pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
@@ -165,7 +166,7 @@ def test_other_dtypes_are_refused_by_name_and_served_by_default(monkeypatch: pyt
     )
     with pytest.raises(ValueError, match="float64"):
         double.run("native")
-    monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
+    compute_by(monkeypatch, "native")
     torch.testing.assert_close(double.run(None).float(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -14,6 +14,7 @@ from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
+from tests.implementations import compute_by
 
 LENS = (1, 16, 17, 40)
 BLOCK_SIZE, BLOCKS = 16, 9
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C co
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """One entry for each call that was prepared from scratch. The default implementation is the native one."""
     native_build.build()
-    monkeypatch.setattr(ops, "_default_impl", {"cpu": "native"})
+    compute_by(monkeypatch, "native")
     calls: list[int] = []
     prepare = native_ops.attention_call
 

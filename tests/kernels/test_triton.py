@@ -13,6 +13,7 @@ from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import partition as triton_partition
 from hf_paged.kernels.triton import tuning as triton_tuning
+from tests.implementations import compute_by
 from tests.kernels.cases import Batch, Case, check, make_batch, unwritten
 
 GPU = torch.cuda.is_available()
@@ -188,7 +189,7 @@ def test_plan_is_made_once_a_step_and_cuts_the_work_evenly() -> None:
 @pytest.mark.usefixtures("split")
 def test_layers_of_a_compiled_model_share_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile's graphs call operators that get the step's tensors one by one."""
-    monkeypatch.setitem(ops._default_impl, DEVICE, "triton")
+    compute_by(monkeypatch, "triton", DEVICE)
     batch = make_batch(Case(((1, 200), (1, 70)), heads=(2, 2), head_dim=16), DEVICE)
     kernels: list[object] = []
     run = triton_launch.Launch.run

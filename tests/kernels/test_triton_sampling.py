@@ -9,10 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from hf_paged.kernels import ops, sampling
+from hf_paged.kernels import sampling
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import nucleus
 from hf_paged.kernels.triton import sampling as triton_sampling
+from tests.implementations import compute_by
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -72,7 +73,7 @@ def test_top_p_without_sorting(top_p: float, monkeypatch: pytest.MonkeyPatch) ->
 
 @interpreted
 def test_rows_without_a_seed_are_drawn_from_what_top_p_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops._default_impl, DEVICE, "triton")
+    compute_by(monkeypatch, "triton", DEVICE)
     scores = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).mul(3).to(DEVICE)
     scores[3, 5] = NAN
     warpers = [TopPLogitsWarper(top_p) for top_p in (0.1, 0.5, 0.9, 0.5)]
@@ -103,7 +104,7 @@ def test_scores_that_are_not_finite() -> None:
 @interpreted
 @pytest.mark.usefixtures("pieces")
 def test_log_probabilities_of_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops._default_impl, DEVICE, "triton")
+    compute_by(monkeypatch, "triton", DEVICE)
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     logits[1, 7], logits[2, 50] = -INF, NAN
     tokens = torch.tensor([3, 7, 1], device=DEVICE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,67 +16,23 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.model import adapters
 from hf_paged.model.state import state_of
 from tests import models
+from tests.forwards import around_forwards, before_forwards
 from tests.generation.solo import OPTIONS, assert_idle, config, solo
+from tests.model.adapted import (
+    BASE,
+    IGNORED,
+    NAMES,
+    TARGETS,
+    activated,
+    inner,
+    lora,
+    peft,
+    with_peft,
+    with_transformers,
+)
 from tests.schedulings import in_both_schedulings
 
-peft = pytest.importorskip("peft")
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # what PEFT asks
-    pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Adapter . was active which is now deleted:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
-]
-
-BASE = "__base__"
-NAMES = ("x", "y", "z", BASE)
-TARGETS = {"x": ["q_proj", "v_proj", "down_proj"], "y": ["v_proj", "o_proj", "up_proj"], "z": ["k_proj", "down_proj"]}
-
-
-def lora(targets: Any, **options: Any) -> Any:
-    """A LoRA config with random weights, large enough to change the text."""
-    return peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False, **options)
-
-
-def with_transformers(model: Any = None, targets: dict[str, Any] | None = None) -> Any:
-    model = models.build("llama") if model is None else model
-    for name, modules in (targets or TARGETS).items():
-        model.add_adapter(lora(modules), name)
-    return model.eval()
-
-
-def with_peft(model: Any = None, targets: dict[str, Any] | None = None) -> Any:
-    (first, modules), *others = (targets or TARGETS).items()
-    wrapped = peft.get_peft_model(models.build("llama") if model is None else model, lora(modules), first)
-    for name, modules in others:
-        wrapped.add_adapter(name, lora(modules))
-    return wrapped.eval()
-
-
-def inner(model: Any) -> Any:
-    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
-
-
-@contextmanager
-def activated(model: Any, name: str | None) -> Iterator[None]:
-    """Activate only this adapter with PEFT's own methods; the model is restored afterwards."""
-    layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
-    before = [(m._active_adapter, m._disable_adapters) for m in layers]
-    gradients = [p.requires_grad for p in model.parameters()]
-    wrappers = [m for m in model.modules() if isinstance(m, peft.utils.other.AuxiliaryTrainingWrapper)]
-    wrapped = [(m._active_adapter, m._disable_adapters) for m in wrappers]
-    if name == BASE:
-        for module in layers + wrappers:
-            module.enable_adapters(False)
-    elif name is not None:
-        model.set_adapter(name)
-    try:
-        yield
-    finally:
-        for module, values in zip(layers + wrappers, before + wrapped):
-            module._active_adapter, module._disable_adapters = values
-        for parameter, flag in zip(model.parameters(), gradients):
-            parameter.requires_grad = flag
+pytestmark = IGNORED
 
 
 def expected(model: Any, name: str | None, prompt: torch.Tensor, options: GenerationConfig) -> list[list[int]]:
@@ -110,18 +65,14 @@ def finish(engine: Engine) -> dict[str, hf_paged.RequestOutput]:
 def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of forwards of every later step."""
     counts: list[int] = []
-    model, run = engine._runner._model, engine._runner.run
+    model = engine._runner._model
     forward = model.forward
-
-    def one_step(*args: Any) -> Any:
-        counts.append(0)
-        return run(*args)
 
     def one_forward(*args: Any) -> Any:
         counts[-1] += 1
         return forward(*args)
 
-    monkeypatch.setattr(engine._runner, "run", one_step)
+    before_forwards(engine, lambda _: counts.append(0))
     monkeypatch.setattr(model, "forward", one_forward)
     return counts
 
@@ -272,18 +223,17 @@ def test_one_forward_for_each_adapter_in_a_step(monkeypatch: pytest.MonkeyPatch)
         assert not switched
 
 
-def test_rows_of_a_step_are_in_the_order_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_step_are_in_the_order_of_the_plan() -> None:
     model = with_transformers()
     with Engine(model, CacheConfig(num_blocks=64)) as engine:
-        run = engine._runner.run
         seen = []
 
-        def noted(output: Any, *args: Any) -> Any:
-            result = run(output, *args)
+        def noted(forward: Any, output: Any, *others: Any) -> Any:
+            result = forward(output, *others)
             seen.append((result.seqs, [seq for seq, _ in output.scheduled]))
             return result
 
-        monkeypatch.setattr(engine._runner, "run", noted)
+        around_forwards(engine, noted)
         engine.generate(
             models.prompts(5, 5, 5, 5, 5), config("four samples", seed=None), adapter=["x", "y", "x", BASE, "y"]
         )

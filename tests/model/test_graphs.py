@@ -26,7 +26,7 @@ from hf_paged.model.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, p
 from hf_paged.model.graphs import NoHostValues
 from tests import models
 from tests.generation import tape
-from tests.generation.solo import assert_as_solo, assert_idle, config, requests
+from tests.generation.solo import NEVER, assert_as_solo, assert_idle, config, plain, requests
 from tests.generation.tape import TapedGraphs
 
 pytestmark = [
@@ -35,7 +35,6 @@ pytestmark = [
 ]
 
 
-NEVER = models.VOCAB  # as EOS: no request ends before its last token
 NO_PREFIXES = SchedulerConfig(prefix_caching=False)
 
 
@@ -65,16 +64,6 @@ def generated(engine: Engine, prompts: list[torch.Tensor], **options: Any) -> li
     outputs = engine.generate(prompts, config("greedy", **{"eos_token_id": NEVER, **options}))
     assert [output.error for output in outputs] == [None] * len(prompts)
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def plain(model: Any, prompts: list[torch.Tensor], **options: Any) -> list[list[int]]:
-    made = config("greedy", **{"eos_token_id": NEVER, **options})
-    return [
-        model.generate(input_ids=p[None], generation_config=made, attention_mask=torch.ones_like(p[None]))[
-            0, len(p) :
-        ].tolist()
-        for p in prompts
-    ]
 
 
 # -- the same answers ------------------------------------------------------------------------------------------------

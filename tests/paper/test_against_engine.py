@@ -15,7 +15,7 @@ from benchmarks.paper.watch import watched
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
 from tests import models
-from tests.paper.test_policies import SECOND
+from tests.paper.simulated import SECOND
 
 Step = dict[str, Any]
 CASES: dict[str, list[SimRequest]] = {

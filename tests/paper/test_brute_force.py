@@ -10,7 +10,7 @@ from benchmarks.paper.policies.orca import Orca, reserve_oracle, reserve_pow2
 from benchmarks.paper.policies.static import Static
 from benchmarks.paper.requests import SimRequest
 from hf_paged.config import SchedulerConfig
-from tests.paper.test_policies import ends, simulate
+from tests.paper.simulated import ends, simulate
 
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=4096, prefix_caching=False)
 ROOTS = ((0, 64), (64, 16), (80, 4))

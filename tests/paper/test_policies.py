@@ -6,26 +6,15 @@ import random
 
 import pytest
 
-from benchmarks.paper.cost import CostModel
 from benchmarks.paper.policies.buddy import BuddyAllocator
 from benchmarks.paper.policies.interface import Load, Memory
 from benchmarks.paper.policies.orca import Orca, reserve_max, reserve_oracle, reserve_pow2
 from benchmarks.paper.policies.static import Static
 from benchmarks.paper.requests import SimRequest
-from benchmarks.paper.simulator import Result, Simulator
 from hf_paged.config import SchedulerConfig
+from tests.paper.simulated import ends, simulate
 
 CONFIG = SchedulerConfig(max_num_batched_tokens=4096, prefix_caching=False)
-SECOND = CostModel(step=1.0, weights=0.0, token=0.0, kv_token=0.0)
-"""Every step takes a second."""
-
-
-def simulate(policy: object, requests: list[SimRequest], **options: object) -> Result:
-    return Simulator(policy, SECOND, requests, **options).run()  # type: ignore[arg-type]
-
-
-def ends(result: Result) -> dict[str, float]:
-    return {done.request.request_id: done.end for done in result.completed}
 
 
 # -- the buddy allocator --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from benchmarks.paper.policies.static import Static
 from benchmarks.paper.requests import SimRequest, apart, chat, in_bursts, poisson, translation, turns, with_urgent
 from benchmarks.paper.simulator import Result, Simulator
 from hf_paged.config import SchedulerConfig
-from tests.paper.test_policies import SECOND
+from tests.paper.simulated import SECOND
 
 CONFIG = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=64, prefix_caching=False)
 COST = CostModel(step=0.01, weights=0.02, token=0.001, kv_token=1e-4, pair=1e-6, row=1e-3, swap_call=1e-3)

@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
+from hf_paged.serving.served import ServedModel
 from hf_paged.serving.server import Server, make_server
 from hf_paged.serving.service import Service
 from hf_paged.serving.settings import Limits, Settings
@@ -62,6 +64,17 @@ def plain(prompt_ids: list[int], **options: Any) -> list[list[int]]:
 
 def text_of(token_ids: list[int]) -> str:
     return str(tokenizer().decode(token_ids, skip_special_tokens=True))
+
+
+def before_encoding(patch: pytest.MonkeyPatch, call: Callable[[str], object]) -> None:
+    """From here on servers call this with each text before they tokenize it. It may wait, or raise."""
+    own = ServedModel.encode
+
+    def encode(self: ServedModel, text: str, **options: Any) -> list[int]:
+        call(text)
+        return own(self, text, **options)
+
+    patch.setattr(ServedModel, "encode", encode)
 
 
 class Running:

@@ -10,9 +10,8 @@ from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling.grammar import Matcher, vocabulary_of
 from hf_paged.serving.answer_format import AnswerFormat, Calls, Tool, template_of
 from hf_paged.serving.parsing import Parser, Pieces
-from tests.generation.test_grammar import tokenizer
-from tests.generation.test_schemas import accepts
-from tests.serving.test_constrained import ANSWERS, RESPONSES
+from tests.generation.grammars import accepts, tokenizer
+from tests.serving.chats import ANSWERS, RESPONSES
 
 ARGUMENTS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOLS = tuple(Tool(name, ARGUMENTS, strict=False, definition={}) for name in ("f", "g"))

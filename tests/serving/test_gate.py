@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_paged.serving.json_bounds import MAX_CONTAINERS
 from hf_paged.serving.middleware import Gate
+from hf_paged.serving.schema import MAX_CONTAINERS
 from hf_paged.serving.settings import Limits, Settings
 
 SECONDS = 60  # that a test waits for what is never to happen

@@ -21,9 +21,8 @@ from hf_paged.cli import serve
 from hf_paged.cli.main import main
 from hf_paged.serving import forms
 from hf_paged.serving.refusals import note_unused
-from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits, Settings, check_exposure
-from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Running, serving, tokenizer
+from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Running, before_encoding, serving, tokenizer
 from tests.waiting import Gate, until
 
 ROOT = Path(hf_paged.__file__).parent
@@ -207,13 +206,8 @@ def test_an_answer_without_a_limit_has_the_servers() -> None:
 
 def test_text_that_is_too_long_in_any_case_is_not_tokenized(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its beginning decides, piece by piece."""
-    encode, read = ServedModel.encode, []
-
-    def noted(self: Any, text: str, **options: Any) -> list[int]:
-        read.append(len(text))
-        return encode(self, text, **options)
-
-    monkeypatch.setattr(ServedModel, "encode", noted)
+    read: list[int] = []
+    before_encoding(monkeypatch, lambda text: read.append(len(text)))
     token = max((each for each in tokenizer().get_vocab() if each.isascii() and each.isalpha()), key=len)
     fields = {"max_tokens": 1}
     assert server.post("/v1/completions", prompt=token * 1000, **fields).status_code == 200
@@ -275,14 +269,12 @@ def test_a_body_that_can_never_be_queued_is_400() -> None:
 def test_requests_have_a_place_before_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the server has not the room for costs it nothing, and neither does what a client no longer waits for."""
     encoded, go_on = [], threading.Event()
-    encode = ServedModel.encode
 
-    def slow(self: Any, text: str, **options: Any) -> list[int]:
+    def wait(text: str) -> None:
         encoded.append(text)
         assert go_on.wait(120)
-        return encode(self, text, **options)
 
-    monkeypatch.setattr(ServedModel, "encode", slow)
+    before_encoding(monkeypatch, wait)
     with serving(limits=Limits(in_flight=2)) as running, Ended("before it was queued") as gone:
         answers: list[httpx.Response] = []
         first = threading.Thread(target=lambda: answers.append(running.post("/v1/completions", prompt="first")))
@@ -307,7 +299,7 @@ def test_requests_have_a_place_before_they_are_tokenized(monkeypatch: pytest.Mon
 def test_an_error_of_the_server_is_answered_as_every_other_one(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: Any, **options: Any) -> list[int]:
+    def broken(text: str) -> None:
         raise ZeroDivisionError("a fault in a tokenizer")
 
     def count() -> float:
@@ -316,7 +308,7 @@ def test_an_error_of_the_server_is_answered_as_every_other_one(
         return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
     before = count()
-    monkeypatch.setattr(ServedModel, "encode", broken)
+    before_encoding(monkeypatch, broken)
     with Ended("request=mine-7 failed") as logged:
         answer = server.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine-7"})
         logged.wait()
@@ -569,13 +561,12 @@ def test_texts_that_would_be_read_for_seconds_are_refused_first(
 
 
 def test_long_prompts_hold_up_no_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, encode = threading.Event(), ServedModel.encode
+    go_on = threading.Event()
 
-    def slow(self: Any, text: str, **options: Any) -> list[int]:
+    def wait(text: str) -> None:
         assert len(text) < 100 or go_on.wait(120)
-        return encode(self, text, **options)
 
-    monkeypatch.setattr(ServedModel, "encode", slow)
+    before_encoding(monkeypatch, wait)
     with serving() as running:
         long = running.beside(running.post, "/v1/completions", prompt="x" * 2**18)
         until(lambda: running.service._num_preparing == 1)

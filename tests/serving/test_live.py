@@ -12,7 +12,7 @@ import pytest
 import hf_paged
 from hf_paged.generation.engine import snapshots
 from hf_paged.serving import replies, tracing
-from hf_paged.serving.latencies import Recent
+from hf_paged.serving.metrics import Recent
 from hf_paged.serving.page_files import PAGE_FILES
 from tests.serving.harness import KEY, NAME, Ended, Running, serving
 from tests.waiting import Gate
@@ -114,7 +114,8 @@ def test_a_page_that_is_opened_later_has_a_history(server: Running) -> None:
     assert server.http.post("/v1/completions", json={"prompt": 5.5}).status_code == 422
     answer = server.http.get("/live").json()
     time, generated, used, shared, cached, first, _ = answer["history"][-1]
-    assert 0 < time <= answer["engine"]["time"] + 1 and 0 < generated <= answer["engine"]["generated_tokens"]
+    assert 0 < time <= answer["engine"]["time"] + 1
+    assert 0 < generated <= answer["engine"]["counters"]["generated_tokens"]
     assert 0 <= shared <= used <= cached <= 1 and (first is None or len(first) == 2)
     assert answer["ended"]["finished"] == before["finished"] + 1 and answer["ended"]["failed"] == before["failed"]
     assert answer["ended"]["refused"] > before["refused"]

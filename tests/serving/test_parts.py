@@ -16,8 +16,8 @@ from hf_paged.serving import answers, schema
 from hf_paged.serving.answer_format import AnswerFormat
 from hf_paged.serving.responses import ResponsesRequest
 from hf_paged.serving.text import Detokenizer
+from tests.serving.chats import QUESTION, RESPONSES, TEMPLATE, TOOLS, said
 from tests.serving.harness import NAME, Running, serving
-from tests.serving.test_constrained import QUESTION, RESPONSES, TEMPLATE, TOOLS, said
 
 CALL = '<think>a</think>let me\n<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
 

@@ -14,13 +14,12 @@ from transformers.utils.chat_parsing import ResponseParser
 from hf_paged.generation.requests.sequence import FinishReason
 from hf_paged.serving.answer_format import AnswerFormat, Calls, Tool
 from hf_paged.serving.parsing import lenient
-from hf_paged.serving.plan import completion_plan
 from hf_paged.serving.processors import OccurrencePenalty, StopText
+from hf_paged.serving.recipe import completion_recipe
 from hf_paged.serving.schema import CompletionRequest
-from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Limits
-from tests.serving.harness import NAME, Ended, Running, serving
-from tests.serving.test_constrained import RESPONSES, TEMPLATE, TOOLS
+from tests.serving.chats import RESPONSES, TEMPLATE, TOOLS
+from tests.serving.harness import NAME, Ended, Running, before_encoding, serving
 from tests.waiting import Gate, until
 
 QUESTION = [{"role": "user", "content": "Hello"}]
@@ -112,13 +111,11 @@ def test_tokenizing_takes_a_place(server: Running, monkeypatch: pytest.MonkeyPat
 
 def test_a_deadline_before_the_engine_has_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    encode = ServedModel.encode
 
-    def slow(self: Any, text: str, **options: Any) -> list[int]:
+    def wait(text: str) -> None:
         assert go_on.wait(120)
-        return encode(self, text, **options)
 
-    monkeypatch.setattr(ServedModel, "encode", slow)
+    before_encoding(monkeypatch, wait)
     with serving(limits=Limits(request_seconds=0.01)) as running:
         answer = running.post("/v1/completions", prompt="x")
         go_on.set()
@@ -132,9 +129,9 @@ def test_the_engine_gets_all_that_a_request_asks_for(server: Running) -> None:
     served = replace(service.served, settings=settings)
     fields: dict[str, Any] = {"priority": 3, "echo": True, "logprobs": 2, "seed": 5, "max_tokens": 6, "stop": ["."]}
     body = CompletionRequest(prompt=[5, 6, 7], presence_penalty=1.0, **fields)
-    (request,) = service.worker.prepare(completion_plan(body, served, None).submissions)
+    (request,) = service.worker.prepare(completion_recipe(body, served, None).submissions)
     assert request.group.priority == 3 and request.time_limits == [(75.0, FinishReason.DEADLINE)]
-    assert request.num_top == 2 and request.prompt_scores is not None
+    assert request.options.logprobs == 2 and request.prompt_scores is not None
     assert request.max_length == 9 and request.generator is not None and request.generator.initial_seed() == 5
     assert [type(each) for each in request.processors] == [OccurrencePenalty]
     assert StopText in map(type, request.criteria)

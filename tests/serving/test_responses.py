@@ -18,7 +18,7 @@ from tests.serving.harness import NAME, Running, serving
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
-from tests.serving.test_constrained import ANSWERS, RESPONSES, SCHEMA, TEMPLATE, TOOLS  # noqa: E402
+from tests.serving.chats import ANSWERS, RESPONSES, SCHEMA, TEMPLATE, TOOLS  # noqa: E402
 
 QUESTION = "What does str.capitalize() do?"
 MESSAGES: list[dict[str, Any]] = [

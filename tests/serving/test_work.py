@@ -14,7 +14,7 @@ from hf_paged.generation.prepare import Preparer
 from hf_paged.generation.requests.outputs import CompletionOutput, Lists
 from hf_paged.serving.choices import Choice, Delta, joined
 from hf_paged.serving.loading import load_engine
-from hf_paged.serving.plan import completion_plan
+from hf_paged.serving.recipe import completion_recipe
 from hf_paged.serving.schema import CompletionRequest, Options, Warper
 from tests.serving.harness import QA, Running, tokenizer
 
@@ -62,15 +62,15 @@ def test_token_strings_are_made_there_too(server: Running, monkeypatch: pytest.M
     assert threads and all(name.startswith("hf-paged-tokenizer") for name in threads)
 
 
-def plan_of(server: Running, **fields: Any) -> Any:
-    return completion_plan(CompletionRequest(prompt=PROMPT, **fields), server.service.served, None)
+def recipe_of(server: Running, **fields: Any) -> Any:
+    return completion_recipe(CompletionRequest(prompt=PROMPT, **fields), server.service.served, None)
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": "never"}, {"logprobs": 1}], ids=str)
 def test_an_update_copies_only_what_is_new(server: Running, fields: dict[str, Any]) -> None:
     ids = tokenizer()("The list is a sequence of items that may be changed", add_special_tokens=False)["input_ids"]
     logprobs, tops = [-1.0] * len(ids), [[(5, -1.0)]] * len(ids)
-    choice, deltas = Choice(0, plan_of(server, **fields), tokenizer()), []
+    choice, deltas = Choice(0, recipe_of(server, **fields), tokenizer()), []
     for end in range(1, len(ids) + 1):
         lists = Lists(ids, 0, logprobs, None, tops)
         output = CompletionOutput(0, lists, end, 0.0, None, "length" if end == len(ids) else None)
@@ -88,7 +88,7 @@ def test_marked_fields_need_no_other_place(server: Running) -> None:
     marked = [name for name, field in Options.model_fields.items() if any(type(m) is Warper for m in field.metadata)]
     assert len(marked) >= 4
     for name in marked:
-        config = plan_of(server, **{name: 1}).submissions[0].options.generation_config
+        config = recipe_of(server, **{name: 1}).submissions[0].options.generation_config
         assert config.do_sample and getattr(config, name) == 1
         others = [other for other in marked if other not in (name, "temperature")]
         assert all(getattr(config, other) in (0, 1.0) for other in others)

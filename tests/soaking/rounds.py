@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_paged import CacheConfig, Engine, RequestOutput, SchedulerConfig
+from hf_paged import CacheConfig, Engine, RequestOutput, SchedulerConfig, check
 from tests import models
 from tests.preempting import force_preempt
 from tests.soaking.options import FAULT, RaisingCriterion, RaisingProcessor, options
@@ -92,22 +92,20 @@ class Round:
         rng = self.rng
         size = rng.choice((1, 2, 4, 4, 8, 16))
         needed = 2 * -(-PROMPT_TOKENS // size) + WIDTH * (-(-NEW_TOKENS // size) + 2)
-        cache = CacheConfig(
-            block_size=size,
-            num_blocks=int(needed * rng.choice((1, 1.2, 1.5, 2, 6))),
-            swap_memory=rng.choice((None, None, 0, "64KiB")),
-        )
+        blocks = {"num_blocks": int(needed * rng.choice((1, 1.2, 1.5, 2, 6)))}
+        swap = rng.choice((None, None, 0, "64KiB"))
+        report = check(self.model)
+        cache = CacheConfig(block_size=size, swap_memory=swap, **({} if report.engine_only else blocks))
         preemption = rng.choice(("auto", "recompute", "swap"))
         if preemption == "swap" and cache.swap_memory == 0:
             preemption = "auto"
-        is_packed = self.kind not in ("bloom", "lfm2")
         return cache, SchedulerConfig(
             max_num_seqs=rng.choice((4, 16, 24, 32)),
             max_num_batched_tokens=rng.choice((8, 32, 64, 256)),
             preemption=preemption,
             prefix_caching=rng.random() < 0.8,
             watermark=rng.choice((0.0, 0.01, 0.2)),
-            async_scheduling=is_packed and rng.random() < 0.4,
+            async_scheduling=report.native and rng.random() < 0.4,
         )
 
     # -- the round -------------------------------------------------------------------------------------------------
@@ -334,7 +332,7 @@ class Round:
         option, prompt = rng_option(rng, whole=True), rng.randrange(NUM_PROMPTS)
         made, ids = options()[option], torch.tensor([prompts()[prompt]])
         expected = self.world.known(self.kind, self.world.version[self.kind], self.active, prompt, option)
-        if expected is None:
+        if expected is None or check(self.model).engine_only:
             return
         if made.seed is not None:
             torch.manual_seed(made.seed)

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from tests import models
+from tests.architectures.tiny import redraw, tiny_config
 from tests.soaking.options import options
 
 KINDS = {"llama": 6, "mistral": 3, "gemma3": 3, "gpt2": 3, "bloom": 1, "lfm2": 1, "lora": 5}
-"""Kinds of models and their weights in the random choice; bloom and lfm2 do not run packed."""
+KINDS |= {"llama4_text": 1, "deepseek_v3": 1, "qwen3_next": 1, "falcon_h1": 1, "mamba2": 1}
+"""Kinds of models and their weights in the random choice: windows, chunks, latents, and states with K/V and without."""
 
 NUM_VERSIONS = 3
 NUM_PROMPTS = 14
@@ -46,7 +48,21 @@ def _build(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "lora":
         return _with_adapters(_build("llama"))
-    return _row_by_row(kind).double().eval()
+    if kind in ("bloom", "lfm2"):
+        return _row_by_row(kind).double().eval()
+    return _tiny(kind).double()
+
+
+def _tiny(kind: str) -> Any:
+    """A model of two layers, the first of a kind of its own where the type has two kinds."""
+    import transformers
+
+    config = tiny_config(kind)
+    config.vocab_size, config.eos_token_id = models.VOCAB, models.EOS
+    config._experts_implementation = "eager"  # the others have no fp64
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    redraw(model, 0)
+    return model
 
 
 def _extras(kind: str) -> dict[str, Any]:
@@ -106,12 +122,17 @@ class World:
         return self.live[kind]
 
     def weights(self, kind: str, version: int) -> dict[str, torch.Tensor]:
-        """Version n is version 0 with about half of the weights increased by STEP."""
+        """Version n is version 0 with about half of the weights moved by STEP, up or down. Between any two versions, none
+        moves by more: the first step of Adam has the same size for every gradient."""
         base = dict(self._twin(kind, 0).named_parameters())
         if version == 0:
             return {name: p.detach() for name, p in base.items()}
-        generator = torch.Generator().manual_seed(version)
-        return {name: p.detach() + STEP * torch.randint(0, 2, p.shape, generator=generator) for name, p in base.items()}
+        signs, moves = (torch.Generator().manual_seed(seed) for seed in (0, version))
+        drawn = functools.partial(torch.randint, 0, 2)
+        return {
+            name: p.detach() + STEP * (2 * drawn(p.shape, generator=signs) - 1) * drawn(p.shape, generator=moves)
+            for name, p in base.items()
+        }
 
     def _twin(self, kind: str, version: int) -> Any:
         twin = self._twins.get((kind, version))
@@ -233,7 +254,6 @@ def _optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], mode
     for name, parameter in parameters.items():
         parameter.requires_grad_(True)
         difference = parameter.detach() - weights[name]
-        # The first step of Adam has the same size for every gradient.
         step = torch.round(difference / STEP) if isinstance(optimizer, torch.optim.AdamW) else difference
         parameter.grad = step
     optimizer.step()

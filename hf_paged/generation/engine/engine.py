@@ -20,12 +20,11 @@ from typing import Any, Unpack
 import torch
 from tqdm.auto import tqdm
 
-from hf_paged.config import CacheConfig, SchedulerConfig, as_config
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.engine.admission import Admission
+from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
-from hf_paged.generation.engine.prompts import as_prompt, as_prompts
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
@@ -85,27 +84,27 @@ class Engine(EngineLoop):
         warmup: bool | None = None,
         fuse: bool | None = None,
     ) -> None:
-        switches = {"prepack": prepack, "cuda_graphs": cuda_graphs, "warmup": warmup, "fuse": fuse}
-        check_engine(model, tokenizer=tokenizer, **switches)
+        switches = Switches(prepack, cuda_graphs, warmup, fuse)
+        check_engine(model, switches, tokenizer=tokenizer)
         self.model = model
         self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
         self.scheduler_config = asked.for_device(device_of(model).type)
         self.tokenizer = tokenizer
-        check_parallel(model, asked, cuda_graphs, warmup)
-        opened = open_memory(model, self.cache_config, self.scheduler_config, prepack, fuse)
+        check_parallel(model, asked, switches)
+        opened = open_memory(model, self.cache_config, self.scheduler_config, switches)
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
         scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager)
         self._adapters = Adapters(self._model)
-        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, cuda_graphs)
-        runner.warm_up(self.scheduler_config, warmup)
+        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
+        runner.warm_up(self.scheduler_config, switches.warmup)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         self._structure = self._weights.structure
         self._attentions = _attentions(self._model)
-        self._asked, self._wanted = asked, (prepack, fuse, cuda_graphs)
+        self._asked, self._switches = asked, switches
         self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
         self._is_released = False
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
@@ -362,10 +361,11 @@ class Engine(EngineLoop):
             self._weights_epoch = epoch
 
     def _follow_model(self) -> None:
-        """Before each step: take note of changes of the model."""
         if self._scheduler.may_admit:
             self._drop_stale_prefixes(contents=self._scheduler.is_idle)
-        self._runner.look()
+        code = self._weights.code
+        if code == self._code_followed:
+            return
         try:
             if self._weights.structure != self._structure or self._opened is None:
                 # Whatever ends this before its end, the next step begins it again.
@@ -381,7 +381,8 @@ class Engine(EngineLoop):
                 self._stepper.settle()
                 self._stepper.is_async = bool(self.scheduler_config.async_scheduling) and self._runner.is_packed
                 self._scheduler.begin_anew(shares_prefixes=self._runner.is_plain)
-                self._way = self._runner.way  # last: if Ctrl-C ends this earlier, the next step begins it again
+                self._way = self._runner.way
+            self._code_followed = code  # last: if Ctrl-C ends this earlier, the next step begins it again
         except UnsupportedModelError as error:
             self._fail_all(str(error), error)
 
@@ -405,13 +406,13 @@ class Engine(EngineLoop):
         self._stepper.settle()
         self._scheduler.recompute_all()
         self._let_memory_go()
-        asked, (prepack, fuse, graphs) = self._asked, self._wanted
+        asked, switches = self._asked, self._switches
         if not report.native:  # what the caller has insisted on does not exist any more
-            asked, prepack, fuse, graphs = replace(asked, async_scheduling=None), None, None, None
+            asked, switches = replace(asked, async_scheduling=None), Switches()
         config = asked.for_device(device_of(self._model).type)
-        opened = open_memory(self._model, self.cache_config, config, prepack, fuse)
+        opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
-        steps = graphed_steps(opened.model, config.max_num_seqs, graphs)
+        steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps)
         self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager)
         self._admission.use_memory(opened.memory.manager, opened.max_length)

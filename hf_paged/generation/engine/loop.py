@@ -188,6 +188,7 @@ class EngineLoop:
         self._pauses: list[int] = []  # the threads that have paused the engine, one entry for each pause
         self._pause_ended = threading.Condition(self._lock)
         self._is_stepping = False
+        self._code_followed = -1
         self._deferred: deque[Callable[[], None]] = deque()
         self._reserved: set[Request] = set()  # have an id and a place; their streamers are getting the prompt
         self._arriving: dict[Request, None] = {}  # not in the scheduler yet
@@ -447,7 +448,8 @@ class EngineLoop:
             self._settle_and(self._begin_step)
             if self._scheduler.has_unfinished():
                 with torch.no_grad():
-                    self._follow_model()
+                    if self._runner.look() != self._code_followed or self._scheduler.may_admit:
+                        self._follow_model()
                     self._stepper.step()
         finally:
             try:
@@ -586,7 +588,8 @@ class EngineLoop:
     # -- between steps ------------------------------------------------------------------------------------------
 
     def _follow_model(self) -> None:
-        """Called before each step: take note of changes of the model."""
+        """Called before a step that may start a request, and one before which the model's code has changed, until
+        `_code_followed` is the number that `Runner.look` returns."""
 
     def _begin_step(self) -> None:
         self._end_overdue()

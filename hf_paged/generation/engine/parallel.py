@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any
 
-from hf_paged.config import SchedulerConfig
+from hf_paged.config import SchedulerConfig, Switches
 from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
@@ -34,22 +34,26 @@ class _Event(Enum):
     CLOSE = b"c"
 
 
-def check_parallel(model: Any, asked: SchedulerConfig, cuda_graphs: bool | None, warmup: bool | None) -> None:
+def check_parallel(model: Any, asked: SchedulerConfig, switches: Switches) -> None:
     """Raises ValueError for an option that several ranks do not have, UnsupportedModelError for too many ranks."""
     size = num_ranks(model)
     if size > 1:
         check_heads(unwrapped(model), size)
-    switches = {"async_scheduling": asked.async_scheduling, "cuda_graphs": cuda_graphs, "warmup": warmup}
-    for name, value in switches.items():
+    refused = {
+        "async_scheduling": asked.async_scheduling,
+        "cuda_graphs": switches.cuda_graphs,
+        "warmup": switches.warmup,
+    }
+    for name, value in refused.items():
         if value and size > 1:
             raise ValueError(f"{name}=True: the model is on {size} ranks, where this is not implemented; leave it out")
 
 
-def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, cuda_graphs: bool | None) -> Runner:
+def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, switches: Switches) -> Runner:
     """The runner of this process."""
     ranks = opened.ranks
     if ranks is None:
-        graphs = graphed_steps(opened.model, max_num_seqs, cuda_graphs)
+        graphs = graphed_steps(opened.model, max_num_seqs, switches.cuda_graphs)
         return Runner(opened.model, opened.memory, opened.host_pool, adapters, graphs)
     return (DrivingRunner if ranks.is_driver else FollowingRunner)(opened, adapters, ranks)
 

@@ -154,9 +154,11 @@ class Runner:
                 "change the model back, or close the engine and make a new one"
             )
 
-    def look(self) -> None:
-        """Before a step: take note of changes of the model's modules, weights, hooks and functions."""
+    def look(self) -> int:
+        """Before a step: take note of changes of the model's modules, weights, hooks and functions. Returns a number
+        that is another when modules, hooks or functions have changed."""
         self._weights.look()
+        return self._weights.code
 
     def follow_model(self) -> None:
         """After `look`: choose how the model is computed from now on; `way` is another if that has changed.

@@ -17,7 +17,7 @@ from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Kind, LayerSize, Layout, Window, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
-from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
@@ -96,8 +96,7 @@ def open_memory(
     model: Any,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
-    prepack: bool | None,
-    fuse: bool | None,
+    switches: Switches,
 ) -> OpenedMemory:
     """Bind the model to a memory of the configured size.
 
@@ -105,7 +104,7 @@ def open_memory(
     """
     model = _generating_model(model)
     with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
-        opened = _open(model, cache_config, scheduler_config, prepack, fuse)
+        opened = _open(model, cache_config, scheduler_config, switches)
     return opened
 
 
@@ -113,8 +112,7 @@ def _open(
     model: Any,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
-    prepack: bool | None,
-    fuse: bool | None,
+    switches: Switches,
 ) -> OpenedMemory:
     if drops_cache(model):
         raise ValueError(
@@ -127,7 +125,7 @@ def _open(
     # Code of others that is in the model now may be taken out later.
     report = examined.bare if examined.bare.native else examined.present
     tried = model if foreign_code(model).inside is None else bare_copy(model)
-    bound = _bind(model, report, cache_config, prepack, fuse, tried)
+    bound = _bind(model, report, cache_config, switches, tried)
     _measure(bound, scheduler_config, tried)
     ranks = ranks_of(model)
     try:
@@ -158,14 +156,14 @@ def _kept_by(report: SupportReport) -> tuple[object, ...]:
 
 
 def _bind(
-    model: Any, report: SupportReport, cache_config: CacheConfig, prepack: bool | None, fuse: bool | None, tried: Any
+    model: Any, report: SupportReport, cache_config: CacheConfig, switches: Switches, tried: Any
 ) -> PackedModel | RowModel:
     """tried: the model or its `bare_copy`, on which things are tried."""
     if report.native:
         layout = layout_for(report, cache_config.block_size)
         memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout)
-        return PackedModel(model, memory, overrides_for_engine(model, prepack, fuse))
-    for name, switch in (("fuse", fuse), ("prepack", prepack)):
+        return PackedModel(model, memory, overrides_for_engine(model, switches))
+    for name, switch in (("fuse", switches.fuse), ("prepack", switches.prepack)):
         if switch:
             raise ValueError(f"{name}=True: the model does not run packed (hf_paged.check says why); leave it out")
     if (size := num_ranks(model)) > 1:

@@ -92,8 +92,8 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """An engine between two steps. time: of `time.monotonic()`. num_waiting: of all, `requests` may list fewer. The
-    counters are those of EngineStats."""
+    """An engine between two steps. time: of `time.monotonic()`. num_waiting: of all, `requests` may list fewer.
+    counters: those of EngineStats that count since the start."""
 
     number: int
     time: float
@@ -101,17 +101,7 @@ class EngineSnapshot:
     requests: list[RequestView]
     num_waiting: int
     events: list[Event]
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    cow_copies: int
-    preemptions_recompute: int
-    preemptions_swap: int
-    blocks_swapped_out: int
-    blocks_swapped_in: int
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    prefix_cache_evictions: int
+    counters: dict[str, int]
 
 
 class Watch:
@@ -167,7 +157,7 @@ class Watch:
             latest is not None
             and not latest.requests
             and not scheduler.has_unfinished()
-            and latest.steps == self._stepper.steps
+            and latest.counters["steps"] == self._stepper.steps
             and len(latest.pool.cached) == scheduler.manager.allocator.num_cached
         )
 
@@ -186,7 +176,7 @@ class Watch:
             requests=self._views(now),
             num_waiting=scheduler.num_waiting,
             events=list(self._events),
-            **collect_counters(self._runner, scheduler, self._stepper, prompt_tokens),
+            counters=collect_counters(self._runner, scheduler, self._stepper, prompt_tokens),
         )
 
     # -- events -------------------------------------------------------------------------------------------------

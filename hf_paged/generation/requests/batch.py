@@ -53,10 +53,10 @@ class DueRows:
     def __init__(self, rows: list[DueRow]) -> None:
         self.rows = rows
         self.seqs = [each.seq for each in rows]
-        self.alike: dict[object, list[_Planned]] | None = None  # see `_alike`; None: it may differ from step to step
+        self.alike: dict[object, list[_Edited]] | None = None  # see `_alike`; None: it may differ from step to step
 
 
-class _Planned(NamedTuple):
+class _Edited(NamedTuple):
     """A due row and the edits of its scores (see `Chain.edits`; empty if it has no editors).
 
     is_plain_greedy: this step takes the argmax of the model's own logits.
@@ -187,34 +187,34 @@ _PLAIN_GREEDY = object()
 _NO_EDITS: list[list[Edit]] = []
 
 
-def _alike(due: DueRows, width: int, failed: Failures) -> dict[object, list[_Planned]]:
+def _alike(due: DueRows, width: int, failed: Failures) -> dict[object, list[_Edited]]:
     """The rows that can be sampled together, by what they have in common. width: number of scores in a row."""
     if due.alike is not None:
         return due.alike
-    alike: dict[object, list[_Planned]] = {}
+    alike: dict[object, list[_Edited]] = {}
     has_editors = False
     for each in due.rows:
         request = each.request
         if request.is_plain_greedy:
-            alike.setdefault(_PLAIN_GREEDY, []).append(_Planned(each, _NO_EDITS, True))
+            alike.setdefault(_PLAIN_GREEDY, []).append(_Edited(each, _NO_EDITS, True))
             continue
         try:
             chain = request.chain(width)
             has_editors |= chain.has_editors
             edits = chain.edits(each.seq.token_ids) if chain.has_editors else _NO_EDITS
             unprocessed = not (request.do_sample or request.keeps_processed or chain.own or chain.warpers)
-            planned = _Planned(each, edits, unprocessed and not any(edits))
+            edited = _Edited(each, edits, unprocessed and not any(edits))
         except Exception as error:  # an option of a type or size that transformers does not check
             failed.append((request, error))
             continue
-        key = _PLAIN_GREEDY if planned.is_plain_greedy else chain.sampling_key
-        alike.setdefault(key, []).append(planned)
+        key = _PLAIN_GREEDY if edited.is_plain_greedy else chain.sampling_key
+        alike.setdefault(key, []).append(edited)
     if not has_editors and not failed:
         due.alike = alike
     return alike
 
 
-def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
+def _sample_alike(rows: list[_Edited], logits: torch.Tensor, to_fp32: ToFp32, failed: Failures) -> _Columns:
     """Sample for requests of one sampling key. Requests that fail get an arbitrary token."""
     if len(rows) < len(logits):
         logits = logits[to_device(np.array([each.due.row for each in rows]), logits.device)]
@@ -237,7 +237,7 @@ def _sample_alike(rows: list[_Planned], logits: torch.Tensor, to_fp32: ToFp32, f
     return _Columns(tokens, raw_logprobs(logits, tokens, to_fp32), processed, invalid)
 
 
-def _processed(rows: list[_Planned], chains: list[Chain], scores: torch.Tensor, failed: Failures) -> torch.Tensor:
+def _processed(rows: list[_Edited], chains: list[Chain], scores: torch.Tensor, failed: Failures) -> torch.Tensor:
     """scores fp32 [num_rows, vocab], which may be changed -> the scores after all processors."""
     if chains[0].is_custom:
         return rows[0].due.request.process(scores.clone())  # which the processor may keep

@@ -103,8 +103,8 @@ export function remember({ engine, latency, view, history }) {
   const before = history.findLast((each) => each.time <= engine.time - 0.9) || history[0];
   const seconds = before ? engine.time - before.time : 0;
   history.push({
-    time: engine.time, generated: engine.generated_tokens,
-    rate: seconds > 0 ? Math.max(0, engine.generated_tokens - before.generated) / seconds : 0,
+    time: engine.time, generated: engine.counters.generated_tokens,
+    rate: seconds > 0 ? Math.max(0, engine.counters.generated_tokens - before.generated) / seconds : 0,
     first: latency.first_token, between: latency.between_tokens,
     used: view.used / view.count, shared: view.shared / view.count, cached: (view.used + engine.pool.cached.length) / view.count,
   });

@@ -6,16 +6,16 @@ import { SPAN, state } from "./model.js";
 
 export function showTiles({ engine, server, latency, history, ended }, view, held) {
   const by = (status) => engine.requests.filter((each) => each.status === status).length, last = history[history.length - 1];
-  const hits = engine.prefix_query_tokens ? engine.prefix_hit_tokens / engine.prefix_query_tokens : 0;
+  const hits = engine.counters.prefix_cache_query_tokens ? engine.counters.prefix_cache_hit_tokens / engine.counters.prefix_cache_query_tokens : 0;
   const pair = (values) => (values ? [millis(values[0]), `p95 ${millis(values[1])}`] : ["–", "nothing lately"]);
   const tiles = [
-    ["Tokens per second", last.rate.toFixed(0), `${engine.generated_tokens.toLocaleString("en")} so far`],
+    ["Tokens per second", last.rate.toFixed(0), `${engine.counters.generated_tokens.toLocaleString("en")} so far`],
     ["Running requests", String(by("running")), `${engine.waiting} waiting · ${by("swapped")} swapped`],
     ["Finished requests", ended.finished.toLocaleString("en"), `${ended.failed} failed · ${ended.refused} refused`],
     ["Blocks in use", percent(view.used / view.count), `${view.used} of ${view.count} · ${view.shared} shared`],
-    ["From prefix cache", server.prefix_caching ? percent(hits) : "off", `${count(engine.prefix_evictions, "block")} evicted`],
-    ["Preemptions", String(engine.preemptions_swap + engine.preemptions_recompute), `${engine.preemptions_swap} by swapping`],
-    ["Copies on write", engine.cow_copies.toLocaleString("en"), `sharing saves ${bytes(Math.max(0, held.unshared - held.used))}`],
+    ["From prefix cache", server.prefix_caching ? percent(hits) : "off", `${count(engine.counters.prefix_cache_evictions, "block")} evicted`],
+    ["Preemptions", String(engine.counters.preemptions_swap + engine.counters.preemptions_recompute), `${engine.counters.preemptions_swap} by swapping`],
+    ["Copies on write", engine.counters.cow_copies.toLocaleString("en"), `sharing saves ${bytes(Math.max(0, held.unshared - held.used))}`],
     ["Time to first token", ...pair(latency.first_token)],
     ["Between tokens", ...pair(latency.between_tokens)],
   ];
@@ -60,8 +60,8 @@ export function noteEvents(engine) {
     else if (kind === "swap_out") add(step, kind, `${id} is preempted`, ": its blocks move to host memory");
     else if (kind === "swap_in") add(step, kind, `${id} returns`, ": its blocks come back from host memory");
   }
-  if (fresh.evict.length) add(engine.steps, "evict", "evicted", ` from the prefix cache to make room: ${count(fresh.evict.length, "block")}: ${some(fresh.evict, 10)}`);
-  if (fresh.copy.length) add(engine.steps, "copy", "copied on write", `, because others read the block too: ${copied(fresh.copy)}`);
+  if (fresh.evict.length) add(engine.counters.steps, "evict", "evicted", ` from the prefix cache to make room: ${count(fresh.evict.length, "block")}: ${some(fresh.evict, 10)}`);
+  if (fresh.copy.length) add(engine.counters.steps, "copy", "copied on write", `, because others read the block too: ${copied(fresh.copy)}`);
   while (list.children.length > 12) list.lastElementChild.remove();
   return isFirst ? { copy: [], evict: [] } : fresh;
 }

@@ -1,4 +1,4 @@
-"""Plans: what the engine has to do for an HTTP request, and how its answer is put together.
+"""Recipes: what the engine has to do for an HTTP request, and how its answer is put together.
 
 Everything is checked here against the model and the limits, before anything is queued. The options are those of
 transformers' GenerationConfig, so that an answer is what `generate` returns for them.
@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig
 
 from hf_paged.generation.request_options import RequestOptions
+from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.grammar import Grammar
-from hf_paged.serving.constrained import calls_of, check_end, content_of, tools_of
+from hf_paged.serving import schema
+from hf_paged.serving.answer_format import Calls, Tool
 from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.processors import OccurrencePenalty, StopText
@@ -45,7 +47,7 @@ class Submission(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Recipe:
     """submissions: one for each prompt; empty if nothing has to be generated.
 
     n: choices for each prompt. copies: they are all its one output (greedy search). ranked: more
@@ -88,7 +90,7 @@ class Plan:
         """The answer needs each request's final output only. A stop string has to be seen as soon as it is there."""
         return not (self.stream or self.stops)
 
-    def constrained(self, compiled: Any) -> Plan:
+    def constrained(self, compiled: Any) -> Recipe:
         """With the compiled constraint for each submission. Raises Problem (400)."""
         try:
             grammar = Grammar(compiled, self.eos_token_ids, is_bounded=True)
@@ -101,7 +103,7 @@ class Plan:
         return replace(self, submissions=made)
 
 
-def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
+def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Tokenizes; not for the event loop. Raises Problem."""
     check_served(body)
     if body.prompt_logprobs is not None:
@@ -119,7 +121,7 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
     texts = [each if isinstance(each, str) else served.decode(each) for each in many] if body.echo else []
     if body.max_tokens == 0 and not body.echo:
         raise Problem(400, "max_tokens=0 generates nothing; raise it, or send echo=true", param="max_tokens")
-    plan = _plan(
+    recipe = _recipe(
         body,
         served,
         prompts,
@@ -129,10 +131,10 @@ def completion_plan(body: CompletionRequest, served: ServedModel, key_digest: by
         texts=texts,
         skip_special_tokens=body.skip_special_tokens,
     )
-    return _with_constraint(plan, body, content_of(body))
+    return _with_constraint(recipe, body, _content_of(body))
 
 
-def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Plan:
+def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Renders the template and tokenizes; not for the event loop. Raises Problem."""
     check_served(body)
     _check_limits(1, body, served)
@@ -149,29 +151,31 @@ def chat_plan(body: ChatRequest, served: ServedModel, key_digest: bytes | None) 
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         kwargs=kwargs,
-        tools=tools_of(body),
+        tools=_tools_of(body),
     )
     served.check_size(text)
     prompt = served.encode(text, add_special_tokens=body.add_special_tokens)
     default = served.settings.limits.new_tokens
-    calls, answers = calls_of(body), served.answers
+    calls, answers = _calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.
     skip = body.skip_special_tokens and answers.template is None
-    plan = _plan(body, served, [prompt], key_digest, limit=limit, default=default, texts=[], skip_special_tokens=skip)
+    recipe = _recipe(
+        body, served, [prompt], key_digest, limit=limit, default=default, texts=[], skip_special_tokens=skip
+    )
     if answers.template is not None or (calls is not None and calls.is_forced):
         # The prompt is read here, once for all choices, because it may be long.
-        plan = replace(plan, new_parser=partial(deepcopy, answers.parser(text, calls)))
-    return _with_constraint(plan, body, answers.constraint(text, content_of(body), calls))
+        recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
+    return _with_constraint(recipe, body, answers.constraint(text, _content_of(body), calls))
 
 
-def _with_constraint(plan: Plan, body: Sampling, constraint: Constraint | None) -> Plan:
-    if constraint is None or not plan.submissions:
-        return plan
-    check_end(body)
-    return replace(plan, constraint=constraint)
+def _with_constraint(recipe: Recipe, body: Sampling, constraint: Constraint | None) -> Recipe:
+    if constraint is None or not recipe.submissions:
+        return recipe
+    _check_end(body)
+    return replace(recipe, constraint=constraint)
 
 
-def _plan(
+def _recipe(
     body: CompletionRequest | ChatRequest,
     served: ServedModel,
     prompts: list[list[int]],
@@ -181,7 +185,7 @@ def _plan(
     default: int,
     texts: list[str],
     skip_special_tokens: bool,
-) -> Plan:
+) -> Recipe:
     name, adapter = served.adapter_of(body.model)
     options = _Options(body, served, skip_special_tokens=skip_special_tokens)
     logprobs = _num_logprobs(body, served)
@@ -206,7 +210,7 @@ def _plan(
         if length or scores_prompts
     ]
     stream = body.stream_options
-    return Plan(
+    return Recipe(
         model=name,
         prompts=prompts,
         submissions=submissions,
@@ -461,3 +465,89 @@ class _Options:
 
 def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
+
+
+# -- what the answer has to be --------------------------------------------------------------------------------
+
+
+def _content_of(body: Sampling) -> Constraint | None:
+    """What the content has to be; None: any text. Raises Problem (400)."""
+    asked, given = body.response_format, body.structured_outputs
+    try:
+        if isinstance(asked, schema.ObjectFormat):
+            return constraints.json_object()
+        if isinstance(asked, schema.SchemaFormat):
+            wanted = asked.json_schema
+            if wanted.schema_ is None:
+                return constraints.json_object()
+            return constraints.json_schema(wanted.schema_, strict=wanted.strict is not False)
+        if given is not None:
+            return _structured(given)
+    except ValueError as error:
+        name = "response_format" if given is None else "structured_outputs"
+        raise Problem(400, f"{name}: {error}", param=name, code="invalid_grammar") from error
+    return None
+
+
+def _structured(given: schema.StructuredOutputs) -> Constraint:
+    if given.json_ is not None:
+        return constraints.json_schema(given.json_)
+    if given.regex is not None:
+        return constraints.regex(given.regex)
+    if given.grammar is not None:
+        return constraints.ebnf(given.grammar)
+    if given.choice is not None:
+        return constraints.choice(given.choice)
+    return constraints.json_object()
+
+
+def _tools_of(body: ChatRequest) -> list[schema.Tool]:
+    """The tools that the prompt contains: those that the model may call. Raises Problem (400)."""
+    tools, asked = body.tools or [], body.tool_choice
+    names = [tool.function.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise Problem(400, f"tools: two functions have the name {name!r}", param="tools")
+    if asked == "none":
+        return []
+    if isinstance(asked, schema.AllowedTools):
+        wanted = [each.function.name for each in asked.allowed_tools.tools]
+    else:
+        wanted = [asked.function.name] if isinstance(asked, schema.NamedTool) else names
+    for name in wanted:
+        if name not in names:
+            raise Problem(400, f"tool_choice: no tool has the name {name!r}", param="tool_choice")
+    # A function that is to be called is chosen from all that the model knows.
+    return tools if isinstance(asked, schema.NamedTool) else [tool for tool in tools if tool.function.name in wanted]
+
+
+def _calls_of(body: ChatRequest) -> Calls | None:
+    """The tool calls that an answer may or must have; None: it has none. Raises Problem (400)."""
+    tools, asked = _tools_of(body), body.tool_choice
+    if not tools:
+        return None
+    mode: Any = asked.allowed_tools.mode if isinstance(asked, schema.AllowedTools) else asked
+    if isinstance(asked, schema.NamedTool):
+        tools = [tool for tool in tools if tool.function.name == asked.function.name]
+    is_forced = isinstance(asked, schema.NamedTool) or mode == "required"
+    if is_forced and body.structured_outputs is not None:
+        raise Problem(
+            400, "structured_outputs: tool_choice forces tool calls; leave one of both out", param="structured_outputs"
+        )
+    is_single = isinstance(asked, schema.NamedTool) or body.parallel_tool_calls is False
+    return Calls(tuple(map(_tool, tools)), is_forced, 1 if is_single else None)
+
+
+def _tool(tool: schema.Tool) -> Tool:
+    function = tool.function
+    parameters = {"type": "object"} if function.parameters is None else function.parameters
+    return Tool(function.name, parameters, bool(function.strict), tool.model_dump(exclude_none=True))
+
+
+def _check_end(body: Sampling) -> None:
+    """Raises Problem (400) for options that let an answer end elsewhere than its grammar does."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise Problem(
+                400, f"{name}: the schema or grammar says where the answer ends; leave one of both out", param=name
+            )
