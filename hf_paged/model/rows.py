@@ -45,7 +45,7 @@ from hf_paged.cache.states import States, bytes_per_row, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import OWN_MASK, configs_of
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
-from hf_paged.model.devices import device_of
+from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.inputs import step_positions
 from hf_paged.model.packed import PackedCache, PackedStep, own_forward, uncompiled
@@ -269,7 +269,7 @@ def serves_batches(model: Any, report: SupportReport) -> bool:
     states alone keep the model from running packed."""
     if not report.supported or report.native or model.training or rotary_limit(model) is not None:
         return False
-    if foreign_code(model).look() is not None or not PagedKVCache(model.config).keeps_states:
+    if is_offloaded(model) or foreign_code(model).look() is not None or not PagedKVCache(model.config).keeps_states:
         return False
     try:
         way = way_of(model)
