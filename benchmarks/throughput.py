@@ -1,8 +1,9 @@
 """Throughput and latency of serving systems with the same weights and the same requests, measured in one run.
 
-Systems: ours (hf_paged.Engine), plain (padded `generate` in arrival order), hf-cb (transformers' continuous batching)
-and vllm (in its own environment, whose Python is given by `--vllm-python`). Two modes: offline (all requests arrive at
-the start) and replay (`--rate`, `--trace`: they arrive over time).
+Systems: ours (hf_paged.Engine), plain (padded `generate` in arrival order), hf-cb (transformers' continuous batching),
+vllm and openvino (OpenVINO GenAI), the last two in environments of their own, whose Pythons are given by
+`--vllm-python` and `--openvino-python`. Two modes: offline (all requests arrive at the start) and replay (`--rate`,
+`--trace`: they arrive over time).
 
     python benchmarks/throughput.py --model 135m --workload sharegpt --scale 0.25 --requests 64 --threads 1
     python benchmarks/throughput.py --systems ours,vllm --vllm-python /path/to/venv/bin/python
@@ -218,6 +219,19 @@ def run_vllm(model: Any, requests: list[Any], prompts: list[list[int]], args: ar
         raise SystemExit("vllm runs in an environment of its own: give its interpreter with --vllm-python")
     options = json.loads(args.vllm_options)
     vllm = Vllm(args.vllm_python, model, dtype=args.dtype, threads=args.threads or 1, options=options)
+    return _run_peer("vllm", vllm, requests, prompts)
+
+
+def run_openvino(model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
+    if args.openvino_python is None:
+        raise SystemExit("openvino runs in an environment of its own: give its interpreter with --openvino-python")
+    script = str(Path(__file__).parent / "openvino_peer.py")
+    threads = args.threads or 1
+    peer = Vllm(args.openvino_python, model, dtype=args.dtype, threads=threads, options={}, script=script)
+    return _run_peer("openvino", peer, requests, prompts)
+
+
+def _run_peer(name: str, vllm: Vllm, requests: list[Any], prompts: list[list[int]]) -> Result:
     params = [
         {"max_tokens": r.output_length, "ignore_eos": True, "temperature": 0.0, "detokenize": False} for r in requests
     ]
@@ -225,10 +239,10 @@ def run_vllm(model: Any, requests: list[Any], prompts: list[list[int]], args: ar
     seconds, tokens = vllm.run(prompts, params)
     vllm.close()
     done = [Measured(0.0, seconds, seconds, count) for count in tokens]
-    return Result("vllm", seconds, done, vllm.start_up, {"version": vllm.version}, has_times=False)
+    return Result(name, seconds, done, vllm.start_up, {"version": vllm.version}, has_times=False)
 
 
-SYSTEMS = {"ours": run_ours, "plain": run_plain, "hf-cb": run_hf_cb, "vllm": run_vllm}
+SYSTEMS = {"ours": run_ours, "plain": run_plain, "hf-cb": run_hf_cb, "vllm": run_vllm, "openvino": run_openvino}
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -259,7 +273,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=SHAPES, default="135m", help="shape of the random Llama")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--systems", default="ours,plain,hf-cb", help="comma-separated: ours, plain, hf-cb, vllm")
+    parser.add_argument(
+        "--systems", default="ours,plain,hf-cb", help="comma-separated: ours, plain, hf-cb, vllm, openvino"
+    )
     parser.add_argument("--workload", choices=workloads.WORKLOADS, default="sharegpt")
     parser.add_argument("--scale", type=float, default=0.25, help="lengths are multiplied by this")
     parser.add_argument("--requests", type=int, default=64)
@@ -274,6 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eager", action="store_true", help="run our engine without CUDA graphs")
     parser.add_argument("--plain-batch", type=int, default=32)
     parser.add_argument("--vllm-python")
+    parser.add_argument("--openvino-python", help="interpreter with openvino-genai and optimum-intel[openvino]")
     parser.add_argument("--vllm-options", default="{}", help="further arguments of vllm.LLM as JSON")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args(argv)

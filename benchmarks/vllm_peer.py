@@ -17,10 +17,18 @@ from typing import Any
 
 class Vllm:
     """vLLM with the weights of `model`. `options` are further arguments of `vllm.LLM`; with a `tokenizer`, jobs may
-    have stop strings and bad words."""
+    have stop strings and bad words. `script`: of another system, which takes the same jobs."""
 
     def __init__(
-        self, python: str, model: Any, *, dtype: str, threads: int, options: dict[str, Any], tokenizer: Any = None
+        self,
+        python: str,
+        model: Any,
+        *,
+        dtype: str,
+        threads: int,
+        options: dict[str, Any],
+        tokenizer: Any = None,
+        script: str = __file__,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
@@ -30,7 +38,7 @@ class Vllm:
         env.pop("PYTHONPATH", None)
         # -P: this folder has modules with the names of packages that vLLM imports.
         self._process = subprocess.Popen(
-            [python, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+            [python, "-P", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
         settings = {"model": self._folder.name, "dtype": dtype, "skip_tokenizer_init": tokenizer is None, **options}
         started = self._ask(settings)
@@ -54,7 +62,7 @@ class Vllm:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"vLLM's process ended with exit status {self._process.wait()}")
+            raise SystemExit(f"the process ended with exit status {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -108,8 +108,9 @@ class SchedulerConfig:
 
     `watermark` is the share of blocks kept free when new requests are admitted, so that running requests can grow
     without an immediate preemption. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
-    blocks of common prefixes. A request finds the blocks of earlier steps: requests that begin in the same step each
-    compute their prefix. It has no effect on models with recurrent states, whose blocks do not hold a whole prefix.
+    blocks of common prefixes, and continues from copies of recurrent states (None = where the model can do it, True =
+    raise where it cannot). A request finds what earlier steps have computed: requests that begin in the same step each
+    compute their prefix.
     `max_num_seqs` bounds the sequences of a step and `max_num_batched_tokens` its tokens (None =
     512 on a CPU, so that the activations of a step fit into its caches, else 8192). `async_scheduling` prepares a step
     while the device computes the previous one, so that the host learns each token a step later; the tokens are the same
@@ -119,7 +120,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     preemption: PreemptionMode = "auto"
-    prefix_caching: bool = True
+    prefix_caching: bool | None = None
     watermark: float = 0.01
     max_waiting: int | None = None
     async_scheduling: bool | None = None
@@ -130,8 +131,8 @@ class SchedulerConfig:
             _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(f"preemption={self.preemption!r}: use 'auto', 'recompute' or 'swap'")
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching={self.prefix_caching!r}: use True or False")
+        if self.prefix_caching is not None and not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"prefix_caching={self.prefix_caching!r}: use True, False or None")
         if not (_is_number(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark={self.watermark!r}: a share of the blocks, 0 <= watermark < 1")
         if self.max_waiting is not None:
@@ -150,6 +151,7 @@ class SchedulerConfig:
         return replace(
             self,
             max_num_batched_tokens=self.max_num_batched_tokens or budget,
+            prefix_caching=self.prefix_caching is not False,
             async_scheduling=kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
         )
 

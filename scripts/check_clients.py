@@ -56,6 +56,7 @@ CLIENTS = (
     Client("pydantic-ai", "use_pydantic_ai.py", ("pydantic-ai-slim[openai]",)),
     Client("smolagents", "use_smolagents.py", ("smolagents[openai]",)),
     Client("autogen", "use_autogen.py", ("autogen-ext[openai] autogen-agentchat",)),
+    Client("crewai", "use_crewai.py", ("crewai",)),
     Client("llama-index", "use_llama_index.py", ("llama-index-llms-openai-like",)),
     # Pinned, because an unpinned torch may install gigabytes of CUDA libraries.
     Client("lm-eval", "use_lm_eval.py", ("torch==2.13.0", "lm_eval[api] transformers")),

@@ -37,6 +37,8 @@ that you wrote yourself, is treated in the same way.
   exact, but slower. Other state (recurrent, convolution, indexer) is kept per row and moves with the blocks.
 - **refused**: `UnsupportedModelError` with the reason, before any token is generated.
 
+It also names the kinds of memory (full, window, chunk, state), with bytes a token and a sequence ([sizing](sizing.md)).
+
 Models with recurrent states and K/V whose attention can be routed are *dense view* here, because of the states; yet
 their attention reads the blocks in our kernels, in the engine and on the route "packed" of `generate`.
 

@@ -46,7 +46,7 @@ def test_defaults() -> None:
     assert (scheduler.max_num_seqs, scheduler.token_budget) == (256, 8192)
     assert [scheduler.for_device(kind).max_num_batched_tokens for kind in ("cpu", "cuda")] == [512, 8192]
     assert SchedulerConfig(max_num_batched_tokens=7).for_device("cpu").token_budget == 7
-    assert (scheduler.preemption, scheduler.prefix_caching) == ("auto", True)
+    assert (scheduler.preemption, scheduler.prefix_caching) == ("auto", None)
 
 
 def test_sizes_are_bytes() -> None:

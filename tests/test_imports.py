@@ -39,6 +39,7 @@ PURE = [
     "hf_paged.locks",
     "hf_paged.cache.allocator",
     "hf_paged.cache.block_manager",
+    "hf_paged.cache.checkpoints",
     "hf_paged.cache.prefix_cache",
     "hf_paged.generation.requests.sequence",
     "hf_paged.generation.engine.tables",

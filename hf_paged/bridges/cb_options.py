@@ -89,7 +89,8 @@ def engine_options(config: Any) -> EngineOptions:
         cache["memory_fraction"] = config.max_memory_percent
     if config.cpu_offload_space:
         cache["swap_memory"] = int(config.cpu_offload_space * 2**30)
-    scheduler: dict[str, Any] = {"prefix_caching": bool(config.allow_block_sharing)}
+    # The default of `allow_block_sharing` is True, also for models whose prefixes cannot be shared.
+    scheduler: dict[str, Any] = {"prefix_caching": None if config.allow_block_sharing else False}
     for name, theirs in (("max_num_seqs", "max_requests_per_batch"), ("max_num_batched_tokens", "max_batch_tokens")):
         if getattr(config, theirs) is not None:
             scheduler[name] = getattr(config, theirs)

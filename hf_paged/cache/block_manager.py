@@ -64,9 +64,9 @@ class BlockManager:
     - `ref_count(b)` is the number of tables that hold `b`;
     - a slot is written only if its block has `ref_count` 1 and is not registered in the prefix cache.
 
-    Every verb changes the tables of all groups or none. Blocks of a group whose kind is a Window of W tokens are freed
-    when no later token can attend to them, and their entries become NULL_BLOCK: between two appends of one token, such
-    a table holds at most `ceil(W / block_size) + 1` blocks.
+    Every verb changes the tables of all groups or none. Blocks of a group whose kind is not Full are freed when no
+    later token can attend to them, and their entries become NULL_BLOCK: between two appends of one token, the table of
+    a Window or Chunk of W tokens holds at most `ceil(W / block_size) + 1` blocks.
     """
 
     def __init__(
@@ -266,10 +266,10 @@ class BlockManager:
             share(block_id)
         self._tables[child_id] = child
 
-    def adopt(self, seq_id: SeqId, tables: Sequence[Sequence[int]]) -> None:
+    def adopt(self, seq_id: SeqId, tables: Sequence[Sequence[int]], num_blocks: int) -> None:
         """Start `seq_id` with full blocks that are already written (a prefix-cache hit), sharing them.
 
-        tables: one for each group, all of the same length, with leading NULL_BLOCKs for blocks that no later token
+        tables: one for each group, of `num_blocks` entries, with leading NULL_BLOCKs for blocks that no later token
         attends to.
         """
         if seq_id in self._tables:
@@ -278,7 +278,7 @@ class BlockManager:
         table.blocks = [array("i", blocks) for blocks in tables]
         table.num_dropped = [blocks.count(NULL_BLOCK) for blocks in table.blocks]
         held = list(table.held())
-        if len(tables) != len(self.groups) or len(set(map(len, tables))) > 1 or NULL_BLOCK in held:
+        if len(tables) != len(self.groups) or set(map(len, tables)) - {num_blocks} or NULL_BLOCK in held:
             raise ValueError(f"tables={[list(blocks) for blocks in tables]}: not the beginning of {len(self.groups)}")
         if len(set(held)) < len(held):
             raise ValueError(f"block_ids={held}: a block appears twice")
@@ -286,7 +286,7 @@ class BlockManager:
             raise ValueError(f"block {unwritten[0]} is free: it has no content to adopt")
         for block_id in held:
             self.allocator.share(block_id)
-        table.num_tokens = len(tables[0]) * self.block_size if tables else 0
+        table.num_tokens = num_blocks * self.block_size
         self._tables[seq_id] = table
 
     def crop(self, seq_id: SeqId, num_tokens: int) -> None:
@@ -296,7 +296,7 @@ class BlockManager:
             raise ValueError(f"num_tokens={num_tokens}: sequence {seq_id!r} has {table.num_tokens}")
         for group, dropped in zip(self.groups, table.num_dropped):
             if num_tokens < table.num_tokens and group.kind.first_visible(num_tokens) // self.block_size < dropped:
-                raise ValueError(f"num_tokens={num_tokens}: its blocks left the sliding window of {group.kind.window}")
+                raise ValueError(f"num_tokens={num_tokens}: blocks that it needs were freed ({group.kind})")
         self.rewrites += 1
         table.num_tokens, table.room = num_tokens, 0
         keep = -(-num_tokens // self.block_size)

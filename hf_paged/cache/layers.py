@@ -28,7 +28,11 @@ NOMINAL_LENGTH = 4096
 class Full:
     """K and V of all tokens."""
 
-    window = None
+    bounds = None, None
+    """The window and the chunk size in tokens; None: there is none."""
+
+    def __str__(self) -> str:
+        return "full attention"
 
     def first_visible(self, num_tokens: int) -> int:
         """The first position that the token at position `num_tokens`, or a later one, attends to."""
@@ -57,6 +61,13 @@ class Window:
         if self.window < 1:
             raise ValueError(f"window={self.window}: must be at least 1")
 
+    def __str__(self) -> str:
+        return f"a window of {self.window} tokens"
+
+    @property
+    def bounds(self) -> tuple[int, None]:
+        return self.window, None
+
     def first_visible(self, num_tokens: int) -> int:
         return max(num_tokens - self.window + 1, 0)
 
@@ -74,7 +85,40 @@ class Window:
         return max(-(-window // size), *(-(-length // size) - (length - window) // size for length in lengths))
 
 
-Kind = Full | Window
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """K and V of the tokens of the same chunk: the sequence is divided into chunks of `size` tokens."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size={self.size}: must be at least 1")
+
+    def __str__(self) -> str:
+        return f"chunks of {self.size} tokens"
+
+    @property
+    def bounds(self) -> tuple[None, int]:
+        return None, self.size
+
+    def first_visible(self, num_tokens: int) -> int:
+        return num_tokens // self.size * self.size
+
+    def unseen_from(self, position: int) -> float:
+        return -(-position // self.size) * self.size
+
+    def most_blocks(self, num_blocks: int, block_size: int) -> int:
+        return min(num_blocks, -(-(self.size - 1) // block_size) + 1)
+
+    def peak_blocks(self, num_tokens: int, block_size: int) -> int:
+        size, last = block_size, num_tokens // self.size
+        # Chunks and blocks are in the same places to one another again after `size` chunks.
+        ends = [(chunk + 1) * self.size for chunk in range(max(last - size, 0), last)] + [num_tokens]
+        return max(-(-end // size) - (end - 1) // self.size * self.size // size for end in ends)
+
+
+Kind = Full | Window | Chunk
 FULL = Full()
 
 

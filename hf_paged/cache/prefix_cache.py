@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
+from hf_paged.cache.checkpoints import Checkpoints
 from hf_paged.cache.layers import FULL
 
 
@@ -27,11 +28,13 @@ def root_digest(model_id: str, adapter: str | None = None, salt: str | None = No
 
 class CachedPrefix(NamedTuple):
     """The blocks of a cached prefix: for each group of layers a table of `num_blocks` entries, in which NULL_BLOCK
-    stands for blocks that no later token attends to. num_idle: blocks that no table holds now."""
+    stands for blocks that no later token attends to. num_idle: blocks that no table holds now. digest: of its last
+    block; b"" if it has none."""
 
     num_blocks: int
     tables: list[list[int]]
     num_idle: int
+    digest: bytes = b""
 
     @property
     def num_held(self) -> int:
@@ -43,7 +46,8 @@ class PrefixCache:
 
     A block holds the tokens for one group of layers, so each group has blocks of its own under one digest. A prefix is
     found if the groups have what a next token attends to: of layers that keep all tokens the whole chain, of layers
-    with a window the blocks of the last window.
+    with a window the blocks of the last window. Of a model that keeps states besides, or nothing else, a prefix ends
+    where there is a checkpoint.
 
     Invariant: (group, digest) and blocks map one to one, and every block that the allocator keeps as *cached* has a
     digest. BlockManager never writes a registered block. The allocator evicts the least recently used block that no
@@ -51,7 +55,7 @@ class PrefixCache:
     has a block table of its own, so that its blocks are never evicted.
     """
 
-    def __init__(self, manager: BlockManager) -> None:
+    def __init__(self, manager: BlockManager, checkpoints: Checkpoints | None = None) -> None:
         if manager.allocator.on_evict is not None:
             raise ValueError("the allocator reports evictions to another prefix cache already")
         self.block_size = manager.block_size
@@ -60,11 +64,13 @@ class PrefixCache:
         self.num_evictions = 0
         # Those evicted since a reader emptied the list; None: no reader asks for them.
         self.evicted: list[int] | None = None
+        self.checkpoints = checkpoints
         self._manager = manager
         self._kinds = [group.kind for group in manager.groups]
         self._windowed = [number for number, kind in enumerate(self._kinds) if kind != FULL]
         self._digests: dict[int, tuple[int, bytes]] = {}  # group and digest by block_id
         self._blocks: list[dict[bytes, int]] = [{} for _ in self._kinds]  # of each group, by digest
+        self._pinned_at: dict[_Pin, bytes] = {}  # the digest with which a pinned prefix ends
         manager.cached_blocks = self._digests
         manager.allocator.on_evict = self._forget
 
@@ -101,18 +107,21 @@ class PrefixCache:
         for kind, blocks in zip(self._kinds, self._blocks):
             if kind == FULL:
                 count = next((index for index in range(count) if digests[index] not in blocks), count)
-        while (missing := self._missing(digests, count)) is not None:
-            count = missing
+        while (shorter := self._shorter(digests, count)) is not None:
+            count = shorter
         tables = [
             [NULL_BLOCK] * (first := self._first(number, count)) + [blocks[each] for each in digests[first:count]]
             for number, blocks in enumerate(self._blocks)
         ]
         allocator = self._manager.allocator
         num_idle = sum(allocator.is_cached(block_id) for table in tables for block_id in table)
-        return CachedPrefix(count, tables, num_idle)
+        return CachedPrefix(count, tables, num_idle, digests[count - 1] if count else b"")
 
-    def _missing(self, digests: Sequence[bytes], count: int) -> int | None:
-        """The last of the first `count` blocks that a window after them needs and that is not cached."""
+    def _shorter(self, digests: Sequence[bytes], count: int) -> int | None:
+        """None if a prefix may end after `count` blocks. Otherwise, because there is no checkpoint or a window needs a
+        block that is not cached, the next smaller number of blocks after which one may."""
+        if count and self.checkpoints is not None and digests[count - 1] not in self.checkpoints:
+            return count - 1
         for number in self._windowed:
             blocks = self._blocks[number]
             for index in range(count - 1, self._first(number, count) - 1, -1):
@@ -147,6 +156,7 @@ class PrefixCache:
         """Keep the cached blocks of this prefix until `unpin`; returns the number of tokens kept (0: none cached).
 
         Pin a prefix after it has been computed. Pinning it again extends the pin to the blocks that are cached now.
+        Raises ValueError if pinned states leave no room for its state.
         """
         digests: list[bytes] = []
         self.extend_digests(digests, token_ids, root, len(token_ids) // self.block_size)
@@ -154,9 +164,12 @@ class PrefixCache:
             return 0
         prefix, pin_id = self._chain(digests), _Pin(digests[-1])
         if pin_id in self._manager:
-            self._manager.free(pin_id)
+            self._unpin(pin_id)
         if prefix.num_blocks:
-            self._manager.adopt(pin_id, prefix.tables)
+            if self.checkpoints is not None:
+                self.checkpoints.pin(prefix.digest)
+            self._manager.adopt(pin_id, prefix.tables, prefix.num_blocks)
+            self._pinned_at[pin_id] = prefix.digest
         return prefix.num_blocks * self.block_size
 
     def unpin(self, token_ids: Sequence[int], root: bytes) -> bool:
@@ -165,8 +178,14 @@ class PrefixCache:
         self.extend_digests(digests, token_ids, root, len(token_ids) // self.block_size)
         if not digests or _Pin(digests[-1]) not in self._manager:
             return False
-        self._manager.free(_Pin(digests[-1]))
+        self._unpin(_Pin(digests[-1]))
         return True
+
+    def _unpin(self, pin_id: _Pin) -> None:
+        self._manager.free(pin_id)
+        digest = self._pinned_at.pop(pin_id)
+        if self.checkpoints is not None and digest not in self._pinned_at.values():
+            self.checkpoints.unpin(digest)
 
     @property
     def pins(self) -> list[Hashable]:
@@ -177,6 +196,9 @@ class PrefixCache:
         """Forget every prefix, pinned or not, for example after the weights changed. Sequences keep their blocks."""
         for pin_id in self.pins:
             self._manager.free(pin_id)
+        self._pinned_at.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
         allocator = self._manager.allocator
         for block_id in self._digests:
             if allocator.is_cached(block_id):
@@ -220,3 +242,6 @@ class PrefixCache:
             assert known or not allocator.is_cached(block_id), f"block {block_id} is cached without a digest"
             idle = allocator.ref_count(block_id) == 0 and not allocator.is_cached(block_id)
             assert not (known and idle), f"block {block_id} has a digest, but is free"
+        assert set(self._pinned_at) == set(self.pins)
+        if self.checkpoints is not None:
+            self.checkpoints.check_integrity()

@@ -32,14 +32,22 @@ class _Tensor(NamedTuple):
 
 
 class _Batch:
-    """Rows of several sequences. Its tensors are never changed."""
+    """Rows of several sequences. Its tensors are never changed. devices: on which a forward needs its tensors, if that
+    is not where they are."""
 
-    __slots__ = ("number", "shape", "tensors")
+    __slots__ = ("devices", "number", "shape", "tensors")
 
-    def __init__(self, shape: _Shape, number: int, tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        shape: _Shape,
+        number: int,
+        tensors: list[torch.Tensor],
+        devices: list[torch.device] | None = None,
+    ) -> None:
         self.shape = shape
         self.number = number  # of the shape
         self.tensors = tensors
+        self.devices = devices
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +60,7 @@ class _Row(NamedTuple):
 
 
 class States:
-    """The states of sequences, each after one or two numbers of tokens.
+    """The states of sequences, each after one or two numbers of tokens, and checkpoints: copies of such states.
 
     Invariant: no batch is changed once it is here. A fork therefore copies nothing, and a step that was interrupted is
     computed again from the same rows: `put` adds a row, and the former one is dropped by the next `begin_step`.
@@ -61,6 +69,7 @@ class States:
     def __init__(self) -> None:
         self._rows: dict[int, dict[int, _Row]] = {}  # by sequence, then by the number of its tokens
         self._bases: dict[int, int] = {}  # the number of tokens with which the step in progress began, if one was begun
+        self._checkpoints: dict[int, _Row] = {}  # by number; each in a batch of its own
         self._numbers: dict[_Shape, int] = {}  # of the shapes met lately
         self._next_number = 0
 
@@ -81,6 +90,14 @@ class States:
         """Sequences with the same number here can be joined: their rows differ only in the values of tensors."""
         return self._rows[seq_id][num_tokens].batch.number
 
+    def bytes_of(self, seq_id: int, num_tokens: int) -> dict[torch.device, int]:
+        """Bytes of the state of a sequence on each device."""
+        sizes: dict[torch.device, int] = {}
+        for tensor in self._rows[seq_id][num_tokens].batch.tensors:
+            count = len(tensor) if tensor.ndim else 1
+            sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes // count
+        return sizes
+
     def joined(self, rows: Sequence[tuple[int, int]]) -> Tree:
         """A copy of the states of (seq_id, num_tokens), in this order, as one tree. Their shapes are the same."""
         found = [self._rows[seq_id][num_tokens] for seq_id, num_tokens in rows]
@@ -93,9 +110,9 @@ class States:
         tensors = []
         for place, tensor in enumerate(first.tensors):
             if not tensor.ndim:
-                tensors.append(tensor.clone())
+                tensors.append(_on_device(first, place, tensor.clone()))
                 continue
-            parts = [_selected(batch.tensors[place], indexes) for batch, indexes in runs]
+            parts = [_on_device(batch, place, _selected(batch.tensors[place], indexes)) for batch, indexes in runs]
             tensors.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         return _tree(first.shape, iter(tensors))
 
@@ -154,18 +171,54 @@ class States:
         """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
         self._rows.update({seq_id: dict(self._rows[seq_ids[parent]]) for seq_id, parent in zip(seq_ids, parents)})
 
+    def to_host(self, seq_id: int) -> None:
+        """Move the state of a sequence to host memory, from which `joined` copies it."""
+        for num_tokens, (batch, index) in self._rows.get(seq_id, {}).items():
+            if batch.devices is None and any(tensor.device.type != "cpu" for tensor in batch.tensors):
+                rows = [_kept(tensor, [index]) for tensor in batch.tensors]
+                devices = [tensor.device for tensor in rows]
+                moved = _Batch(batch.shape, batch.number, [tensor.to("cpu") for tensor in rows], devices)
+                self._rows[seq_id][num_tokens] = _Row(moved, 0)
+
     def free(self, seq_id: int) -> None:
         self._rows.pop(seq_id, None)
         self._bases.pop(seq_id, None)
 
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Their numbers."""
+        return list(self._checkpoints)
+
+    def keep(self, seq_id: int, num_tokens: int, number: int) -> None:
+        """Copy the state of the sequence."""
+        batch, index = self._rows[seq_id][num_tokens]
+        copy = _Batch(batch.shape, batch.number, [_kept(tensor, [index]) for tensor in batch.tensors])
+        self._checkpoints[number] = _Row(copy, 0)
+
+    def restore(self, number: int, seq_id: int, num_tokens: int) -> None:
+        """The sequence has the state of a checkpoint, which no forward changes."""
+        self._rows[seq_id] = {num_tokens: self._checkpoints[number]}
+
+    def drop(self, number: int) -> None:
+        self._checkpoints.pop(number, None)
+
+    def drop_checkpoints(self) -> None:
+        self._checkpoints.clear()
+
+    # -----------------------------------------------------------------------------------------------------------
+
     def clear(self) -> None:
         self._rows.clear()
         self._bases.clear()
+        self._checkpoints.clear()
 
     @property
     def nbytes(self) -> int:
         """Size of all batches."""
-        return sum(batch.nbytes for batch in {row.batch for rows in self._rows.values() for row in rows.values()})
+        rows = [row for rows in self._rows.values() for row in rows.values()]
+        return sum(batch.nbytes for batch in {row.batch for row in (*rows, *self._checkpoints.values())})
 
 
 def is_tree(value: Any) -> bool:
@@ -177,14 +230,8 @@ def is_tree(value: Any) -> bool:
     return True
 
 
-def bytes_per_row(tree: Tree, num_rows: int) -> dict[torch.device, int]:
-    """Bytes of a state for one sequence, by device. tree: the states of `num_rows` sequences."""
-    tensors: list[torch.Tensor] = []
-    _shape(tree, tensors)
-    sizes: dict[torch.device, int] = {}
-    for tensor in tensors:
-        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes // num_rows
-    return sizes
+def _on_device(batch: _Batch, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if batch.devices is None else tensor.to(batch.devices[place])
 
 
 def _selected(tensor: torch.Tensor, indexes: list[int]) -> torch.Tensor:

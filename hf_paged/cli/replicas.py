@@ -180,7 +180,7 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
     from hf_paged.serving.ray import build_app
 
     name = f"{_APP}-{secrets.token_hex(4)}"  # of its own: an application of the same name would be replaced
-    stop, hurry = threading.Event(), threading.Event()
+    stop, hurry, is_deleted = threading.Event(), threading.Event(), threading.Event()
     app, has_begun = build_app(args), False
     try:
         has_begun = True
@@ -194,11 +194,18 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
         path = "" if prefix == "/" else prefix
         for url in _urls(host, port):
             log.info("running on %s%s (Ctrl-C ends it), %d replicas, as %s", url, path, args.replicas, name)
+        # In a thread: a cluster that has died does not answer.
+        threading.Thread(target=_await_deletion, args=(name, is_deleted), daemon=True).start()
+        cluster = _cluster_processes() if is_local else {}
         while not stop.wait(_LOOK_SECONDS):
-            if name not in serve.status().applications:
+            if is_deleted.is_set():
                 log.error("the application %s has been deleted by another program", name)
                 has_begun = False
                 return 1
+            if dead := [cluster[pid] for pid in cluster if _has_ended(pid)]:
+                log.error("%s has ended, and with it the cluster", dead[0])
+                _kill_children()
+                os._exit(1)  # no call of Ray's would return any more
         log.info("draining")
         _drain(handle, args.drain_seconds, hurry)
         return 0
@@ -209,6 +216,14 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
                 serve.delete(name)
             except Exception:  # what ended the server is raised
                 log.exception("the application %s could not be deleted", name)
+
+
+def _await_deletion(name: str, is_deleted: threading.Event) -> None:
+    from ray import serve
+
+    while name in serve.status().applications:
+        time.sleep(_LOOK_SECONDS)
+    is_deleted.set()
 
 
 def _drain(handle: Any, seconds: float, hurry: threading.Event) -> None:
@@ -227,6 +242,9 @@ def _drain(handle: Any, seconds: float, hurry: threading.Event) -> None:
         except RayError as error:  # the ingress has ended
             log.warning("the ingress cannot drain: %s", str(error).splitlines()[0])
             return
+    if hurry.is_set():
+        with suppress(TimeoutError, RayError):
+            handle.drain.remote(0.0).result(timeout_s=_SHUTDOWN_SECONDS)
 
 
 def _urls(host: str, port: int) -> list[str]:
@@ -249,11 +267,29 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _children() -> list[int]:
+    threads = Path("/proc/self/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def _cluster_processes() -> dict[int, str]:
+    """The children without which there is no cluster: their names."""
+    names = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in _children()}
+    return {child: name for child, name in names.items() if name in ("gcs_server", "raylet")}
+
+
+def _has_ended(child: int) -> bool:
+    """Ray's workers end with the raylet, but only when its parent has taken note of its end, as this does."""
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:  # another thread has taken note
+        return True
+
+
 def _kill_children() -> None:
-    for thread in Path("/proc/self/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            with suppress(ProcessLookupError):
-                os.kill(int(child), signal.SIGKILL)
+    for child in _children():
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def _on_signals(handler: Any) -> None:

@@ -99,7 +99,12 @@ def serve(
     kv_cache_memory: Annotated[str | None, option("size of the K/V cache, such as 4GiB")] = None,
     swap_memory: Annotated[str | None, option("host memory for preempted requests, such as 4GiB")] = None,
     block_size: Annotated[int | None, option("tokens in a block of the cache")] = None,
-    enable_prefix_caching: Annotated[bool, option("share the blocks of common prefixes")] = True,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        option(
+            "share common prefixes (default: where the model can)", "--enable-prefix-caching/--no-enable-prefix-caching"
+        ),
+    ] = None,
     fuse: Annotated[
         bool | None,
         option(

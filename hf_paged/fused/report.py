@@ -24,7 +24,7 @@ def check(model: Any) -> SupportReport:
     report = support.check(model)
     model = unwrapped(model)
     if not report.native:
-        return replace(report, together=_together(model)) if report.supported or report.engine_only else report
+        return replace(report, **_together(model)) if report.supported or report.engine_only else report
     if not is_on_gpu(model):
         return report
     reason = obstacle(model)
@@ -40,13 +40,15 @@ _WORDS = {
 }
 
 
-def _together(model: Any) -> str:
-    """How the engine computes a model that cannot run packed."""
+def _together(model: Any) -> dict[str, Any]:
+    """How the engine computes a model that cannot run packed, and the size of its states: fields of the report."""
     try:
         way = way_of(model, model if foreign_code(model).inside is None else bare_copy(model))
     except UnsupportedModelError as error:
-        return f"refused: {error}"
+        return {"together": f"refused: {error}"}
     words = _WORDS[way.decodes]
     if way.prompts != way.decodes:
-        words = f"{words}; prompts: {_WORDS[way.prompts]}"
-    return f"{words}; attention by block tables" if way.by_tables else words
+        words += f"; prompts: {_WORDS[way.prompts]}"
+    if way.by_tables:
+        words += "; attention by block tables"
+    return {"together": words, "state_bytes": (sum(way.state_bytes.values()), sum(way.bytes_per_token.values()))}

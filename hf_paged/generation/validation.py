@@ -290,9 +290,12 @@ def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
                 )
 
 
-def check_generation(model: Any, options: Any, scheduler: SchedulerConfig, *, tokenizer: Any) -> None:
+def check_generation(
+    model: Any, options: Any, scheduler: SchedulerConfig, seats: int | None = None, *, tokenizer: Any
+) -> None:
     """Check the config of a request's `RequestOptions` as far as that is cheap, and whether it fits the others. What it
-    does not set comes from the model's. Raises ValueError.
+    does not set comes from the model's. seats: sequences whose states the memory holds, if that limits them. Raises
+    ValueError.
     """
     config, defaults = options.generation_config, model.generation_config
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
@@ -301,6 +304,11 @@ def check_generation(model: Any, options: Any, scheduler: SchedulerConfig, *, to
     check_counts(given)
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
+    if seats is not None and width > seats:
+        raise ValueError(
+            f"{name}={width} sequences in one request, but the memory holds the recurrent states of {seats}; lower it, "
+            "or give the cache more memory"
+        )
     limits = {"max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.token_budget}
     for limit_name, limit in limits.items():
         if width > limit:

@@ -33,7 +33,7 @@ class AttentionMetadata:
     `seq_lens[i] - query_len` to `seq_lens[i] - 1`. A sequence with `seq_lens[i] == 0` and `query_len == 0` is padding.
 
     block_tables     int32 [num_seqs, max_blocks]: logical block -> block_id. Entries past the last block, and blocks
-                     that left the sliding window (-1), are never read.
+                     that left the sliding window or chunk (-1), are never read.
     seq_lens         int32 [num_seqs]: K/V length after this step, in tokens.
     query_start_loc  int32 [num_seqs + 1]: first query row of each sequence; the last entry is num_tokens.
     slot_mapping     int64 [num_tokens]: where each new token's K/V goes (`block_id * block_size + offset`);
@@ -263,21 +263,21 @@ class DecodeArrays:
         positions: list[int],
         block_tables: Sequence[Callable[[Any], Sequence[int]]],
         rewrites: int,
-        windows: list[int | None],
+        bounds: Sequence[tuple[int | None, int | None]],
     ) -> StepArrays:
         """The step of the tokens at these positions, one for each sequence.
 
         keys: the sequences. block_tables: for each layer group a function from a key to the block ids. rewrites: a
         number that changes if any table has changed otherwise than by new blocks at its end and by blocks that left
-        the window. windows: of each layer group, None for all tokens.
+        the window or chunk. bounds: window and chunk size of each layer group; None: there is none.
         """
         last, now = self._last, np.array(positions, dtype=np.int64)
         is_same = last is not None and keys == self._keys and rewrites == self._rewrites
         if last is not None and is_same and bool((now == last.positions + 1).all()):
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
             tables = [
-                self._grown(table, keys, rows, now, blocks, window)
-                for table, blocks, window in zip(last.block_tables, block_tables, windows, strict=True)
+                self._grown(table, keys, rows, now, blocks, *own)
+                for table, blocks, own in zip(last.block_tables, block_tables, bounds, strict=True)
             ]
             step = self._next(last, tables, is_longer=bool(rows))
         else:
@@ -294,8 +294,10 @@ class DecodeArrays:
         positions: np.ndarray,
         blocks: Callable[[Any], Sequence[int]],
         window: int | None,
+        chunk: int | None,
     ) -> np.ndarray:
-        """The table with the new blocks of these rows, and without those that left the window before this step."""
+        """The table with the new blocks of these rows, and without those that left the window, or chunk, before this
+        step."""
         size = self._block_size
         if rows:
             columns = positions[rows] // size
@@ -306,6 +308,9 @@ class DecodeArrays:
             unseen = positions - (window - 1)  # positions before it are outside
             gone = np.flatnonzero((unseen > 0) & (unseen % size == 0))
             table[gone, unseen[gone] // size - 1] = -1
+        if chunk is not None:
+            for row in np.flatnonzero(positions % chunk == 0).tolist():  # the first tokens of chunks
+                table[row, : positions[row] // size] = -1
         return table
 
     def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:

@@ -19,8 +19,8 @@ logits with those of each sequence alone. A model that derives positions from th
 gives other logits with padding. Rows are never mixed beyond the length from which a rotary embedding depends on the
 longest row, nor while code of others is in the model, which may depend on the layout of a batch.
 
-What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer resumes for one
-token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
+What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer may resume for
+one token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
 
 Knows models and the ids of sequences; never requests or sampling.
 """
@@ -30,7 +30,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -41,7 +41,7 @@ from transformers import GenerationConfig, GenerationMixin
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
-from hf_paged.cache.states import States, bytes_per_row, is_tree
+from hf_paged.cache.states import States, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import OWN_MASK, configs_of
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
@@ -122,7 +122,6 @@ class _Rows:
         self.states = States()
         self.has_states = self.cache.keeps_states
         self.has_kv = any(isinstance(layer, PagedLayer) for layer in self.cache.layers)
-        self.state_bytes: dict[torch.device, int] = {}  # of a sequence, in the last forward
         self._device = device_of(model)
         self._makes_inputs = (
             type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
@@ -153,9 +152,7 @@ class _Rows:
             if self.has_kv and (kept := self.cache.get_seq_length()) != end:
                 raise UnsupportedModelError(f"it keeps {kept} entries for {end} tokens")
             if self.has_states:
-                states = self.cache.states
-                self.states.put([(part.seq_id, part.end) for part in parts], states)
-                self.state_bytes = self.state_bytes or bytes_per_row(states, len(parts))
+                self.states.put([(part.seq_id, part.end) for part in parts], self.cache.states)
         finally:
             self.cache.release_rows()
         return logits
@@ -190,7 +187,7 @@ class _Rows:
             [part.start for part in parts],
             [partial(manager.block_table, group=group) for group in range(len(manager.groups))],
             manager.rewrites,
-            [group.kind.window for group in manager.groups],
+            [group.kind.bounds for group in manager.groups],
         )
         return step.metadata(self._device), to_device(step.positions, self._device)
 
@@ -230,6 +227,9 @@ class Way(NamedTuple):
     depends_on_split: bool
     prompts: Together
     decodes: Together
+    state_bytes: dict[torch.device, int]
+    bytes_per_token: dict[torch.device, int]
+    no_prefixes: str
 
 
 _ways: Slot[tuple[object, Way | UnsupportedModelError]] = Slot("way to compute rows", is_released=False)
@@ -260,8 +260,19 @@ def _try(model: Any, tried: Any) -> Way:
     # What a window of a dense view holds depends on when it is filled.
     windows = not trial.by_tables and any(isinstance(each, PagedLayer) and each.is_sliding for each in cache.layers)
     # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
-    depends = cache.keeps_states or windows or rotary_limit(model) is not None
-    return Way(trial.by_tables, depends or not trial.splits_prompts(), *trial.together())
+    depends = trial.grows or windows or rotary_limit(model) is not None
+    # A piece may be a single token, for which recurrent layers have a function of its own.
+    resumes = not depends and (not cache.keeps_states or trial.splits_prompts(by_one=True))
+    depends_on_split = not resumes or not trial.splits_prompts()
+    no_prefixes, name = "", type(model).__name__
+    if trial.grows:
+        no_prefixes = f"{name} keeps states that grow with the tokens"
+    elif not resumes or (depends_on_split and not cache.keeps_states):
+        no_prefixes = f"what {name} computes depends on how a prompt is split"
+    prompts, decodes = trial.together()
+    return Way(
+        trial.by_tables, depends_on_split, prompts, decodes, trial.state_bytes, trial.bytes_per_token, no_prefixes
+    )
 
 
 def serves_batches(model: Any, report: SupportReport) -> bool:
@@ -287,6 +298,8 @@ class RowModel:
 
     `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
     for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
+    `no_prefixes`: why a sequence cannot begin with what another one has computed; "" if it can, in any pieces, or by
+    single tokens where results depend on the split.
     `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
     if results depend on the split, and the caller sets it while code of others in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
@@ -299,9 +312,16 @@ class RowModel:
         self.model = model
         self.memory = memory
         way = way_of(model, tried)
-        self.by_tables, self.depends_on_split, self.prompts, self.decodes = way
+        self.by_tables, self.depends_on_split = way.by_tables, way.depends_on_split
+        self.prompts, self.decodes = way.prompts, way.decodes
         self._rows = _Rows(model, memory, by_tables=way.by_tables)
         self._limit = rotary_limit(model) or math.inf
+        # Of a sequence's state on each device, and by how many it grows with a token.
+        self.state_bytes, self.state_bytes_per_token, self.no_prefixes = (
+            way.state_bytes,
+            way.bytes_per_token,
+            way.no_prefixes,
+        )
         self.is_incremental = self.depends_on_split
         self.is_alone = False
         self._weights = state_of(model).weights
@@ -311,11 +331,6 @@ class RowModel:
     @property
     def has_states(self) -> bool:
         return self._rows.has_states
-
-    @property
-    def state_bytes(self) -> dict[torch.device, int]:
-        """Bytes of a sequence's state on each device; known after the first forward."""
-        return self._rows.state_bytes
 
     def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
         """rows: (seq_id, number of its computed tokens) of the sequences of a step."""
@@ -334,11 +349,32 @@ class RowModel:
         """A copy of the states of (seq_id, number of computed tokens), for `PagedKVCache.set_states`."""
         return self._rows.states.joined(rows)
 
+    def to_host(self, seq_id: int) -> None:
+        """The sequence is swapped out: move its state to host memory."""
+        self._rows.states.to_host(seq_id)
+
     def free(self, seq_id: int) -> None:
         self._rows.states.free(seq_id)
 
+    def keep(self, rows: Iterable[tuple[int, int, int]], *, clears: bool) -> None:
+        """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first."""
+        if clears:
+            self._rows.states.drop_checkpoints()
+        for seq_id, num_tokens, number in rows:
+            self._rows.states.keep(seq_id, num_tokens, number)
+
+    def restore(self, rows: Iterable[tuple[int, int, int]]) -> None:
+        """Begin sequences with checkpoints, as (number, seq_id, num_tokens)."""
+        for number, seq_id, num_tokens in rows:
+            self._rows.states.restore(number, seq_id, num_tokens)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Drop checkpoints."""
+        for number in numbers:
+            self._rows.states.drop(number)
+
     def clear(self) -> None:
-        """Drop the states of all sequences."""
+        """Drop the states of all sequences, and all checkpoints."""
         self._rows.states.clear()
 
     def forward(self, parts: Sequence[Part], *, tried: Any = None) -> list[torch.Tensor]:
@@ -413,7 +449,10 @@ class _Trial:
         self._model = model
         self._tried = tried
         tokens, expected = self._generated()
-        self._grows = False  # whether states are larger after more tokens
+        self.grows = False  # whether states are larger after more tokens
+        self._varies = False  # whether their shape is another, so that sequences of other lengths cannot be joined
+        self.state_bytes: dict[torch.device, int] = {}  # of a sequence, on each device, without what grows
+        self.bytes_per_token: dict[torch.device, int] = {}  # by which they grow
         # A mask of the model's own may choose among the tokens once they are many.
         self._chooses = OWN_MASK in examine(model).bare.reason
         self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
@@ -460,12 +499,16 @@ class _Trial:
             ) from error
         return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
 
-    def splits_prompts(self) -> bool:
-        """Whether a prompt in two pieces gives the same logits as in one."""
+    def splits_prompts(self, *, by_one: bool = False) -> bool:
+        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token."""
+        tokens = [*self._long, *self._other, *self._long]
+        rest = (1,) * 13 if by_one else (13,)
         try:
-            return self._close(self._run([(self._long, (2, 3, 1, 1))], "one", "one")[0][1:], self._alone[0])
+            (whole,) = self._run([(tokens, (20, 1))], "one", "one")
+            (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one")
         except Exception:  # some models assert that a prompt is not split
             return False
+        return self._close(split[-2:], whole)
 
     def together(self) -> tuple[Together, Together]:
         """Which rows share a forward in which they begin, and one in which they go on by one token."""
@@ -477,7 +520,7 @@ class _Trial:
             return "one", "one"
         decodes: Together = "equal"
         # In these two cases a trial of a few tokens does not show what padding does.
-        if not self._grows and not self._chooses:
+        if not self._varies and not self._chooses:
             if self._same(uneven, alone, "any", "any"):
                 return "any", "any"
             decodes = "any" if self._same(uneven, alone, "one", "any") else "equal"
@@ -506,16 +549,27 @@ class _Trial:
                 parts.append(Part(number, tokens[done[number] : end], done[number]))
                 memory.append([(number, cuts[step])])
                 done[number] = end
-            if step > 1 and computed.has_states:
-                states, (number, _, done_before) = computed.states, parts[0][:3]
-                self._grows = states.shape_number(number, done_before) != states.shape_number(number, done_before - 1)
             batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
             results = [result for batch in batches for result in computed.compute(self._tried, batch)]
             if self.by_tables:
                 computed.refuse_windows()
+            if computed.has_states and step:
+                self._look_at_states(computed.states, parts[0])
             for own, result in zip(logits, results):
                 own.append(result[-1].float())
         return [torch.stack(own) for own in logits]
+
+    def _look_at_states(self, states: States, part: Part) -> None:
+        """Learn from a piece that goes on how large states are."""
+        before, now = (states.bytes_of(part.seq_id, length) for length in (part.start, part.end))
+        self.grows = self.grows or now != before
+        numbers = {states.shape_number(part.seq_id, length) for length in (part.start, part.end)}
+        self._varies = self._varies or len(numbers) > 1
+        count = len(part.ids)
+        self.bytes_per_token = {device: (now[device] - before[device]) // count for device in now if self.grows}
+        self.state_bytes = {
+            device: size - part.end * self.bytes_per_token.get(device, 0) for device, size in now.items()
+        }
 
     def _close(self, left: torch.Tensor, right: torch.Tensor) -> bool:
         finite = torch.isfinite(right)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_paged.cache.kv_pool import LayerKV
+from hf_paged.cache.layers import FULL, Chunk, Kind, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
@@ -31,7 +32,8 @@ Mode = Literal["native", "dense view", "state", "none"]
 
 @dataclass(frozen=True, slots=True)
 class LayerSupport:
-    """How one layer's cache is kept, why, and where. Sizes and device are None if the layer keeps no K/V of its own."""
+    """How one layer's cache is kept, why, and where. Sizes and device are None if the layer keeps no K/V of its own.
+    bytes_per_token: of its K/V."""
 
     index: int
     mode: Mode
@@ -41,11 +43,42 @@ class LayerSupport:
     head_dim: int | None = None
     v_head_dim: int | None = None
     device: torch.device | None = None
+    chunk_size: int | None = None
+    bytes_per_token: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        """Which tokens' K/V the layer keeps, if it keeps any."""
+        if self.sliding_window is not None:
+            return Window(self.sliding_window)
+        return FULL if self.chunk_size is None else Chunk(self.chunk_size)
 
     @property
     def kv_values_per_token(self) -> int:
         """Elements (not bytes) of K and V of one token."""
         return (self.num_kv_heads or 0) * ((self.head_dim or 0) + (self.v_head_dim or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class KindOfMemory:
+    """What the layers of one kind keep.
+
+    name: "full" (K/V of all tokens), "window" or "chunk" (of the last ones), "state" (of a fixed size, or growing with
+    the tokens). size: of a window or chunk in tokens. bytes_per_token: of each token that is kept.
+    bytes_per_sequence: what a sequence takes besides, or at most in a window or chunk.
+    """
+
+    name: Literal["full", "window", "chunk", "state"]
+    size: int | None
+    bytes_per_token: int
+    bytes_per_sequence: int
+
+    def __str__(self) -> str:
+        name = self.name if self.size is None else f"{self.name} of {self.size} tokens"
+        parts = [f"{self.bytes_per_token:,} bytes a token"] if self.bytes_per_token else []
+        most = "at most " if self.size is not None else ""
+        parts += [f"{most}{self.bytes_per_sequence:,} bytes a sequence"] if self.bytes_per_sequence else []
+        return f"{name}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +92,7 @@ class SupportReport:
     counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have
     engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
     together        how the engine computes it where it is not native
+    state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
     fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
     """
 
@@ -73,6 +107,20 @@ class SupportReport:
     fused: str = ""
     engine_only: bool = False
     together: str = ""
+    state_bytes: tuple[int, int] = (0, 0)
+
+    @property
+    def memory(self) -> tuple[KindOfMemory, ...]:
+        """What an engine keeps of a sequence, by kind. (Only packed models keep no more than their windows.)"""
+        sizes: dict[tuple[Any, int | None], int] = {}
+        for layer in self.layers:
+            if layer.bytes_per_token:
+                window, chunk = layer.kind.bounds if self.native else FULL.bounds
+                kind = ("window", window) if window else ("chunk", chunk) if chunk else ("full", None)
+                sizes[kind] = sizes.get(kind, 0) + layer.bytes_per_token
+        kinds = [KindOfMemory(name, size, each, (size or 0) * each) for (name, size), each in sizes.items()]
+        fixed, growth = self.state_bytes
+        return (*kinds, *([KindOfMemory("state", None, growth, fixed)] if fixed or growth else []))
 
     @property
     def kv_values_per_token(self) -> int:
@@ -100,6 +148,7 @@ class SupportReport:
                 dims = f"{layer.head_dim}" + (f"/{layer.v_head_dim}" if layer.v_head_dim != layer.head_dim else "")
                 sizes = f", {layer.num_kv_heads} KV heads of size {dims}"
             window = f", sliding window {layer.sliding_window}" if layer.sliding_window is not None else ""
+            window += f", chunks of {layer.chunk_size}" if layer.chunk_size is not None else ""
             device = f", on {layer.device}" if len(self.kv_values_by_device) > 1 and layer.device is not None else ""
             lines.append(f"  {where}: {layer.mode}{sizes}{window}{device}: {layer.reason}")
         if self.native_length is not None:
@@ -108,6 +157,7 @@ class SupportReport:
             )
         if self.together:
             lines.append(f"  engine: {self.together}")
+        lines += [f"  memory: {kind}" for kind in self.memory]
         if self.kernels:
             lines.append(f"  kernels: {self.kernels}")
         if self.fused:
@@ -127,7 +177,7 @@ def _runs(layers: tuple[LayerSupport, ...]) -> list[tuple[int, int]]:
 
 
 def _same(a: LayerSupport, b: LayerSupport) -> bool:
-    names = ("mode", "reason", "sliding_window", "num_kv_heads", "head_dim", "v_head_dim", "device")
+    names = ("mode", "reason", "kind", "num_kv_heads", "head_dim", "v_head_dim", "device")
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
@@ -437,7 +487,8 @@ def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
                 "depends on when it computes; this model needs the dense view"
             )
         why = "attends through AttentionInterface"
-        layers.append(LayerSupport(index, "native", why, handle.sliding_window, **_sizes(handle.kv)))
+        sizes = _sizes(handle.kv)
+        layers.append(LayerSupport(index, "native", why, handle.sliding_window, chunk_size=handle.chunk_size, **sizes))
     return tuple(layers)
 
 
@@ -449,6 +500,7 @@ def _sizes(kv: LayerKV) -> dict[str, Any]:
         "head_dim": key.shape[3],
         "v_head_dim": value.shape[3],
         "device": key.device,
+        "bytes_per_token": key[0, 0].nbytes + value[0, 0].nbytes,
     }
 
 

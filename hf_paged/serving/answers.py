@@ -21,7 +21,7 @@ from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.choices import Choices, Delta
 from hf_paged.serving.connections import until_gone
 from hf_paged.serving.forms import Form, usage
-from hf_paged.serving.problems import Problem, overdue
+from hf_paged.serving.problems import Json, Problem, overdue
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.worker import Job
 
@@ -152,13 +152,13 @@ class JobAnswer(Response):
         except EngineStopped as error:
             raise Problem(503, str(error), code="engine_stopped") from error
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Json:
         return usage(self._outcome.prompt_tokens, self._choices.completion_tokens, self._choices.cached_tokens)
 
     async def _answer(self, send: Send) -> None:
         deltas = [delta async for some in self._deltas() for delta in some]
 
-        def whole() -> dict[str, Any]:
+        def whole() -> Json:
             return self._form.whole(deltas, self._usage())
 
         body = await _made(lambda: to_json(whole()), is_long=self._recipe.logprobs is not None)

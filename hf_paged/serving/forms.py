@@ -12,7 +12,7 @@ from uuid import uuid4
 from hf_paged.generation.requests.outputs import TopLogprobs
 from hf_paged.serving.choices import Delta, PromptScores, joined
 from hf_paged.serving.parsing import CallPart
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.text import token_bytes, token_text
 
@@ -20,7 +20,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _Entries = tuple[list[str], list[float | None], list[dict[str, float] | None]]  # names, log-probabilities, likeliest
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -39,18 +39,18 @@ class Form(Protocol):
     names_events: bool
     ending: bytes | None
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         """The events before the first delta."""
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]: ...
+    def chunks(self, delta: Delta) -> list[Json]: ...
 
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def closing(self, usage: Json) -> list[Json]:
         """The events after the last delta. usage: of chat completions."""
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
         """The answer that is not streamed."""
 
-    def failure(self, problem: Problem) -> dict[str, Any]:
+    def failure(self, problem: Problem) -> Json:
         """The event for an error after the beginning."""
 
 
@@ -61,14 +61,14 @@ class _CompletionEvents:
     ending = b"[DONE]"
     _recipe: Recipe
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> Json:
         """A chunk without choices."""
         raise NotImplementedError
 
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def closing(self, usage: Json) -> list[Json]:
         return [{**self.usage_chunk(), "usage": usage}] if self._recipe.include_usage else []
 
-    def failure(self, problem: Problem) -> dict[str, Any]:
+    def failure(self, problem: Problem) -> Json:
         return problem.body()
 
 
@@ -99,23 +99,23 @@ class CompletionForm(_CompletionEvents):
     def _indices(self) -> range:
         return range(len(self._recipe.prompts) * self._recipe.n)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         return []
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunks(self, delta: Delta) -> list[Json]:
         return [{**self._head, "choices": [self._choice(delta)]}]
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> Json:
         return {**self._head, "choices": []}
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
         choices = [self._choice(delta) for delta in joined(deltas, len(self._indices()))]
         return {**self._head, "choices": choices, "usage": usage}
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
+    def _choice(self, delta: Delta) -> Json:
         recipe, index = self._recipe, delta.index
         is_first, self._is_begun[index] = not self._is_begun[index], True
-        choice: dict[str, Any] = {
+        choice: Json = {
             "index": index,
             "text": (recipe.texts[index // recipe.n] if recipe.echo and is_first else "") + delta.text,
             "logprobs": None if recipe.logprobs is None else self._logprobs(delta),
@@ -127,7 +127,7 @@ class CompletionForm(_CompletionEvents):
             choice["prompt_token_ids"] = recipe.prompts[index // recipe.n] if is_first else None
         return choice
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta) -> Json:
         names, logprobs, tops = self._entries(delta.token_ids, delta.logprobs, delta.top_logprobs)
         if delta.prompt is not None:
             before = self._prompt_entries(delta.index // self._recipe.n, delta.prompt)
@@ -181,10 +181,10 @@ class ChatForm(_CompletionEvents):
         self._scores_of = chat_scores(recipe, tokenizer)
         self._head = {"id": answer_id, "created": created, "model": recipe.model, "system_fingerprint": None}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
         chunks = [
             self._chunk([{"index": index, "delta": first, "logprobs": None, "finish_reason": None}])
@@ -194,29 +194,29 @@ class ChatForm(_CompletionEvents):
             chunks[0]["prompt_token_ids"] = self._recipe.prompts[0]
         return chunks
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    def chunks(self, delta: Delta) -> list[Json]:
+        content: Json = {"content": delta.text} if delta.text else {}
         if delta.reasoning:
             content["reasoning_content"] = delta.reasoning
         if delta.calls:
             content["tool_calls"] = [{"index": part.index, **_call_part(part)} for part in delta.calls]
         return [self._chunk([self._choice(delta, "delta", content)])]
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> Json:
         return self._chunk([])
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
         made = [self._choice(delta, "message", self._message(delta)) for delta in joined(deltas, self._recipe.n)]
         answer = {**self._head, "object": "chat.completion", "choices": made, "usage": usage}
         if self._recipe.return_token_ids:
             answer["prompt_token_ids"] = self._recipe.prompts[0]
         return answer
 
-    def _message(self, delta: Delta) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    def _message(self, delta: Delta) -> Json:
+        message: Json = {"role": "assistant", "content": delta.text, "refusal": None}
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
-        calls: list[dict[str, Any]] = []
+        calls: list[Json] = []
         for part in delta.calls:
             if part.index == len(calls):
                 calls.append(_call_part(part))
@@ -226,7 +226,7 @@ class ChatForm(_CompletionEvents):
             message |= {"content": delta.text or None, "tool_calls": calls}
         return message
 
-    def _choice(self, delta: Delta, name: str, content: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, delta: Delta, name: str, content: Json) -> Json:
         choice = {
             "index": delta.index,
             name: content,
@@ -241,14 +241,14 @@ class ChatForm(_CompletionEvents):
         return choice
 
 
-def chat_scores(recipe: Recipe, tokenizer: Any) -> Callable[[Delta], list[dict[str, Any]]]:
+def chat_scores(recipe: Recipe, tokenizer: Any) -> Callable[[Delta], list[Json]]:
     """The log-probabilities of a delta's tokens as chat completions have them, one entry for each token."""
     tokens = _Tokens(recipe, tokenizer)
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> Json:
         return {"token": tokens.name(token), "logprob": _finite(logprob), "bytes": tokens.bytes(token)}
 
-    def entries(delta: Delta) -> list[dict[str, Any]]:
+    def entries(delta: Delta) -> list[Json]:
         tops = delta.top_logprobs or [[]] * len(delta.token_ids)
         return [
             {**entry(token, logprob), "top_logprobs": [entry(*each) for each in top]}
@@ -258,7 +258,7 @@ def chat_scores(recipe: Recipe, tokenizer: Any) -> Callable[[Delta], list[dict[s
     return entries
 
 
-def _call_part(part: CallPart) -> dict[str, Any]:
+def _call_part(part: CallPart) -> Json:
     if part.name is None:
         return {"function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}

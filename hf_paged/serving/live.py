@@ -12,6 +12,7 @@ import hf_paged
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView
 from hf_paged.serving.metrics import Metrics
+from hf_paged.serving.problems import Json
 from hf_paged.serving.served import ServedModel
 
 SPAN = 120.0
@@ -59,7 +60,7 @@ class Live:
         latency = {"first_token": first, "between_tokens": between}
         made = self._made
         if snapshot is None or made[0] != tag or with_history:
-            value: dict[str, Any] = {
+            value: Json = {
                 "server": self._server(),
                 "engine": None if snapshot is None else self._engine_json(snapshot),
                 "latency": latency,
@@ -72,7 +73,7 @@ class Live:
                 self._made = made
         return made
 
-    def _server(self) -> dict[str, Any]:
+    def _server(self) -> Json:
         served, config = self._served, self._engine.scheduler_config
         return {
             "version": hf_paged.__version__,
@@ -86,7 +87,7 @@ class Live:
             "prefix_caching": config.prefix_caching,
         }
 
-    def _engine_json(self, snapshot: EngineSnapshot) -> dict[str, Any]:
+    def _engine_json(self, snapshot: EngineSnapshot) -> Json:
         return {
             "number": snapshot.number,
             "time": round(snapshot.time - self._began, 3),
@@ -98,13 +99,13 @@ class Live:
         }
 
 
-def _pool(pool: PoolView) -> dict[str, Any]:
+def _pool(pool: PoolView) -> Json:
     return {
         "blocks": pool.num_blocks,
         "touched": pool.num_touched,
         "block_size": pool.block_size,
         "bytes": pool.bytes_per_block,
-        "windows": pool.windows,
+        "kinds": pool.kinds,
         "cached": pool.cached,
         "pinned": pool.pinned,
         "host_blocks": pool.num_host_blocks,
@@ -112,7 +113,7 @@ def _pool(pool: PoolView) -> dict[str, Any]:
     }
 
 
-def _request(view: RequestView) -> dict[str, Any]:
+def _request(view: RequestView) -> Json:
     return {
         "id": view.request_id,
         "status": view.status,

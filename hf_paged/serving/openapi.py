@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from hf_paged.serving import replies
+from hf_paged.serving.problems import Json
 from hf_paged.serving.settings import Settings
 
 _SCHEMAS = "#/components/schemas/"
@@ -27,7 +26,7 @@ _ERRORS = {
     503: "The engine has stopped, the server ends, or its operator has aborted the request.",
     504: "The request has taken longer than the server allows.",
 }
-_Replies = dict[int | str, dict[str, Any]]
+_Replies = dict[int | str, Json]
 ERRORS: _Replies = {status: {"model": replies.ErrorReply, "description": text} for status, text in _ERRORS.items()}
 
 
@@ -38,10 +37,10 @@ def answers(
 
     event: of the stream, whose other events are errors. ending: what the last event says in place of JSON.
     """
-    made: dict[str, Any] = {"model": whole, "description": "The answer."}
+    made: Json = {"model": whole, "description": "The answer."}
     if event is not None:
         kinds = [{"$ref": _SCHEMAS + kind.__name__} for kind in (event, replies.ErrorReply)]
-        data: dict[str, Any] = {"contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+        data: Json = {"contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
         if ending is not None:
             data = {"anyOf": [{"const": ending}, data]}
         fields = {"event": {"type": "string"}, "data": {"type": "string", **data}}
@@ -51,7 +50,7 @@ def answers(
     return {200: made}
 
 
-def described(app: FastAPI, settings: Settings) -> dict[str, Any]:
+def described(app: FastAPI, settings: Settings) -> Json:
     """The document, which is kept from the first call on."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+Json = dict[str, Any]
+"""An object of JSON."""
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -44,7 +47,7 @@ class Problem(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -55,6 +58,10 @@ def _short(text: str) -> str:
 
 def overdue() -> Problem:
     return Problem(504, "the request has taken longer than the server allows", code="deadline")
+
+
+def draining() -> Problem:
+    return Problem(503, "the server is shutting down", code="draining")
 
 
 def not_served(message: str, param: str | None = None) -> Problem:

@@ -30,7 +30,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.serving.middleware import Gate, send_problem
-from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.problems import draining, not_served
 from hf_paged.serving.relay import SILENCE_SECONDS, Asked, Part, Relay, ReplicaLost
 from hf_paged.serving.routing import Policy, Router, make_routing
 from hf_paged.serving.scaling import Pressure, wanted_replicas
@@ -40,7 +40,7 @@ log = logging.getLogger("hf_paged.serving")
 
 _STATS_SECONDS = 1.0  # between two reports of a replica
 _HEALTH_SECONDS = 5.0  # between two checks, of which three must fail; a process that has ended is noticed at once
-_LAST_SECONDS = 1.0  # from an engine's death to that of its process, in which clients are told
+_LAST_SECONDS = 1.0  # from the death of an engine, or the end of a drain, to that of the process: clients are told
 
 _REQUEST_ID = b"x-request-id"
 
@@ -243,15 +243,18 @@ class Ingress:
                     response.cancel()
 
         relay = Relay(open_stream, wait_seconds=wait_seconds, request_seconds=settings.limits.request_seconds)
-        self._shared = _Shared(relay)
+        self._relay, self._shared = relay, _Shared(relay)
         self._gate = Gate(self._shared, settings=settings, on_answer=_ignore)
 
     async def __call__(self, request: Request) -> Response:
         return _Through(self._gate)
 
     async def drain(self, seconds: float) -> int:
-        """Take no further requests. Returns how many of the others are left when they have ended, or after a while."""
-        return await self._shared.drain(seconds)
+        """Take no further requests. Those that have not ended in time get an error. Returns how many they are."""
+        if left := await self._shared.drain(seconds):
+            self._relay.end()
+            await self._shared.drain(_LAST_SECONDS)
+        return left
 
 
 class _Through(Response):
@@ -292,7 +295,7 @@ class _Shared:
             text = f"{path} is about one engine, and there are several; see Ray's dashboard and metrics"
             await send_problem(send, not_served(text))
         elif self._is_draining and path != "/health":
-            await send_problem(send, Problem(503, "the server is shutting down", code="draining"))
+            await send_problem(send, draining())
         else:
             self._in_flight += 1
             try:

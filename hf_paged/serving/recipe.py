@@ -407,7 +407,8 @@ class _Options:
         if body.use_beam_search:
             options["num_return_sequences"] = body.n or 1
             # OpenAI has no such options; transformers' defaults hold where the checkpoint has none.
-            options |= _without_none(length_penalty=body.length_penalty, early_stopping=body.early_stopping)
+            given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
+            options |= {name: value for name, value in given.items() if value is not None}
         elif not self.is_sure:
             options["num_return_sequences"] = self.width
         if body.min_tokens:
@@ -461,10 +462,6 @@ class _Options:
         """The tokens of a word at the beginning of a text and within it."""
         both = (self._served.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}"))
         return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in both if ids)]
-
-
-def _without_none(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 # -- what the answer has to be --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.middleware import send_problem
-from hf_paged.serving.problems import Problem, overdue
+from hf_paged.serving.problems import Problem, draining, overdue
 from hf_paged.serving.prompt_chain import prompt_chain
 
 log = logging.getLogger("hf_paged.serving")
@@ -89,6 +89,8 @@ class Relay:
         self._open_stream = open_stream
         self._wait_seconds = wait_seconds
         self._seconds = None if request_seconds is None else request_seconds + _LATE_SECONDS
+        self._limits: set[asyncio.Timeout] = set()  # of the requests that run
+        self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = await _asked(scope, receive)
@@ -102,12 +104,23 @@ class Relay:
                 raise
 
     async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
-        """Raises Problem (504) if it takes too long."""
+        """Raises Problem if it takes too long (504), or longer than the server runs (503)."""
+        limit = asyncio.timeout(0 if self._is_over else self._seconds)
+        self._limits.add(limit)
         try:
-            async with asyncio.timeout(self._seconds):
+            async with limit:
                 await work
         except TimeoutError:
-            raise overdue() from None
+            raise (draining() if self._is_over else overdue()) from None
+        finally:
+            self._limits.discard(limit)
+
+    def end(self) -> None:
+        """The requests that run get an error for an answer, or at the end of what they have."""
+        self._is_over = True
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0)
 
     async def _answer(self, asked: Asked, answer: _Answer) -> None:
         """Raises Problem if the answer has not been sent whole."""

@@ -333,13 +333,13 @@ class LiveServer(Reply):
 
 
 class LivePool(Reply):
-    """The blocks of the engine. windows: of each group of layers that shares block tables; null for all tokens."""
+    """The blocks of the engine. kinds: what each group of layers that shares block tables keeps, in words."""
 
     blocks: int
     touched: int
     block_size: int
     bytes: int
-    windows: list[int | None]
+    kinds: list[str]
     cached: list[int]
     pinned: list[int]
     host_blocks: int

@@ -8,11 +8,9 @@ from typing import Any
 from hf_paged.serving.choices import Delta
 from hf_paged.serving.forms import chat_scores
 from hf_paged.serving.parsing import CallPart
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.responses import ResponsesRequest
-
-_Event = dict[str, Any]
 
 
 class ResponseForm:
@@ -27,9 +25,9 @@ class ResponseForm:
         self._scores_of = chat_scores(recipe, tokenizer)
         self._answer_id = answer_id
         self._number = 0  # of the next event
-        self._items: list[dict[str, Any]] = []
+        self._items: list[Json] = []
         self._call: int | None = None  # number of the tool call that the last item is
-        self._pending: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is held back
+        self._pending: list[Json] = []  # log-probabilities of tokens whose text is held back
         self._finish_reason: str | None = None
         self._head = {
             "id": answer_id,
@@ -65,14 +63,14 @@ class ResponseForm:
 
     # -- as a Form ----------------------------------------------------------------------------------------------
 
-    def opening(self) -> list[_Event]:
+    def opening(self) -> list[Json]:
         return [
             self._event(f"response.{name}", response=self._response("in_progress"))
             for name in ("created", "in_progress")
         ]
 
-    def chunks(self, delta: Delta) -> list[_Event]:
-        events: list[_Event] = []
+    def chunks(self, delta: Delta) -> list[Json]:
+        events: list[Json] = []
         if self._recipe.logprobs is not None:
             self._pending += self._scores_of(delta)
         if delta.reasoning or delta.calls:
@@ -86,35 +84,35 @@ class ResponseForm:
         self._finish_reason = delta.finish_reason or self._finish_reason
         return events
 
-    def closing(self, usage: dict[str, Any]) -> list[_Event]:
+    def closing(self, usage: Json) -> list[Json]:
         events = self._end_item() if self._items else [*self._more("message", ""), *self._end_item()]
         status = "incomplete" if self._finish_reason == "length" else "completed"
         return [*events, self._event(f"response.{status}", response=self._response(status, usage))]
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
         for delta in deltas:
             self.chunks(delta)
-        response: dict[str, Any] = self.closing(usage)[-1]["response"]
+        response: Json = self.closing(usage)[-1]["response"]
         return response
 
-    def failure(self, problem: Problem) -> _Event:
+    def failure(self, problem: Problem) -> Json:
         code = "server_error" if problem.status >= 500 else "invalid_prompt"
         response = {**self._response("failed"), "error": {"code": code, "message": problem.message}}
         return self._event("response.failed", response=response)
 
     # -- items --------------------------------------------------------------------------------------------------
 
-    def _event(self, kind: str, **fields: Any) -> _Event:
+    def _event(self, kind: str, **fields: Any) -> Json:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _more(self, kind: str, text: str) -> list[_Event]:
+    def _more(self, kind: str, text: str) -> list[Json]:
         """More text for the last item, or for a new one."""
         events = []
         if not self._items or self._items[-1]["type"] != kind or self._items[-1]["status"] != "in_progress":
             events = self._end_item()
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            item: dict[str, Any] = {"type": kind, "content": []}
+            part: Json = {"type": "reasoning_text", "text": ""}
+            item: Json = {"type": kind, "content": []}
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 item["role"] = "assistant"
@@ -129,7 +127,7 @@ class ResponseForm:
             events.append(self._of_item(f"response.{part['type']}.delta", delta=text, **self._scores(part)))
         return events
 
-    def _scores(self, part: dict[str, Any]) -> dict[str, Any]:
+    def _scores(self, part: Json) -> Json:
         """What an event has for a further piece of text."""
         if part["type"] != "output_text":
             return {"content_index": 0}
@@ -137,7 +135,7 @@ class ResponseForm:
         part["logprobs"] += new
         return {"content_index": 0, "logprobs": new}
 
-    def _more_of_call(self, part: CallPart) -> list[_Event]:
+    def _more_of_call(self, part: CallPart) -> list[Json]:
         events = []
         if part.index != self._call:
             events = self._end_item()
@@ -149,12 +147,12 @@ class ResponseForm:
             events.append(self._of_item("response.function_call_arguments.delta", delta=part.arguments))
         return events
 
-    def _begin_item(self, name: str, item: dict[str, Any], **fields: Any) -> _Event:
+    def _begin_item(self, name: str, item: Json, **fields: Any) -> Json:
         made = {"id": f"{name}-{len(self._items)}-{self._answer_id}", **item, **fields, "status": "in_progress"}
         self._items.append(made)
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(made))
 
-    def _end_item(self) -> list[_Event]:
+    def _end_item(self) -> list[Json]:
         """The events for the end of the last item, if it has not ended."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
@@ -176,11 +174,11 @@ class ResponseForm:
         self._call = None
         return [*events, self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))]
 
-    def _of_item(self, kind: str, **fields: Any) -> _Event:
+    def _of_item(self, kind: str, **fields: Any) -> Json:
         """An event about the last item."""
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
-    def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _response(self, status: str, usage: Json | None = None) -> Json:
         is_cut = status == "incomplete"
         return {
             **self._head,
@@ -191,7 +189,7 @@ class ResponseForm:
             "usage": None if usage is None else self._usage(usage),
         }
 
-    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _usage(self, usage: Json) -> Json:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         thought = "".join(item["content"][0]["text"] for item in self._items if item["type"] == "reasoning")
         return {

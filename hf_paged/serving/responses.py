@@ -74,32 +74,33 @@ Content = Annotated[TextContent | OtherContent, Field(discriminator="type")]
 Contents = Annotated[Annotated[Text, AString] | Annotated[Items[Content], AList], ByKind]
 
 
-class MessageItem(Body):
+class _OfAnAnswer(Body):
+    """Clients send an answer's items back with these fields."""
+
+    id: Id | None = None
+    status: str | None = None
+
+
+class MessageItem(_OfAnAnswer):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Contents
-    id: Id | None = None
-    status: str | None = None
     phase: str | None = None
 
 
-class CallItem(Body):
+class CallItem(_OfAnAnswer):
     """A call that the model has made earlier."""
 
     type: Literal["function_call"]
     call_id: Id
     name: FunctionName
     arguments: Text
-    id: Id | None = None
-    status: str | None = None
 
 
-class CallOutputItem(Body):
+class CallOutputItem(_OfAnAnswer):
     type: Literal["function_call_output"]
     call_id: Id
     output: Contents
-    id: Id | None = None
-    status: str | None = None
 
 
 class ReasoningContent(Body):
@@ -107,15 +108,13 @@ class ReasoningContent(Body):
     text: Text
 
 
-class ReasoningItem(Body):
+class ReasoningItem(_OfAnAnswer):
     """What the model has thought earlier. Most chat templates leave it out of the prompt."""
 
     type: Literal["reasoning"]
-    id: Id | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
     content: Items[ReasoningContent] | None = None
     encrypted_content: None = None
-    status: str | None = None
 
 
 class OtherItem(BaseModel):

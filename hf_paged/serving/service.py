@@ -31,7 +31,7 @@ from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
-from hf_paged.serving.problems import Problem, overdue
+from hf_paged.serving.problems import Problem, draining, overdue
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
@@ -120,7 +120,7 @@ class Service:
         """Raises Problem (503) if no requests are taken."""
         self.check_alive()
         if self.is_draining:
-            raise Problem(503, "the server is shutting down", code="draining")
+            raise draining()
 
     def check_ready(self) -> None:
         """Raises Problem (503) if new requests should go elsewhere."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
 from hf_paged.cache.cache_rows import CacheRows
-from hf_paged.cache.layers import FULL, LayerGroup, Layers, LayerSize, Layout, Window, layout_of
+from hf_paged.cache.layers import FULL, Chunk, Kind, LayerGroup, Layers, LayerSize, Layout, Window, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import OutOfBlocks
 
@@ -108,3 +110,15 @@ def test_rows_that_were_taken_keep_their_padding_and_their_ids() -> None:
     assert rows.write(0, 1, key, -key) == 4
     found = [part.squeeze(1, 3).tolist() for part in rows.dense(0, 0, 4)]
     assert found == [[[0, 0, 2, 3], [0, 0, 5, 6]], [[0, 0, -2, -3], [0, 0, -5, -6]]]
+
+
+@pytest.mark.parametrize("kind", [FULL, *(make(size) for make in (Window, Chunk) for size in (1, 3, 4, 6, 9))], ids=str)
+def test_peak_blocks(kind: Kind) -> None:
+    """What a kind says that a sequence holds is what its table holds while it grows token by token."""
+    manager = BlockManager(BlockAllocator(40), 4, groups=[LayerGroup(kind)])
+    peak = 0
+    for length in range(1, 60):
+        manager.append("a", 1)
+        peak = max(peak, sum(block != NULL_BLOCK for block in manager.block_table("a")))
+        assert kind.peak_blocks(length, 4) == peak <= kind.most_blocks(-(-length // 4), 4)
+        manager.drop_unseen("a")

@@ -24,7 +24,8 @@ class Cached:
 
     def compute(self, seq_id: str, tokens: list[int], root: bytes = ROOT) -> int:
         """Returns the number of tokens that were found."""
-        self.manager.adopt(seq_id, self.cache.match(tokens, root).tables)
+        prefix = self.cache.match(tokens, root)
+        self.manager.adopt(seq_id, prefix.tables, prefix.num_blocks)
         found = self.manager.num_tokens(seq_id)
         self.manager.append(seq_id, len(tokens) - found)
         digests: list[bytes] = []

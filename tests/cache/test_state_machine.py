@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockCopy, BlockManager
-from hf_paged.cache.layers import FULL, LayerGroup, Window
+from hf_paged.cache.layers import FULL, Chunk, Kind, LayerGroup, Window
 from hf_paged.cache.prefix_cache import PrefixCache, root_digest
 from hf_paged.errors import OutOfBlocks
 
@@ -93,14 +93,18 @@ class Store:
 class BlockMachine(RuleBasedStateMachine):
     """Every operation of BlockManager on a device store and a host store."""
 
-    windows: tuple[int | None, ...] = (None,)  # of each group: the longest that may be drawn
+    windows: tuple[int | None, ...] = (None,)  # of each group: the longest window or chunk that may be drawn
     caching = False
 
     @initialize(
         num_blocks=st.integers(1, 12), num_host_blocks=st.integers(0, 6), block_size=st.integers(1, 4), data=st.data()
     )
     def start(self, num_blocks: int, num_host_blocks: int, block_size: int, data: st.DataObject) -> None:
-        lengths = {most: Window(data.draw(st.integers(1, most))) for most in self.windows if most is not None}
+        lengths: dict[int | None, Kind] = {
+            most: data.draw(st.sampled_from((Window, Chunk)))(data.draw(st.integers(1, most)))
+            for most in self.windows
+            if most is not None
+        }
         groups = [LayerGroup(FULL if most is None else lengths[most]) for most in self.windows]
         num_blocks, num_host_blocks = num_blocks * len(groups), num_host_blocks * len(groups)
         self.device = Store(BlockManager(BlockAllocator(num_blocks), block_size, groups=groups))
@@ -244,7 +248,7 @@ class BlockMachine(RuleBasedStateMachine):
         size = store.manager.block_size
         num_hits = len(tables[0]) * size
         assert num_hits < len(tokens) or not num_hits
-        store.manager.adopt(seq_id, tables)
+        store.manager.adopt(seq_id, tables, len(tables[0]))
         store.seqs[seq_id] = tokens[:num_hits]
         store.readable_from[seq_id] = [table.count(NULL_BLOCK) * size for table in tables]
         store.check(self.num_pins)
@@ -301,10 +305,10 @@ class BlockMachine(RuleBasedStateMachine):
         assert manager.drops_blocks or not dropped
         readable = self.device.readable_from[seq_id]
         for number, (group, table) in enumerate(zip(manager.groups, manager.block_tables(seq_id))):
-            if group.kind.window is not None:
-                readable[number] = max(readable[number], length - group.kind.window + 1)
+            if group.kind != FULL:
+                readable[number] = max(readable[number], group.kind.first_visible(length))
                 alive = [b for b in table if b != NULL_BLOCK]
-                assert len(alive) <= -(-group.kind.window // manager.block_size) + 1
+                assert len(alive) <= group.kind.most_blocks(length, manager.block_size)
 
     @precondition(lambda self: self.device.manager.drops_blocks and bool(self.device.seqs))
     @rule(number=PICK, count=st.integers(1, 12))

@@ -10,12 +10,17 @@ from hf_paged.kernels.native import build as native_build
 
 @pytest.fixture(scope="session")
 def bf16_kernels() -> None:
-    """The native kernels are built; skips tests on a machine that has none for bf16 layers."""
+    """The native kernels are built; skips tests on a machine without a compiler."""
     if not native_build.has_compiler():
         pytest.skip("no C compiler on this machine")
     native_build.build()
-    if not fused_ops.is_available():
-        pytest.skip("these kernels need AVX-512 with BF16")
+
+
+@pytest.fixture(scope="session")
+def packed_weights(bf16_kernels: None) -> None:
+    """Skips tests of packed bf16 weights, and of sums in torch's order, on a CPU without AVX-512 and BF16."""
+    if not fused_ops.packs():
+        pytest.skip("packed weights in bf16 need AVX-512 with BF16")
 
 
 @pytest.fixture(autouse=True)

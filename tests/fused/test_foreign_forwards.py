@@ -53,7 +53,7 @@ def engine(model: Any) -> Iterator[Engine]:
 
 
 def opened(model: Any) -> Engine:
-    return Engine(model, CacheConfig(num_blocks=64), prepack=True)
+    return Engine(model, CacheConfig(num_blocks=64))
 
 
 def run(engine: Engine) -> tuple[list[int], list[float]]:
@@ -63,7 +63,7 @@ def run(engine: Engine) -> tuple[list[int], list[float]]:
     return output.token_ids, output.logprobs
 
 
-def by_torch(model: Any, *, prepack: bool = True) -> tuple[list[int], list[float]]:
+def by_torch(model: Any, *, prepack: bool | None = None) -> tuple[list[int], list[float]]:
     """The model itself computes everything except linear layers; packed weights are tested elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("native_layers", "native_decoder"):
@@ -146,7 +146,7 @@ def test_a_class_patched_later(place: str, model: Any, engine: Engine, monkeypat
         patch.setattr(owner, "forward", wrapper.function)
         changed = run(engine)
         assert wrapper.calls >= NEW_TOKENS and changed != first
-        assert by_torch(model, prepack=owner is not nn.Linear) == changed
+        assert by_torch(model, prepack=False if owner is nn.Linear else None) == changed
     assert run(engine) == first
 
 
@@ -160,13 +160,13 @@ def test_a_rotary_function(when: str, model: Any, monkeypatch: pytest.MonkeyPatc
         first = run(earlier)
         with monkeypatch.context() as patch:
             patch.setattr(module, ROTARY, wrapper.function)
-            for prepack in (True, False):
+            for prepack in (None, False):
                 with Engine(model, CacheConfig(num_blocks=64), prepack=prepack) as later:
                     engine = later if when == "before" else earlier
                     wrapper.calls = 0
                     changed = run(engine)
                     assert wrapper.calls == 3 * NEW_TOKENS and getattr(module, ROTARY) is wrapper.function
-                    assert changed == by_torch(model, prepack=engine is earlier or prepack) != first
+                    assert changed == by_torch(model, prepack=None if engine is earlier else prepack) != first
         assert run(earlier) == first and getattr(module, ROTARY) is own
 
 

@@ -21,7 +21,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels.native import build as native_build
 from tests.architectures.tiny import tiny_model
 
-pytestmark = pytest.mark.usefixtures("bf16_kernels")
+pytestmark = pytest.mark.usefixtures("packed_weights")
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

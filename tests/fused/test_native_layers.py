@@ -17,6 +17,7 @@ from hf_paged import CacheConfig, Engine
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
+from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.fused.cpu import walk as fused_walk
 from hf_paged.fused.cpu import weights as fused_weights
@@ -33,6 +34,13 @@ def known(request: pytest.FixtureRequest) -> tuple[Any, int]:
     return build(make()), count
 
 
+@pytest.fixture(params=[torch.bfloat16, torch.float32, torch.float16], ids=["bf16", "fp32", "fp16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if not fused_ops.is_available(request.param):
+        pytest.skip("this CPU has no kernels for this dtype")
+    return request.param
+
+
 def tokens_and_logprobs(model: Any, **options: Any) -> list[tuple[list[int], list[float]]]:
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     with Engine(model, CacheConfig(num_blocks=128, block_size=4), **options) as engine:
@@ -46,18 +54,18 @@ NUMBERS = [("input_layernorm", "variance_epsilon"), ("self_attn", "scaling")]
 @pytest.mark.parametrize(("part", "name"), NUMBERS)
 def test_changed_numbers(part: str, name: str) -> None:
     model = build(KNOWN["llama"][0]())
-    before = tokens_and_logprobs(model, prepack=True)
+    before = tokens_and_logprobs(model, prepack=None)
     module = getattr(model.model.layers[0], part)
     own = getattr(module, name)
     setattr(module, name, own + 3.0)
-    changed = tokens_and_logprobs(model, prepack=True)
-    assert changed == tokens_and_logprobs(copy.deepcopy(model), prepack=True) != before
+    changed = tokens_and_logprobs(model, prepack=None)
+    assert changed == tokens_and_logprobs(copy.deepcopy(model), prepack=None) != before
     setattr(module, name, own)
-    assert tokens_and_logprobs(model, prepack=True) == before
+    assert tokens_and_logprobs(model, prepack=None) == before
 
 
 def layers_of(model: Any) -> list[Any]:
-    weights = fused_weights.layers_for_engine(model, True)
+    weights = fused_weights.layers_for_engine(model, None)
     assert weights is not None
     decoder = fused_decoder.native_decoder(model, weights)
     assert decoder is not None
@@ -90,13 +98,13 @@ def switched_off(patch: pytest.MonkeyPatch, *, norms: bool) -> None:
         patch.setattr(fused_overrides, "native_layers", lambda *_: None)
 
 
-def test_the_same_bits(known: tuple[Any, int], without_kernels: pytest.MonkeyPatch) -> None:
-    model, count = known
-    got = tokens_and_logprobs(model, prepack=True)
+def test_the_same_bits(known: tuple[Any, int], dtype: torch.dtype, without_kernels: pytest.MonkeyPatch) -> None:
+    model, count = known[0].to(dtype), known[1]
+    got = tokens_and_logprobs(model, prepack=None)
     assert sum(layer._verdict is True for layer in layers_of(model)) == count
     for norms in (False, True):
         switched_off(without_kernels, norms=norms)
-        assert tokens_and_logprobs(model, prepack=True) == got
+        assert tokens_and_logprobs(model, prepack=None) == got
 
 
 def test_norms_and_rotations_without_packed_weights(
@@ -122,7 +130,6 @@ def test_what_is_recognised() -> None:
     assert len(norms) == 5 and all(fused_norms.norm_of(norm) is not None for norm in norms)
     assert not any(fused_norms.norm_of(module) is not None for module in gemma.modules())
     assert fused_norms.norm_of(torch.nn.LayerNorm(64).bfloat16()) is None
-    assert fused_norms.native_layers(models.build("llama").half()) is None
 
     # A norm that computes like Llama's for weights of one, and only for these.
     class Wide(type(norms[0])):  # type: ignore[misc]
@@ -138,7 +145,7 @@ def test_no_trace_is_left() -> None:
     model = build(KNOWN["qwen3"][0]())
     namespace = vars(__import__(type(model).__module__, fromlist=["x"]))
     before = namespace["apply_rotary_pos_emb"]
-    tokens_and_logprobs(model, prepack=True)
+    tokens_and_logprobs(model, prepack=None)
     assert namespace["apply_rotary_pos_emb"] is before
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -161,7 +168,7 @@ def test_other_threads_compute_as_always() -> None:
     thread.start()
     try:
         for _ in range(3):
-            tokens_and_logprobs(model, prepack=True)
+            tokens_and_logprobs(model, prepack=None)
     finally:
         done.set()
         thread.join()
@@ -172,7 +179,7 @@ def test_hooks_inside_a_layer_are_called(lines: list[int]) -> None:
     model = build(KNOWN["llama"][0]())
     seen: list[torch.Size] = []
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+    with Engine(model, CacheConfig(num_blocks=64), prepack=None) as engine:
         (prompt,) = models.prompts(9)
         first = engine.generate([prompt], config)[0].outputs[0].token_ids
         hook = model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: seen.append(out.shape))
@@ -193,7 +200,7 @@ def test_replaced_parts_and_changed_weights() -> None:
     model = build(KNOWN["llama"][0]())
     config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     (prompt,) = models.prompts(9)
-    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+    with Engine(model, CacheConfig(num_blocks=64), prepack=None) as engine:
 
         def check() -> list[int]:
             engine.clear_prefix_cache()
@@ -236,10 +243,10 @@ def deep(layers: int = 5, **options: Any) -> Any:
 
 
 def same_as_one_by_one(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float]]]:
-    got = tokens_and_logprobs(model, prepack=True)
+    got = tokens_and_logprobs(model, prepack=None)
     with patch.context() as context:
         context.setattr(fused_walk, "MAX_TOKENS_AHEAD", 0)
-        assert tokens_and_logprobs(model, prepack=True) == got
+        assert tokens_and_logprobs(model, prepack=None) == got
     return got
 
 
@@ -248,7 +255,7 @@ def test_one_call_computes_all_layers(lines: list[int], without_kernels: pytest.
     got = same_as_one_by_one(model, without_kernels)
     assert set(lines) == {5} and len(lines) == 11  # the first token comes with the prompt
     switched_off(without_kernels, norms=True)
-    assert tokens_and_logprobs(model, prepack=True) == got
+    assert tokens_and_logprobs(model, prepack=None) == got
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3-windows", "llama-biased"])
@@ -309,7 +316,7 @@ def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monke
     config = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
 
     def run() -> list[tuple[list[int], list[float]]]:
-        with Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=True) as engine:
+        with Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=None) as engine:
             for prompt in models.prompts(3, 40, 17):
                 engine.add_request(prompt, config)
             outputs = []
@@ -327,7 +334,7 @@ def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monke
         context.setattr(fused_walk, "MAX_TOKENS_AHEAD", 0)
         expected = run()
     assert got == expected
-    untouched = tokens_and_logprobs(model, prepack=True)
+    untouched = tokens_and_logprobs(model, prepack=None)
     assert [logprobs[5:12] for _, logprobs in got] != [logprobs[5:12] for _, logprobs in untouched]
     # First one call computes all layers, then one call on either side of the change. After it has stopped, one call
     # computes all layers again, unless the change cannot be distinguished from what the model itself does.
@@ -343,7 +350,7 @@ def test_results_between_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> No
     for most in (256, 0):
         monkeypatch.setattr(fused_walk, "MAX_TOKENS_AHEAD", most)
         seen.append([])
-        tokens_and_logprobs(model, prepack=True)
+        tokens_and_logprobs(model, prepack=None)
     for handle in handles:
         handle.remove()
     steps = 11 * 5  # in the engine's check of the model others came before
@@ -353,8 +360,8 @@ def test_results_between_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> No
 def test_two_engines_take_turns_on_one_model(lines: list[int]) -> None:
     model = deep()
     config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
-    alone = tokens_and_logprobs(model, prepack=True)
-    engines = [Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=True) for _ in range(2)]
+    alone = tokens_and_logprobs(model, prepack=None)
+    engines = [Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=None) for _ in range(2)]
     found: list[list[Any]] = [[], []]
     for engine in engines:
         for prompt in models.prompts(3, 40, 17):
@@ -371,7 +378,7 @@ def test_two_engines_take_turns_on_one_model(lines: list[int]) -> None:
 def test_a_closed_engine_s_blocks_are_free() -> None:
     model = deep(2)
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-    engine = Engine(model, CacheConfig(num_blocks=64), prepack=True)
+    engine = Engine(model, CacheConfig(num_blocks=64), prepack=None)
     engine.generate(models.prompts(9), config)
     keys = weakref.ref(engine._memory.pool[0].key)
     engine.close()
@@ -383,7 +390,7 @@ def test_changed_biases_count() -> None:
     config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     (prompt,) = models.prompts(9)
     results = []
-    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+    with Engine(model, CacheConfig(num_blocks=64), prepack=None) as engine:
         for change in range(4):
             linear = model.model.layers[1].mlp.up_proj
             if change == 1:

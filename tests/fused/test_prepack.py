@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
 from tests import models
 from tests.conftest import state_of
@@ -40,7 +41,7 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     apply = fused_weights.LinearLayers.apply
 
     def noted(self: fused_weights.LinearLayers, user: object) -> None:
-        calls.append(1)
+        calls.extend([1] * self._layers[0]._copies)
         apply(self, user)
 
     monkeypatch.setattr(fused_weights.LinearLayers, "apply", noted)
@@ -61,7 +62,7 @@ def test_the_same_tokens(family: str, mode: str, packed_calls: list[int]) -> Non
     assert generate(model, mode).equal(plain)
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs AVX-512")
+@pytest.mark.usefixtures("packed_weights")
 @pytest.mark.parametrize("mode", MODES)
 def test_bf16_to_the_bit(mode: str) -> None:
     """With at most 32 rows in a step, torch sums in the same order."""
@@ -69,6 +70,16 @@ def test_bf16_to_the_bit(mode: str) -> None:
     expected = generate(model, mode, cache_implementation="paged")
     hf_paged.prepack(model)
     assert generate(model, mode, cache_implementation="paged").equal(expected)
+
+
+@pytest.mark.usefixtures("bf16_kernels")
+def test_bf16_is_refused_where_copies_would_not_be_faster() -> None:
+    if fused_ops.packs():
+        pytest.skip("this CPU has packed weights in bf16")
+    model = models.build("llama").bfloat16()
+    with pytest.raises(ValueError, match="prepack=True: on this CPU, which lacks AVX-512 with BF16"):
+        hf_paged.prepack(model)
+    assert generate(model, cache_implementation="paged").shape == generate(model).shape
 
 
 def test_weights_that_change_are_followed() -> None:

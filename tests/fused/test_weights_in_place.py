@@ -1,4 +1,4 @@
-"""bf16 weights that the native kernels read themselves, where there are no packed copies."""
+"""Weights that the native kernels read themselves, where there are no packed copies."""
 
 from __future__ import annotations
 
@@ -58,6 +58,20 @@ def scores(model: Any, **options: Any) -> torch.Tensor:
     return torch.stack(model.generate(**batch, **settings, **paged).scores)
 
 
+def agree(ours: torch.Tensor, by_torch: torch.Tensor) -> bool:
+    """Equal scores, where bf16 sums have torch's order; elsewhere equal but for rounding, those of the first token."""
+    if fused_ops.packs():
+        return ours.equal(by_torch)
+    return bool(((ours[0] - by_torch[0]).abs() <= 0.06 * by_torch[0].abs().max()).all())
+
+
+def prepack(model: Any) -> None:
+    if model.dtype == torch.bfloat16 and not fused_ops.packs():
+        pytest.skip("packed weights in bf16 need AVX-512 with BF16")
+    hf_paged.prepack(model)
+
+
+@pytest.mark.usefixtures("packed_weights")
 @pytest.mark.parametrize("kind", KNOWN)
 def test_the_bits_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
     model = build(KNOWN[kind][0]())
@@ -71,6 +85,7 @@ def test_the_bits_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch, calls: li
         assert ours.equal(theirs)
 
 
+@pytest.mark.usefixtures("packed_weights")
 def test_an_engine_without_copies(llama: Any, monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
     def logprobs() -> list[list[float] | None]:
         config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -83,6 +98,7 @@ def test_an_engine_without_copies(llama: Any, monkeypatch: pytest.MonkeyPatch, c
     assert logprobs() == found
 
 
+@pytest.mark.usefixtures("packed_weights")
 @pytest.mark.parametrize("kind", KNOWN)
 def test_copies_give_the_same_bits(kind: str, calls: list[bool]) -> None:
     model = build(KNOWN[kind][0]())
@@ -131,7 +147,7 @@ def test_weights_that_change_are_followed(llama: Any, monkeypatch: pytest.Monkey
     switched_off(monkeypatch)
     for found, weights in zip(seen[1:], places, strict=True):
         llama.load_state_dict(weights)
-        assert scores(llama).equal(found)
+        assert agree(found, scores(llama))
 
 
 def test_memory_that_a_weight_no_longer_has_is_freed(llama: Any) -> None:
@@ -156,10 +172,10 @@ def test_weights_in_another_layout_or_dtype_are_left_to_torch(llama: Any, monkey
     head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     mixed = scores(llama)
     switched_off(monkeypatch)
-    assert scores(llama).equal(mixed)
+    assert agree(mixed, scores(llama))
     head._forward_pre_hooks.clear()
     head.weight.data = head.weight.data.bfloat16()
-    assert scores(llama).equal(found)
+    assert agree(found, scores(llama))
 
 
 @pytest.mark.parametrize("has_copies", [False, True])
@@ -179,7 +195,7 @@ def test_autocast(
 ) -> None:
     model = llama.to(dtype)
     if has_copies:
-        hf_paged.prepack(model)
+        prepack(model)
     if is_tried:
         scores(model)
     calls.clear()
@@ -223,14 +239,14 @@ def test_replaced_layers_are_freed(llama: Any) -> None:
 def test_a_bias_in_another_layout_or_dtype(has_copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(KNOWN["llama-biased"][0]())
     if has_copies:
-        hf_paged.prepack(model)
+        prepack(model)
     scores(model)
     for projection in (model.model.layers[0].self_attn.v_proj, model.model.layers[1].mlp.up_proj):
         other = torch.randn(len(projection.bias))
         projection.bias = torch.nn.Parameter(torch.stack([projection.bias.data, other.bfloat16()], dim=1)[:, 0])
     found = scores(model)
     switched_off(monkeypatch)
-    assert scores(model).equal(found)
+    assert agree(found, scores(model))
 
 
 def test_reported_changes_of_attributes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +256,13 @@ def test_reported_changes_of_attributes(llama: Any, monkeypatch: pytest.MonkeyPa
     after = scores(llama)
     assert not after.equal(before)
     switched_off(monkeypatch)
-    assert scores(llama).equal(after)
+    assert agree(after, scores(llama))
 
 
-def test_nothing_for_fp32_or_inference_weights(llama: Any) -> None:
+def test_nothing_for_fp64_or_inference_weights(llama: Any) -> None:
     assert fused_weights.layers_for_calls(llama) is not None
-    assert fused_weights.layers_for_calls(models.build("llama")) is None
+    assert fused_weights.layers_for_calls(models.build("llama")) is not None
+    assert fused_weights.layers_for_calls(models.build("llama").double()) is None
     with torch.inference_mode():
         other = build(transformers.LlamaConfig(**SIZES))
     assert fused_weights.layers_for_calls(other) is None

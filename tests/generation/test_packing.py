@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_paged.cache.layers import FULL, WHOLE, LayerGroup, Layout, Window
+from hf_paged.cache.layers import FULL, WHOLE, Chunk, LayerGroup, Layout, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.engine.runner import Packed, Runner, _LateTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
@@ -64,10 +64,14 @@ def assert_same(memory: PagedMemory, packed: Packed, plan: Plan) -> None:
         assert ours.dtype == theirs.dtype and ours.flags.c_contiguous and ours.tolist() == theirs.tolist()
 
 
-GROUPS = (LayerGroup(FULL, frozenset({0})), LayerGroup(Window(6), frozenset({1})))
+GROUPS = (
+    LayerGroup(FULL, frozenset({0})),
+    LayerGroup(Window(6), frozenset({1})),
+    LayerGroup(Chunk(6), frozenset({2})),
+)
 
 
-@pytest.mark.parametrize("layout", [WHOLE, Layout(GROUPS)], ids=["one group", "two"])
+@pytest.mark.parametrize("layout", [WHOLE, Layout(GROUPS)], ids=["one group", "three"])
 def test_a_step_made_from_the_last_one(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences begin, end, share blocks, lose and regain them, and change places, at random."""
     made = []

@@ -15,7 +15,6 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
-from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.generation.engine import engine, loop, stepper
 from hf_paged.generation.requests import batch, group, request
@@ -134,8 +133,6 @@ def test_packed_weights() -> None:
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_overrides_of_an_engine() -> None:
     native_build.build()
-    if not fused_ops.is_available():
-        pytest.skip("these kernels need AVX-512 with BF16")
     config = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
     )
@@ -144,7 +141,7 @@ def test_overrides_of_an_engine() -> None:
     rotation = namespace["apply_rotary_pos_emb"]
     (prompt,) = models.prompts(9)
     options = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
-    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
 
         def generate() -> list[int]:
             engine.clear_prefix_cache()

@@ -16,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native import store
+from hf_paged.kernels.native import store, toolchain
 from hf_paged.kernels.native.toolchain import NativeBuildError, Toolchain, find_toolchain
 
 pytestmark = [
@@ -114,9 +115,13 @@ def test_attention_and_layers_are_native_together(fresh: Path, compiler: Path, m
     """A process that found no kernels uses torch for everything, even if they exist later. A process that builds them
     uses native code for everything."""
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert ops.default_impl("cpu") == "torch" and not fused_ops.is_available()
+    assert ops.default_impl("cpu") == "torch" and not fused_ops.is_available(torch.float32)
     monkeypatch.setenv("CC", str(compiler))
-    assert ops.default_impl("cpu") == "torch" and native_build.library() is None and not fused_ops.is_available()
+    assert (
+        ops.default_impl("cpu") == "torch"
+        and native_build.library() is None
+        and not fused_ops.is_available(torch.float32)
+    )
     native_build.build()
     assert ops.default_impl("cpu") == "native" and native_build.library() is not None
     loaded = native_build.library()
@@ -139,6 +144,25 @@ def test_switched_off(value: str, fresh: Path, compiler: Path, monkeypatch: pyte
 def test_a_switch_of_unknown_meaning_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native_build.SWITCH, "maybe")
     with pytest.raises(ValueError, match="HF_PAGED_NATIVE='maybe': use 1"):
+        native_build.library()
+
+
+def test_the_instruction_set_is_chosen(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = find_toolchain()
+    monkeypatch.setattr(toolchain, "_cpu", lambda: "avx2 fma f16c")
+    monkeypatch.setenv("HF_PAGED_ISA", "AVX2")
+    assert find_toolchain().target[0] == "-march=haswell" and find_toolchain().identity() != own.identity()
+    monkeypatch.setenv("HF_PAGED_ISA", "native")
+    assert find_toolchain().target == own.target
+
+
+@pytest.mark.parametrize("value", ["avx512", "sse9"])
+def test_an_instruction_set_that_the_cpu_has_not_is_refused(
+    value: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "_cpu", lambda: "avx2 fma f16c")
+    monkeypatch.setenv("HF_PAGED_ISA", value)
+    with pytest.raises(ValueError, match=f"HF_PAGED_ISA='{value}': use native, or avx2 or avx512 on a CPU that has it"):
         native_build.library()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
@@ -65,6 +66,12 @@ def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest
         tokens, logprobs = native_ops.greedy(logits)
         assert tokens.tolist() == logits.float().argmax(-1).tolist()
         torch.testing.assert_close(logprobs, torch.log_softmax(logits.float(), -1).max(-1)[0], atol=1e-5, rtol=1e-5)
+        rows, weight = torch.randn(9, 1030).to(dtype), torch.randn(27, 1030).to(dtype)
+        layer = fused_ops.LinearWeight(weight, None, *weight.shape, is_packed=False)
+        exact, bound = rows.double() @ weight.double().T, rows.double().abs() @ weight.double().abs().T
+        error = (fused_ops.linear(layer, rows).double() - exact).abs()
+        assert (error <= exact.abs() * torch.finfo(dtype).eps + bound * 2**-20).all()
+        assert fused_ops.linear(layer, rows[4:5]).equal(fused_ops.linear(layer, rows)[4:5])
     if not library.hfp_has_f16():
         assert not native_ops.supports(torch.float16)
         with pytest.raises(ValueError, match="float16"):

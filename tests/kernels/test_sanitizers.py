@@ -62,8 +62,18 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             {"hfp_check", "hfp_partition", "hfp_partition_counts", "hfp_attention", "hfp_prefill"},
         ),
         (("tests/kernels/test_validation.py", "-k", "native"), {"hfp_check", "hfp_attention", "hfp_write_kv"}),
-        (("tests/fused/test_layers.py",), set()),
-        (("tests/fused/test_native_layers.py", "-k", "same_bits"), set()),
+        (
+            ("tests/fused/test_layers.py",),
+            {
+                "hfp_linear",
+                "hfp_linear_f32",
+                "hfp_rms_norm_f32",
+                "hfp_rotate_f32",
+                "hfp_layer_in_f32",
+                "hfp_layer_out_f32",
+            },
+        ),
+        (("tests/fused/test_native_layers.py", "-k", "same_bits"), {"hfp_decode_layers", "hfp_decode_layers_f32"}),
         (
             ("tests/generation/test_sampling.py", "-k", "draw or greedy or multinomial or generator or nan"),
             {"hfp_greedy", "hfp_draw", "hfp_draw_top_p", "hfp_keep_largest"},

@@ -255,6 +255,25 @@ def test_check_says_how_the_engine_computes(name: str, words: str | None) -> Non
     assert report.engine_only == (name in WITHOUT_KV)
 
 
+def test_check_names_the_kinds_of_memory() -> None:
+    def kinds(name: str) -> list[tuple[str, int | None]]:
+        return [(kind.name, kind.size) for kind in hf_paged.check(model_of(name)).memory]
+
+    assert kinds("llama") == [("full", None)]
+    assert sorted(kinds("llama4_text")) == [("chunk", 8), ("full", None)]
+    assert kinds("lfm2") == [("full", None), ("state", None)]
+    assert kinds("mamba") == [("state", None)]
+    with Engine(model_of("lfm2"), {"block_size": 4, "num_blocks": 8}) as engine:
+        full, state = hf_paged.check(model_of("lfm2")).memory
+        assert 4 * full.bytes_per_token == engine._memory.pool.bytes_per_block
+        assert state.bytes_per_sequence == sum(engine._runner._model.state_bytes.values())
+        engine.generate([[5, 6]], config("greedy", 1))
+        (rows,) = states_of(engine)._rows.values()
+        assert state.bytes_per_sequence == next(iter(rows.values())).batch.nbytes
+    growing = hf_paged.check(model_of("deepseek_v32")).memory[-1]
+    assert growing.name == "state" and growing.bytes_per_token > 0
+
+
 def test_generate_has_nothing_to_page_without_kv() -> None:
     with pytest.raises(hf_paged.UnsupportedModelError, match="no K/V"):
         model_of("mamba").generate(torch.tensor([[7, 8]]), cache_implementation="paged")
@@ -268,12 +287,13 @@ def test_states_take_their_share_of_the_memory() -> None:
         with Engine(model_of("lfm2"), CacheConfig(block_size=4, memory=memory)) as engine:
             per_sequence = sum(engine._runner._model.state_bytes.values())
             sizes[memory] = engine.stats().num_blocks
-            states = 3 * per_sequence * engine.scheduler_config.max_num_seqs
+            states = 4 * per_sequence * engine.scheduler_config.max_num_seqs
             assert states + engine._memory.nbytes <= int(memory[0]) << 20
     assert sizes["8MiB"] > sizes["1MiB"]
-    with Engine(model_of("mamba"), CacheConfig(memory="64KiB")) as engine:
-        per_sequence = sum(engine._runner._model.state_bytes.values())
-        assert engine.scheduler_config.max_num_seqs == (64 << 10) // (3 * per_sequence)
+    for caching, copies in ((None, 4), (False, 3)):  # one for checkpoints
+        with Engine(model_of("mamba"), CacheConfig(memory="1MiB"), {"prefix_caching": caching}) as engine:
+            per_sequence = sum(engine._runner._model.state_bytes.values())
+            assert engine.scheduler_config.max_num_seqs == (1 << 20) // (copies * per_sequence)
     with pytest.raises(ValueError, match="holds no states of a sequence"):
         Engine(model_of("mamba"), CacheConfig(memory="1KiB"))
 

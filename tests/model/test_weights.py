@@ -279,11 +279,11 @@ def test_full_parameters_of_a_sharded_model(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(not fused_ops.is_available(), reason="needs the native layers")
+@pytest.mark.skipif(not fused_ops.is_available(torch.bfloat16), reason="needs the native layers")
 @pytest.mark.parametrize("name", ["fused adamw", "data", "replaced twice", "submodule", "buffer"])
 def test_native_layers(name: str) -> None:
     model = models.build("llama").bfloat16()
-    with engine_on(model, prepack=True) as engine:
+    with engine_on(model, prepack=None) as engine:
         served(engine)
         CHANGES[name](model)
         with engine_on(model, prepack=False) as fresh:

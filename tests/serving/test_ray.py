@@ -173,9 +173,18 @@ def test_the_ingress_drains_and_hears(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
         status, headers = await ask("/v1/models")
         assert status == 503 and b"x-request-id" not in dict(headers), "Ray's proxy adds it"
-        assert await ingress.drain(0.0) == 1 and not draining.done()
+        assert not draining.done()
         go_on.set()
         assert (await running)[0] == 503 and await draining == 0
+        hanging = module.Ingress(engines, Settings(names=("m",)), 60.0)
+        monkeypatch.setattr(module, "SILENCE_SECONDS", 60.0)
+        ingress, before = hanging, len(lost)
+        late = asyncio.ensure_future(ask("/v1/models"))
+        while len(lost) == before:
+            await asyncio.sleep(0)
+        assert await hanging.drain(0.0) == 1
+        assert (await late)[0] == 503 and hanging._shared._in_flight == 0
+        del lost[before:]
 
     asyncio.run(run())
     assert lost == [(), ("replica-1",), ("replica-1", "replica-2")] and not module._taken

@@ -105,6 +105,31 @@ def test_faults() -> None:
     assert not alive
 
 
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_cluster_that_dies(name: str) -> None:
+    """Its server ends with an error, and so do its requests and processes."""
+    with serving("--replicas", "1", *SMALL) as server:
+        assert complete(server.url) == 200
+        running = Beside(lambda: fails(server.url))
+        assert complete(server.url) == 200
+        family = psutil.Process(server.pid).children(recursive=True)
+        (found,) = (each for each in family if each.name() == name)
+        found.kill()
+        assert running.join()
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    assert server.status == 1 and any(f"{name} has ended" in line for line in server.lines)
+
+
+def fails(url: str) -> bool:
+    while True:
+        try:
+            if ask(url, "/v1/completions", LONG)[0] != 200:
+                return True
+        except OSError:
+            return True
+
+
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a cluster of its own."""

@@ -43,6 +43,7 @@ class Replicas:
         self._answers = list(answers)
         self.asked: list[Asked] = []
         self.num_closed = 0
+        self.is_waiting = False
 
     async def open(self, asked: Asked) -> AsyncGenerator[Part, None]:
         self.asked.append(asked)
@@ -52,6 +53,7 @@ class Replicas:
                 if isinstance(message, Exception):
                     raise message
                 if message == "for ever":
+                    self.is_waiting = True
                     await asyncio.Event().wait()
                 yield Part(name, () if message is None else (message,))
         finally:
@@ -65,8 +67,10 @@ def relayed(
     *,
     leaves: bool = False,
     seconds: float | None = None,
+    ends: bool = False,
 ) -> list[dict[str, Any]]:
-    """What the client gets. leaves: it closes the connection at once. seconds: that the request may take."""
+    """What the client gets. leaves: it closes the connection at once. seconds: that the request may take. ends: the
+    server ends when the replica has said all that it says."""
     got: list[dict[str, Any]] = []
     names: list[bytes] = []
     events = [{"type": "http.request", "body": given, "more_body": False}]
@@ -92,7 +96,12 @@ def relayed(
             "headers": [(b"a", b"b")],
             "state": {"request_id": "r"},
         }
-        await asyncio.wait_for(relay(scope, receive, send), 20)
+        request = asyncio.ensure_future(relay(scope, receive, send))
+        while ends and not replicas.is_waiting:
+            await asyncio.sleep(0)
+        if ends:
+            relay.end()
+        await asyncio.wait_for(request, 20)
 
     asyncio.run(run())
     assert names == [f"replica-{len(replicas.asked)}".encode()] * len(names), "it is named which replica answers"
@@ -184,6 +193,18 @@ def test_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "_LATE_SECONDS", 0.0)
     got = relayed(Replicas([ReplicaLost("dead")], [STREAM, "for ever"]), seconds=0.02)
     assert got[0]["status"] == 504 and json.loads(text(got))["error"]["code"] == "deadline"
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_requests_that_outlive_the_server_get_an_error(is_stream: bool) -> None:
+    """A stream that has begun ends with it, and another answer is one."""
+    begun = [STREAM, body(b"opening"), body(b"text")] if is_stream else [WHOLE]
+    got = relayed(Replicas([*begun, "for ever"]), ends=True)
+    if is_stream:
+        assert got[:3] == begun and text(got).endswith(b"data: [DONE]\n\n")
+        assert b'"code": "draining"' in text(got)
+    else:
+        assert got[0]["status"] == 503 and json.loads(text(got))["error"]["code"] == "draining"
 
 
 def test_errors_of_the_proxy_are_json() -> None:

@@ -122,8 +122,8 @@ class World:
         return self.live[kind]
 
     def weights(self, kind: str, version: int) -> dict[str, torch.Tensor]:
-        """Version n is version 0 with about half of the weights moved by STEP, up or down. Between any two versions, none
-        moves by more: the first step of Adam has the same size for every gradient."""
+        """Version n is version 0 with about half of the weights moved by STEP, up or down. Between any two versions,
+        none moves by more: the first step of Adam has the same size for every gradient."""
         base = dict(self._twin(kind, 0).named_parameters())
         if version == 0:
             return {name: p.detach() for name, p in base.items()}

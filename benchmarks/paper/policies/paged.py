@@ -37,7 +37,7 @@ class Paged:
         host = BlockManager(BlockAllocator(capacity // block_size), block_size)
         self.scheduler = Scheduler(config, self.manager, host)
         self._final_lengths = final_lengths
-        self._shares = config.prefix_caching  # whether blocks may be shared at all
+        self._shares = config.prefix_caching is not False  # whether blocks may be shared at all
 
     @property
     def num_waiting(self) -> int:

@@ -53,7 +53,7 @@ def native_decoder(model: nn.Module, linears: LinearLayers | None) -> NativeDeco
 
     After `weights_changed` they are tried again, because attributes of the modules may have changed too.
     """
-    if linears is None or not fused_ops.is_available():
+    if linears is None:
         _known.take(model)
         return None
     known, reported = _known.get(model), state_of(model).weights.all_moved
@@ -204,6 +204,7 @@ class Layer:
             if isinstance(value, int | float | None) and name != "training" and not name.startswith("_")
         ]
         self._norm_addresses: dict[str, int] = {}
+        self._dtype = norms["input_layernorm"].weight.dtype  # of all weights
         self._norm_sizes = {name: norm.weight.numel() for name, norm in norms.items()}
         self._verdict: bool | None = None
         self._weights: dict[str, fused_ops.LinearWeight] = {}
@@ -240,7 +241,7 @@ class Layer:
         changed = False
         for name, module in self._norm_modules.items():
             norm, weight = self._norms[name], readable_weight(module)
-            if weight is None or weight.dtype != torch.bfloat16 or weight.numel() != self._norm_sizes[name]:
+            if weight is None or weight.dtype != self._dtype or weight.numel() != self._norm_sizes[name]:
                 return False
             if not weight.is_contiguous() or weight.device.type != "cpu":
                 return False
@@ -249,7 +250,7 @@ class Layer:
                 self._norm_addresses[name] = weight.data_ptr()
                 changed = True
         for name, linear in self.linears.items():
-            if linear.native is None:
+            if linear.native is None or linear.native.dtype != self._dtype:
                 return False
             changed |= linear.native is not self._weights.get(name)
         if changed:
@@ -311,7 +312,7 @@ class Layer:
             hidden_states.shape == (1, tokens, self._before.query.depth)
             and angles[0].shape == angles[1].shape == shape
             and all(
-                type(x) is torch.Tensor and x.is_cpu and x.dtype == torch.bfloat16 and x.is_contiguous()
+                type(x) is torch.Tensor and x.is_cpu and x.dtype == self._dtype and x.is_contiguous()
                 for x in (hidden_states, *angles)
             )
         )
@@ -339,7 +340,8 @@ class Layer:
         handles = kwargs["past_key_values"].handles
         if hidden_states.shape[1] >= TRIAL_TOKENS:
             generator = torch.Generator().manual_seed(self.link.layer_idx)
-            rows = torch.randn(hidden_states.shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
+            rows = torch.randn(hidden_states.shape, generator=generator, dtype=torch.float32, device="cpu")
+            rows = rows.to(self._dtype)
             expected = self._plain(rows, **kwargs)
             self._verdict = False
             if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self.link.layer_idx:

@@ -37,7 +37,7 @@ def native_experts(model: Any, prepack: bool | None) -> NativeExperts | None:
     Copies that there are already are used in any case: they give the same bits.
     """
     modules = [module for module in model.modules() if is_of_interface(module)]
-    if not modules or model.device.type != "cpu" or not fused_ops.is_available():
+    if not modules or model.device.type != "cpu" or not fused_ops.packs():
         _known.take(model)
         return None
     weights = state_of(model).weights

@@ -35,7 +35,7 @@ _lock = usable_after_fork(threading.RLock())
 
 def native_layers(model: Any) -> NativeLayers | None:
     """Overrides for the parts of the model that kernels can compute, determined once; None if there are none."""
-    if model.device.type != "cpu" or not fused_ops.computes_rows(model.dtype):
+    if model.device.type != "cpu" or not fused_ops.is_available(model.dtype):
         return None
     known = _native.get(model)
     if known is None or not known.is_of(model):
@@ -109,7 +109,7 @@ def _is_norm(module: nn.Module) -> bool:
     weight, eps = readable_weight(module), _epsilon(module)
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or math.isnan(eps):
         return False
-    if weight.device.type != "cpu" or not fused_ops.computes_rows(weight.dtype) or weight.numel() % 16:
+    if weight.device.type != "cpu" or not fused_ops.is_available(weight.dtype) or weight.numel() % 16:
         return False
     key = (type(module), type(module).forward, weight.dtype, weight.numel(), eps)
     if key not in _probed:
@@ -199,7 +199,9 @@ def rotary_override(module: Any) -> Overrides | None:
     key = module.__name__, function
     with _lock:
         if key not in _rotations:
-            dtypes = {dtype for dtype in (torch.bfloat16, torch.float32) if _probe_rotary(function, dtype)}
+            dtypes = {
+                dtype for dtype in (torch.bfloat16, torch.float32, torch.float16) if _probe_rotary(function, dtype)
+            }
             _rotations[key] = _make_rotary(vars(module), function, dtypes) if dtypes else None
         return _rotations[key]
 
@@ -217,7 +219,7 @@ def _make_rotary(namespace: dict[str, Any], plain: Callable[..., Any], dtypes: s
 
 @torch.no_grad()
 def _probe_rotary(function: Callable[..., Any], dtype: torch.dtype) -> bool:
-    if not fused_ops.computes_rows(dtype):
+    if not fused_ops.is_available(dtype):
         return False
     generator = torch.Generator().manual_seed(0)
 

@@ -1,6 +1,6 @@
-"""The operations of decoder layers other than attention, each as one native call: norms and rotations in fp32 on any
-CPU, and in bf16 on a CPU with AVX-512 and BF16, which also has linear layers with packed weights and the halves of a
-decoder layer.
+"""The operations of decoder layers other than attention, each as one native call: norms, rotations, linear layers and
+the halves of a decoder layer, in fp32, bf16 and (where the CPU converts it) fp16. On a CPU with AVX-512 and BF16,
+linear layers in bf16 have packed weights, and the experts of mixtures are one call too.
 `norms` and `decoder` check that they give torch's bits.
 
 Knows tensors, not modules.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,22 +22,32 @@ from hf_paged.kernels.native.ops import workspace
 _LARGE_PAGE = 1 << 21
 
 
-def is_available() -> bool:
-    """Whether this process has all of these kernels, those for bf16 included. If not, `native.build.status` says which
-    ones it has."""
+_ENDINGS = {torch.bfloat16: "", torch.float32: "_f32", torch.float16: "_f16"}
+"""Of the names of entry points."""
+
+
+def is_available(dtype: torch.dtype) -> bool:
+    """Whether this process has these kernels for this dtype; `native.build.status` says which library it has."""
     library = native_build.library()
-    return library is not None and bool(library.hfp_has_layers())
+    return library is not None and dtype in _ENDINGS and (dtype != torch.float16 or bool(library.hfp_has_f16()))
 
 
-def computes_rows(dtype: torch.dtype) -> bool:
-    """Whether this process has `rms_norm` and `rotate` for this dtype."""
-    return is_available() if dtype == torch.bfloat16 else dtype == torch.float32 and native_build.library() is not None
+def packs() -> bool:
+    """Whether linear layers in bf16 have packed weights, and mixtures kernels. Other linear layers read a weight where
+    it is as fast as a packed copy."""
+    library = native_build.library()
+    return library is not None and bool(library.hfp_packs())
 
 
 def _library() -> ctypes.CDLL:
     library = native_build.library()
-    assert library is not None, "ask is_available() or computes_rows() first"
+    assert library is not None, "ask is_available() first"
     return library
+
+
+def entry(name: str, dtype: torch.dtype) -> Any:
+    """The library's function of this name for a dtype."""
+    return getattr(_library(), f"hfp_{name}{_ENDINGS[dtype]}")
 
 
 class WeightArena:
@@ -54,14 +64,18 @@ class WeightArena:
 
 
 class LinearWeight(NamedTuple):
-    """A linear layer's weight, packed in a part of a WeightArena or contiguous bf16 [columns, depth]; its bias bf16
-    [columns] or None."""
+    """A linear layer's weight, contiguous [columns, depth], or bf16 packed in a part of a WeightArena; its bias
+    [columns] of the same dtype, or None."""
 
     memory: torch.Tensor
     bias: torch.Tensor | None
     columns: int
     depth: int
     is_packed: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.is_packed else self.memory.dtype
 
     def struct(self) -> structs.Weight:
         return structs.Weight(self.memory.data_ptr(), _address(self.bias), self.columns, self.is_packed)
@@ -72,7 +86,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 class Norm(NamedTuple):
-    """An RMS norm: weight [n], bf16 or fp32."""
+    """An RMS norm: weight [n]."""
 
     weight: torch.Tensor
     eps: float
@@ -85,14 +99,14 @@ def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
-    """rows bf16 [..., depth] -> bf16 [..., columns]. Sums are in fp32, in an order that depends on the depth alone, so
-    that a row's result does not depend on other rows. Raises ValueError if the rows have another depth or dtype.
+    """rows [..., depth] -> [..., columns], of the weight's dtype. Sums are in fp32, in an order that depends on the
+    depth alone, so that a row's result does not depend on other rows. Raises ValueError if the rows have another depth
+    or dtype.
     """
-    library = _library()
     memory, bias, columns, depth, is_packed = layer
-    if rows.shape[-1] != depth or rows.dtype != torch.bfloat16 or not rows.is_cpu:
+    if rows.shape[-1] != depth or rows.dtype != layer.dtype or not rows.is_cpu:
         raise ValueError(
-            f"rows {tuple(rows.shape)} of {rows.dtype} on {rows.device} for a bfloat16 weight of depth {depth}"
+            f"rows {tuple(rows.shape)} of {rows.dtype} on {rows.device} for a weight of {layer.dtype} of depth {depth}"
         )
     rows = rows.contiguous()
     shape = rows.shape[:-1]
@@ -101,23 +115,21 @@ def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     threads = torch.get_num_threads()
     call = structs.Linear(
         rows.data_ptr(), count, columns, depth, memory.data_ptr(), _address(bias), is_packed, out.data_ptr(),
-        workspace(library.hfp_linear_workspace(count, depth, threads)), threads,
+        workspace(entry("linear_workspace", rows.dtype)(count, depth, threads)), threads,
     )  # fmt: skip
-    library.hfp_linear(ctypes.byref(call))
+    entry("linear", rows.dtype)(ctypes.byref(call))
     return out
 
 
 def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
     """weight * (rows / sqrt(mean(rows^2) + eps)), rounded to the dtype before the product with the weight.
 
-    rows [..., n] and weight [n] of one dtype, bf16 or fp32; n is a multiple of 16.
+    rows [..., n] and weight [n] of one dtype; n is a multiple of 16.
     """
     rows = rows.contiguous()
     out = buffers.empty(rows.shape, rows.dtype)
     size = rows.shape[-1]
-    library = _library()
-    function = library.hfp_rms_norm_f32 if rows.dtype == torch.float32 else library.hfp_rms_norm
-    function(
+    entry("rms_norm", rows.dtype)(
         rows.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows.numel() // size, size, norm.eps,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -128,7 +140,7 @@ def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary position embedding: query, key [1, (kv_)heads, tokens, dim] with a contiguous last dimension; cos, sin
-    [1, tokens, dim], contiguous; all of one dtype, bf16 or fp32; dim is a multiple of 32. The results have the
+    [1, tokens, dim], contiguous; all of one dtype; dim is a multiple of 32. The results have the
     memory layout [tokens, heads, dim]."""
     _, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -138,9 +150,7 @@ def rotate(
         structs.Rotated(key.data_ptr(), key.stride(2), key.stride(1), kv_heads, new_key.data_ptr()),
         cos.data_ptr(), sin.data_ptr(), tokens, dim, torch.get_num_threads(),
     )  # fmt: skip
-    library = _library()
-    function = library.hfp_rotate_f32 if query.dtype == torch.float32 else library.hfp_rotate
-    function(ctypes.byref(call))
+    entry("rotate", query.dtype)(ctypes.byref(call))
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
 
 
@@ -223,20 +233,19 @@ class LayerIn:
 def layer_in(
     layer: LayerIn, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm, projections, norms of heads, rotation: rows bf16 [1, tokens, depth], cos, sin bf16 [1, tokens, head_dim],
-    all contiguous -> query, key, value [1, (kv_)heads, tokens, head_dim] with memory layout [tokens, heads, head_dim].
-    depth and head_dim are multiples of 32.
+    """Norm, projections, norms of heads, rotation: rows [1, tokens, depth], cos, sin [1, tokens, head_dim], of the
+    weights' dtype, all contiguous -> query, key, value [1, (kv_)heads, tokens, head_dim] with memory layout [tokens,
+    heads, head_dim]. depth and head_dim are multiples of 32.
     """
-    library = _library()
     tokens, dim = rows.shape[1], layer.head_dim
     linears = layer.query, layer.key, layer.value
-    query, key, value = (buffers.empty((1, tokens, each.columns // dim, dim), torch.bfloat16) for each in linears)
+    query, key, value = (buffers.empty((1, tokens, each.columns // dim, dim), rows.dtype) for each in linears)
     call = structs.LayerIn.from_buffer_copy(layer.call)
     call.x, call.rows, call.cos, call.sin = rows.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()
     call.new_query, call.new_key, call.new_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
     call.threads = torch.get_num_threads()
-    call.workspace = workspace(library.hfp_layer_in_workspace(tokens, call.depth, call.threads))
-    library.hfp_layer_in(ctypes.byref(call))
+    call.workspace = workspace(entry("layer_in_workspace", rows.dtype)(tokens, call.depth, call.threads))
+    entry("layer_in", rows.dtype)(ctypes.byref(call))
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -260,15 +269,14 @@ class LayerOut:
 
 
 def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Output projection, residual, norm, down(silu(gate) * up), residual: attended bf16 [1, tokens, x_depth], residual
-    bf16 [1, tokens, depth], both contiguous -> [1, tokens, depth]. All depths are multiples of 32.
+    """Output projection, residual, norm, down(silu(gate) * up), residual: attended [1, tokens, x_depth], residual
+    [1, tokens, depth], of the weights' dtype, both contiguous -> [1, tokens, depth]. All depths are multiples of 32.
     """
-    library = _library()
-    tokens, out = residual.shape[1], buffers.empty(residual.shape, torch.bfloat16)
+    tokens, out, dtype = residual.shape[1], buffers.empty(residual.shape, residual.dtype), residual.dtype
     call = structs.LayerOut.from_buffer_copy(layer.call)
     call.x, call.residual, call.rows, call.out = attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr()
     call.threads = torch.get_num_threads()
-    num_bytes = library.hfp_layer_out_workspace(tokens, call.x_depth, call.depth, layer.gate.columns, call.threads)
+    num_bytes = entry("layer_out_workspace", dtype)(tokens, call.x_depth, call.depth, layer.gate.columns, call.threads)
     call.workspace = workspace(num_bytes)
-    library.hfp_layer_out(ctypes.byref(call))
+    entry("layer_out", dtype)(ctypes.byref(call))
     return out

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from hf_paged.fused.cpu import structs
-from hf_paged.fused.cpu.ops import LayerIn, LayerOut
+from hf_paged.fused.cpu.ops import LayerIn, LayerOut, entry
 from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import AttentionMetadata
-from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.structs import Call
 
@@ -69,13 +68,11 @@ class Stack:
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         step: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
-        """rows bf16 [1, tokens, depth], cos and sin bf16 [1, tokens, head_dim], all contiguous -> the result of each
-        layer, bf16 [layers, 1, tokens, depth]. The K/V of the tokens, one of each sequence, is written into the blocks.
+        """rows [1, tokens, depth], cos and sin [1, tokens, head_dim], all contiguous -> the result of each layer,
+        [layers, 1, tokens, depth]. The K/V of the tokens, one of each sequence, is written into the blocks.
 
         caches: key_cache and value_cache of each layer. step: the metadata of each layer.
         """
-        library = native_build.library()
-        assert library is not None
         before, _, after = self._layers[0]
         count, tokens, dim = len(self._layers), rows.shape[1], before.head_dim
         linears = before.query, before.query, before.key, before.value
@@ -85,8 +82,8 @@ class Stack:
 
         calls, threads = np.zeros(count, _CALL), torch.get_num_threads()
         num_bytes = max(
-            library.hfp_layer_in_workspace(tokens, before.query.depth, threads),
-            library.hfp_layer_out_workspace(
+            entry("layer_in_workspace", rows.dtype)(tokens, before.query.depth, threads),
+            entry("layer_out_workspace", rows.dtype)(
                 tokens, after.output.depth, after.output.columns, after.gate.columns, threads
             ),
         )
@@ -115,7 +112,7 @@ class Stack:
         outs["x"] = attended.data_ptr()
         for records in (ins, outs):
             records["rows"], records["workspace"], records["threads"] = tokens, workspace, threads
-        library.hfp_decode_layers(ins.ctypes.data, calls.ctypes.data, outs.ctypes.data, count)
+        entry("decode_layers", rows.dtype)(ins.ctypes.data, calls.ctypes.data, outs.ctypes.data, count)
         return results
 
 

@@ -1,11 +1,12 @@
-"""Linear layers of a model, computed by other code than torch's: by the native kernels for bf16 on a CPU with AVX-512
-and BF16, otherwise by oneDNN with packed copies of the weights.
+"""Linear layers of a model, computed by other code than torch's: by the native kernels, or on request, in fp32, by
+oneDNN with packed copies of the weights.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights. The native kernels read the
-weights themselves 1.4 to 1.7 times as fast as torch does. Packed copies, in the memory layout that is fastest to
-compute with, are read 1.3 to 2.5 times as fast as torch reads the weights. In bf16 the results are those of torch
-2.13, bit for bit, with two exceptions, where torch sums in another order: with AMX, more than 32 rows; without it, a
-single row of more than 1,024 elements. In fp32, which only oneDNN computes, the order of the sums differs.
+weights themselves, faster than torch does with more than one row, and in 16 bits always. On CPUs with AVX-512 and BF16
+they read bf16 weights faster still from packed copies, in the memory layout that is fastest to compute with; the
+results are then those of torch 2.13, bit for bit, with two exceptions, where torch sums in another order: with AMX,
+more than 32 rows; without it, a single row of more than 1,024 elements. On other CPUs and in other dtypes the order of
+the sums is none of torch's, whose own depends on the number of rows; ours depends on the depth alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _for_calls: Slot[bool] = Slot("prepack was called")
 def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
     """The model's linear layers for an engine's steps, shared by all engines on it. None: torch computes them.
 
-    prepack: True, False, or None (pack bf16 weights on a CPU that computes with bf16 if the memory suffices). Raises
+    prepack: True, False, or None (pack bf16 weights where that is faster if the memory suffices). Raises
     ValueError for True if packing is impossible.
     """
     layers = _linears(model)
@@ -97,8 +98,8 @@ def _copies(model: Any, layers: list[nn.Linear]) -> LinearLayers:
 
 def _without_copies(model: Any, layers: list[nn.Linear]) -> LinearLayers | None:
     """The layers that the native kernels compute from the weights themselves, None if there are none."""
-    usable = [layer for layer in layers if _obstacle([layer]) is None and layer.weight.dtype == torch.bfloat16]
-    if not usable or not fused_ops.is_available():
+    usable = [layer for layer in layers if _unreadable(layer) is None and fused_ops.is_available(layer.weight.dtype)]
+    if not usable:
         _in_place.take(model)  # it would keep the weights of layers that have been replaced
         return None
     state_of(model).weights.look()
@@ -114,32 +115,44 @@ def _known(slot: Slot[LinearLayers], model: Any, layers: list[nn.Linear], copies
 
 
 def _obstacle(layers: list[nn.Linear]) -> str | None:
+    """Why there can be no packed copies of the weights."""
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "this build of torch cannot pack linear weights"
-    if nn.Linear.forward.__globals__ is not vars(linear_module):
-        return "torch.nn.Linear.forward has been replaced"
     if not layers:
         return "the model has no linear layers with weights that are parameters"
     for layer in layers:
-        if "weight" not in layer._parameters:
-            return (
-                "some weights are computed from other tensors at each call (pruning, a parametrization); make them "
-                "permanent (torch.nn.utils.prune.remove, torch.nn.utils.parametrize.remove_parametrizations)"
-            )
-        if layer.weight.device.type != "cpu":
-            return f"weights on {layer.weight.device} cannot be packed, only those on a CPU"
-        if layer.weight.is_inference():
-            return "weights made in inference mode have no version counter, so changes cannot be noticed"
-        if type(layer.weight) not in (torch.Tensor, nn.Parameter):
-            return f"weights of type {type(layer.weight).__name__} (quantized, for example) cannot be packed"
-        if layer.weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return "this CPU lacks the instructions (AVX-512) that oneDNN needs to pack bfloat16"
-        if layer.weight.dtype not in (torch.bfloat16, torch.float32):
-            return f"weights of {layer.weight.dtype} cannot be packed, only bfloat16 and float32"
-        if readable(layer, "weight", "bias") is None:
-            return "a layer has a bias of a class of its own, or one that is computed"
+        if (reason := _unreadable(layer)) is not None:
+            return reason
+        dtype = layer.weight.dtype
+        if dtype == torch.bfloat16 and not fused_ops.packs():
+            if fused_ops.is_available(dtype):
+                return "on this CPU, which lacks AVX-512 with BF16, bfloat16 weights are read where they are"
+            if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+                return "this CPU lacks the instructions (AVX-512) that oneDNN needs to pack bfloat16"
+        if dtype not in (torch.bfloat16, torch.float32):
+            return f"weights of {dtype} cannot be packed, only bfloat16 and float32"
+    return None
+
+
+def _unreadable(layer: nn.Linear) -> str | None:
+    """Why other code than torch's cannot read the layer's weight."""
+    if nn.Linear.forward.__globals__ is not vars(linear_module):
+        return "torch.nn.Linear.forward has been replaced"
+    if "weight" not in layer._parameters:
+        return (
+            "some weights are computed from other tensors at each call (pruning, a parametrization); make them "
+            "permanent (torch.nn.utils.prune.remove, torch.nn.utils.parametrize.remove_parametrizations)"
+        )
+    if layer.weight.device.type != "cpu":
+        return f"weights on {layer.weight.device} cannot be packed, only those on a CPU"
+    if layer.weight.is_inference():
+        return "weights made in inference mode have no version counter, so changes cannot be noticed"
+    if type(layer.weight) not in (torch.Tensor, nn.Parameter):
+        return f"weights of type {type(layer.weight).__name__} (quantized, for example) cannot be packed"
+    if readable(layer, "weight", "bias") is None:
+        return "a layer has a bias of a class of its own, or one that is computed"
     return None
 
 
@@ -164,7 +177,7 @@ class LinearLayers:
 
     def __init__(self, layers: list[nn.Linear], weights: Weights, *, copies: bool) -> None:
         parts: dict[int, torch.Tensor] = {}
-        if copies and fused_ops.is_available():
+        if copies and fused_ops.packs():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
             arena = fused_ops.WeightArena([(layer.weight.shape[0], layer.weight.shape[1]) for layer in native])
             parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
@@ -251,22 +264,22 @@ class LinearLayer:
         self._stamp = stamp
 
     def _native_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> fused_ops.LinearWeight | None:
-        if weight.dtype != torch.bfloat16 or weight.shape != self._shape or not _is_like(bias, weight):
+        if weight.shape != self._shape or not _is_like(bias, weight) or not weight.numel():
             return None
-        if self._part is not None:
+        if self._part is not None and weight.dtype == torch.bfloat16:
             fused_ops.pack(weight, self._part)
             return fused_ops.LinearWeight(self._part, bias, weight.shape[0], weight.shape[1], is_packed=True)
         if self._copies or not weight.is_contiguous() or weight.device.type != "cpu":
+            return None
+        if not fused_ops.is_available(weight.dtype):
             return None
         # The parameter itself: a view of it would keep its memory when the parameter gets other memory.
         return fused_ops.LinearWeight(weight, bias, weight.shape[0], weight.shape[1], is_packed=False)
 
     def _function(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Linear | None:
         if (native := self.native) is not None:
-            plain = nn.functional.linear
-            return lambda rows: (
-                fused_ops.linear(native, rows) if rows.dtype == torch.bfloat16 else plain(rows, weight, bias)
-            )
+            plain, dtype = nn.functional.linear, weight.dtype
+            return lambda rows: fused_ops.linear(native, rows) if rows.dtype == dtype else plain(rows, weight, bias)
         if not self._copies or not _is_like(bias, weight):
             return _TORCH
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())

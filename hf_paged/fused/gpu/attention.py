@@ -201,7 +201,7 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     if places is None or (sinks is not None and not _is_own(call.module, sinks)):
         return None
     last = _last(call)
-    if last is None or not last.name or not same_memory(last.output, call.result) or not _rest_is_constant(call):
+    if last is None or not last.name or not same_memory(last.output, call.result) or not call.has_one_result:
         return None
     factor, before = factor_of(call)
     if factor is None or not factor.is_given:
@@ -257,10 +257,6 @@ def _only_rotates(operations: list[Operation]) -> bool:
 
 def _is_own(module: nn.Module, tensor: torch.Tensor) -> bool:
     return any(parameter is tensor for parameter in module._parameters.values())
-
-
-def _rest_is_constant(call: Call) -> bool:
-    return not isinstance(call.output, tuple) or all(item is None for item in call.output[1:])
 
 
 def _places_of(call: Call, cache: PackedCache, rows: Any) -> Places | None:

@@ -170,7 +170,7 @@ def layer_part(call: Call, parts: Mapping[nn.Module, Part]) -> LayerPart | None:
 def _find(call: Call) -> _Found | None:
     x, out = call.input, call.result
     tensors = isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)
-    if not tensors or x.dim() != 3 or out.shape != x.shape or not _rest_is_constant(call):
+    if not tensors or x.dim() != 3 or out.shape != x.shape or not call.has_one_result:
         return None
     children = [child for child in call.children if not passes_through(child.module)]
     attentions = [child for child in children if child.reads]
@@ -196,10 +196,6 @@ def _find(call: Call) -> _Found | None:
     if wanted is None or rows is None or attention_rows is None or passed is None:
         return None
     return _Found(wanted, rows, attention, attention_rows, mlp, passed, scale)
-
-
-def _rest_is_constant(call: Call) -> bool:
-    return not isinstance(call.output, tuple) or all(item is None for item in call.output[1:])
 
 
 def _scales(layer: nn.Module) -> list[str]:

@@ -56,17 +56,17 @@ def _override(name: str, space: dict[str, Any], function: Function) -> Overrides
         if not in_packed_step() or len(args) not in (3, 4) or not _is_known(kwargs):
             return function(*args, **kwargs)
         *heads, cos, sin = args
-        tokens_first = kwargs.get("unsqueeze_dim") == 2  # [1, num_tokens, heads, dims]
-        if not _fits(heads, cos, sin, tokens_first):
+        tokens = 3 - kwargs.get("unsqueeze_dim", 1)  # 2: of heads [1, heads, num_tokens, dims]; 1: after a transpose
+        if not _fits(heads, cos, sin, tokens):
             return function(*args, **kwargs)
         x = heads[0]
-        signature = name, function, len(heads), tokens_first, x.dtype, cos.dtype, x.device, x.shape[-1], cos.shape[-1]
+        signature = name, function, len(heads), tokens, x.dtype, cos.dtype, x.device, x.shape[-1], cos.shape[-1]
         if signature not in _kinds and not _is_capturing(x):
-            _kinds[signature] = _probe(function, heads, cos, tokens_first, kwargs)
+            _kinds[signature] = _probe(function, heads, cos, tokens, kwargs)
         kind = _kinds.get(signature)
         if kind is None:
             return function(*args, **kwargs)
-        return _rotate(heads, cos, sin, kind, tokens_first)
+        return _rotate(heads, cos, sin, kind, tokens)
 
     return Overrides([Patch(space, _NAME, mark(rotated, function), function)])
 
@@ -79,38 +79,37 @@ def _is_known(kwargs: dict[str, Any]) -> bool:
     return not kwargs or (list(kwargs) == ["unsqueeze_dim"] and kwargs["unsqueeze_dim"] in (1, 2))
 
 
-def _fits(heads: list[Any], cos: Any, sin: Any, tokens_first: bool) -> bool:
+def _fits(heads: list[Any], cos: Any, sin: Any, tokens: int) -> bool:
+    """tokens: the dimension of heads with the tokens, here and below."""
     if not all(isinstance(x, torch.Tensor) and x.dim() > 2 for x in (*heads, cos, sin)):
         return False
-    dtype, dim, tokens = heads[0].dtype, heads[0].shape[-1], cos.shape[-2]
+    dtype, dim, count = heads[0].dtype, heads[0].shape[-1], cos.shape[-2]
     return bool(
-        all(x.dim() == 4 and x.shape[0] == 1 and x.shape[1 if tokens_first else 2] == tokens for x in heads)
+        all(x.dim() == 4 and x.shape[0] == 1 and x.shape[tokens] == count for x in heads)
         and all(x.shape[3] == dim and x.dtype == dtype and x.stride(3) == 1 for x in heads)
-        and cos.shape == sin.shape == (1, tokens, cos.shape[-1])
+        and cos.shape == sin.shape == (1, count, cos.shape[-1])
         and cos.stride() == sin.stride()
         and cos.stride(2) == 1
     )
 
 
-def _rows(heads: torch.Tensor, tokens_first: bool) -> torch.Tensor:
-    return heads[0] if tokens_first else heads[0].transpose(0, 1)
+def _rows(heads: torch.Tensor, tokens: int) -> torch.Tensor:
+    return heads.transpose(1, tokens)[0]
 
 
-def _rotate(
-    heads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind, tokens_first: bool
-) -> Any:
+def _rotate(heads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind, tokens: int) -> Any:
     from hf_paged.kernels.triton.rotary import rotate
 
-    rows = [_rows(x, tokens_first) for x in heads]
+    rows = [_rows(x, tokens) for x in heads]
     query, key = rows[0], rows[1] if len(rows) == 2 else rows[0][:, :0]
     results = rotate(query, key, angles=(cos[0], sin[0]), kind=kind)
-    turned = [x if tokens_first else x.transpose(0, 1) for x in results if x is not None]
-    return (turned[0][None], turned[1][None]) if len(heads) == 2 else turned[0][None]
+    turned = [x[None].transpose(1, tokens) for x in results if x is not None]
+    return (turned[0], turned[1]) if len(heads) == 2 else turned[0]
 
 
 @torch.no_grad()
 def _probe(
-    function: Function, like: list[torch.Tensor], angles: torch.Tensor, tokens_first: bool, kwargs: dict[str, Any]
+    function: Function, like: list[torch.Tensor], angles: torch.Tensor, tokens: int, kwargs: dict[str, Any]
 ) -> RotaryKind | None:
     """How the function rotates such heads by so many angles; None if in no way that we know."""
     generator = torch.Generator().manual_seed(0)
@@ -119,8 +118,7 @@ def _probe(
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     dim, count = like[0].shape[-1], angles.shape[-1]
-    heads = [random(1, 7, number, dim).to(like[0]) for number in (4, 2)[: len(like)]]
-    heads = heads if tokens_first else [x.transpose(1, 2) for x in heads]
+    heads = [random(1, 7, number, dim).to(like[0]).transpose(1, tokens) for number in (4, 2)[: len(like)]]
     cos, sin = random(1, 7, count).to(angles), random(1, 7, count).to(angles)
     expected = function(*heads, cos, sin, **kwargs)
     expected = [expected] if len(like) == 1 else list(expected)
@@ -128,7 +126,7 @@ def _probe(
         turned = count * (2 if kind.doubles else 1)
         if turned > dim or turned % 2:
             continue
-        results = [rotate_by_torch(_rows(x, tokens_first), cos[0], sin[0], kind) for x in heads]
-        if all(are_alike(r, _rows(e, tokens_first)) for r, e in zip(results, expected, strict=True)):
+        results = [rotate_by_torch(_rows(x, tokens), cos[0], sin[0], kind) for x in heads]
+        if all(are_alike(r, _rows(e, tokens)) for r, e in zip(results, expected, strict=True)):
             return kind
     return None

@@ -51,6 +51,11 @@ class Call:
     operations: list[Operation] = field(default_factory=list)
 
     @property
+    def has_one_result(self) -> bool:
+        """What it returns beside `result` is None."""
+        return not isinstance(self.output, tuple) or all(item is None for item in self.output[1:])
+
+    @property
     def names(self) -> list[str]:
         """Of its operations."""
         return [name for name, _ in self.operations]

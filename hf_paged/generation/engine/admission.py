@@ -51,26 +51,29 @@ class Admission:
         config: SchedulerConfig,
         manager: BlockManager,
         max_length: int | None,
+        seats: int | None,
         ids_in_use: Container[str],
     ) -> None:
-        """max_length: the longest sequence that requests can share a forward with (None: no limit)."""
+        """max_length: the longest sequence that requests can share a forward with (None: no limit). seats: sequences
+        whose states the memory holds, if fewer than the caller asked for."""
         self._model = model
         self._adapters = adapters
         self._config = config
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
-        self.use_memory(manager, max_length)
+        self.use_memory(manager, max_length, seats)
 
-    def use_memory(self, manager: BlockManager, max_length: int | None) -> None:
+    def use_memory(self, manager: BlockManager, max_length: int | None, seats: int | None) -> None:
         """Admit requests from now on that fit in another memory."""
         self._manager = manager
         self._max_length = max_length
+        self._seats = seats
 
     def request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Any) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""
         prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
-        check_generation(self._model, options, self._config, tokenizer=tokenizer)
+        check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
         choice = self._adapters.choose(options.adapter)
         prepared = self._preparer.prepare(
             prompt,

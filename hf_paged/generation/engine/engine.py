@@ -96,7 +96,7 @@ class Engine(EngineLoop):
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager)
+        scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager, opened.checkpoints)
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
         runner.warm_up(self.scheduler_config, switches.warmup)
@@ -115,6 +115,7 @@ class Engine(EngineLoop):
             self.scheduler_config,
             opened.memory.manager,
             opened.max_length,
+            opened.seats(asked),
             self._requests,
         )
 
@@ -265,11 +266,18 @@ class Engine(EngineLoop):
         """Compute a prefix (for example a system prompt) and keep its full blocks until `release_prefix`.
 
         adapter, cache_salt: those of the requests that will use it. Returns the number of cached tokens, a multiple of
-        `block_size`. The prefix is dropped when the weights change.
+        `block_size`. The prefix is dropped when the weights change. Raises ValueError without a prefix cache, and if
+        the prefixes that are kept leave no room for another state.
         """
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
-        if self._scheduler.prefix_cache is None:
-            raise ValueError("there is no prefix cache: prefix_caching=False, or the model has recurrent states")
+        cache = self._scheduler.prefix_cache
+        if cache is None:
+            why = self._opened.no_prefixes if self._opened is not None else ""
+            raise ValueError(f"there is no prefix cache: {why or 'prefix_caching=False'}")
+        if cache.checkpoints is not None:  # the state at the end of the prompt is the one to keep
+            ids = ids[: len(ids) // cache.block_size * cache.block_size]
+            if not ids:
+                return 0
         from transformers import GenerationConfig
 
         config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
@@ -408,14 +416,15 @@ class Engine(EngineLoop):
         self._let_memory_go()
         asked, switches = self._asked, self._switches
         if not report.native:  # what the caller has insisted on does not exist any more
-            asked, switches = replace(asked, async_scheduling=None), Switches()
+            asked = replace(asked, async_scheduling=None, prefix_caching=asked.prefix_caching and None)
+            switches = Switches()
         config = asked.for_device(device_of(self._model).type)
         opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
         steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps)
-        self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager)
-        self._admission.use_memory(opened.memory.manager, opened.max_length)
+        self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager, opened.checkpoints)
+        self._admission.use_memory(opened.memory.manager, opened.max_length, opened.seats(asked))
         self._stepper.is_async = bool(config.async_scheduling)
         self._memory, self.scheduler_config = opened.memory, config
         return opened

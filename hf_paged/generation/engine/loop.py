@@ -9,10 +9,8 @@ again, and a record leaves its queue only when all that it stands for has been d
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -33,7 +31,7 @@ from hf_paged.generation.engine.stepper import Changed, Stepper
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Delivered, Request
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus
-from hf_paged.locks import RefusingLock
+from hf_paged.locks import refuse_after_fork
 
 HaltMode = Literal["abort", "wait", "keep"]
 """What a halt does with the requests in flight: abort them, let them end, or keep them for later."""
@@ -202,7 +200,7 @@ class EngineLoop:
         self._end_of_run: Literal["now", "when idle"] | BaseException | None = None
         self._closed = False
         self._prompt_tokens = 0
-        _loops.add(self)
+        refuse_after_fork(self, "_lock", "_door")
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -702,21 +700,3 @@ class EngineLoop:
 def _refuse(future: Future[Any]) -> None:
     if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
         future.set_exception(EngineStopped("the engine was closed"))
-
-
-_loops: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Refuse the engine in a forked child: a thread of the parent may have held its locks at the fork, and would hold
-    them forever."""
-    for loop in list(_loops):
-        loop._lock = loop._door = RefusingLock(
-            "this engine was made before the process was forked and works in the parent only; make an engine in the "
-            "child (with DataLoader in worker_init_fn, with gunicorn --preload in post_fork), or start processes with "
-            "'spawn'"
-        )
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.checkpoints import CheckpointRules, StateMoves
 from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
 from hf_paged.generation.requests.sequence import Sequence, SequenceGroup
+
+LEAST_PREFIX = 32
+"""Tokens of a prefix that is worth a forward of its own, so that there is a checkpoint at its end."""
+
+SINGLES = 16
+"""A model that goes on by single tokens only uses a prefix, or is stopped at its end, if the prefix has this many
+tokens for each one after it: a forward of one token costs as much as several tokens of a prompt."""
 
 
 class Prefixes:
     """The prefix cache of an engine as its scheduler uses it; without one (None) nothing is found or added.
 
     A group without a `cache_root` finds and adds nothing.
+
+    Of a model that keeps states, checkpoints are made: at the last block boundary of a prompt, where a prompt leaves an
+    earlier one, and at the latest boundary of each sequence that goes on.
     """
 
     def __init__(self, cache: PrefixCache | None, manager: BlockManager) -> None:
         self._cache = cache
         self.is_on = True  # otherwise nothing is found or added
         self._manager = manager
+        self._checkpoints = None if cache is None else cache.checkpoints
 
     def match(self, group: SequenceGroup) -> CachedPrefix | None:
         """The cached prefix with which a waiting group can start."""
@@ -29,28 +42,66 @@ class Prefixes:
         limit = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
         if group.scored_from is not None:
             limit = min(limit, group.scored_from)
-        return self._cache.match(leader.token_ids, group.cache_root, leader.block_digests, limit)
+        prefix = self._cache.match(leader.token_ids, group.cache_root, leader.block_digests, limit)
+        rules = self._rules
+        if rules is not None and not rules.in_pieces and not self._is_worth_singles(group, prefix.num_blocks):
+            return None
+        return prefix
+
+    def _is_worth_singles(self, group: SequenceGroup, num_blocks: int) -> bool:
+        """Whether to compute the tokens after a prefix one by one."""
+        size = num_blocks * self._manager.block_size
+        return (group.live[0].num_tokens - size) * SINGLES <= size
 
     def adopt(self, group: SequenceGroup, prefix: CachedPrefix | None) -> None:
         """Record that the group's first sequence starts with these blocks."""
         leader, num_blocks = group.live[0], 0 if prefix is None else prefix.num_blocks
         leader.num_computed_tokens = num_blocks * self._manager.block_size
         leader.num_registered_blocks = num_blocks
-        if self._cache is not None and group.cache_root is not None and group.num_preemptions == 0:
+        if self._cache is None or group.cache_root is None:
+            return
+        if self._checkpoints is not None and self.is_on:
+            if prefix is not None and num_blocks:
+                self._checkpoints.use(prefix.digest, leader.seq_id, leader.num_computed_tokens)
+            self._stop(group, num_blocks)
+        if group.num_preemptions == 0:
             group.num_cached_tokens = leader.num_computed_tokens
             self._cache.count(leader.num_tokens, leader.num_computed_tokens)
 
+    def _stop(self, group: SequenceGroup, num_cached: int) -> None:
+        """Choose where to stop for checkpoints in what follows the first `num_cached` blocks."""
+        assert self._checkpoints is not None
+        rules, leader, size = self._checkpoints.rules, group.live[0], self._manager.block_size
+        last = max(leader.num_prompt_tokens - 1, 0) // size
+        digests = leader.block_digests[:last]
+        met = self._checkpoints.num_seen(digests)  # blocks of the longest common prefix with an earlier prompt
+        self._checkpoints.note(digests)
+        ends: set[int] = set()
+        if group.num_preemptions == 0:
+            if rules.in_pieces:
+                ends = {met, last}
+            elif not num_cached and self._is_worth_singles(group, met):
+                ends = {met}
+        group.stops = tuple(sorted(end * size for end in ends if end > num_cached and end * size >= LEAST_PREFIX))
+        if not rules.in_pieces:
+            group.whole = num_cached * size or next(iter(group.stops), leader.num_prompt_tokens)
+
     def register(self, seq: Sequence) -> None:
-        """Enter the full blocks that the sequence has computed."""
-        cache = self._cache
+        """Enter the full blocks that the sequence has computed, and keep its state at the end of one."""
+        cache, rules = self._cache, self._rules
         if cache is None or seq.group.cache_root is None or not self.is_on:
             return
-        num_blocks = seq.num_computed_tokens // cache.block_size
+        if rules is not None and not rules.in_pieces and seq.num_computed_tokens < seq.group.whole:
+            return  # they will be computed with those that follow
+        num_blocks, odd = divmod(seq.num_computed_tokens, cache.block_size)
         cache.extend_digests(seq.block_digests, seq.token_ids, seq.group.cache_root, num_blocks)
         tables = self._manager.block_tables(seq.seq_id)
         for index in range(seq.num_registered_blocks, num_blocks):
             cache.register(tables, index, seq.block_digests[index])
         seq.num_registered_blocks = num_blocks
+        if self._checkpoints is not None and not odd:
+            num_tokens, digest = seq.num_computed_tokens, seq.block_digests[num_blocks - 1]
+            self._checkpoints.keep(digest, seq.seq_id, num_tokens, is_tail=num_tokens not in seq.group.stops)
 
     def forget(self, groups: Iterable[SequenceGroup]) -> None:
         """Drop all cached prefixes; `groups`, which have K/V of the old weights, cache no further blocks."""
@@ -58,3 +109,32 @@ class Prefixes:
             self._cache.clear()
             for group in groups:
                 group.cache_root = None
+
+    # -- states -------------------------------------------------------------------------------------------------
+
+    @property
+    def _rules(self) -> CheckpointRules | None:
+        return None if self._checkpoints is None else self._checkpoints.rules
+
+    def take_moves(self, running: Iterable[SequenceGroup]) -> StateMoves:
+        """What is to be done with states before the step of these groups, which need the memory of some checkpoints."""
+        assert self._checkpoints is not None
+        self._checkpoints.fit(sum(group.width for group in running))
+        return self._checkpoints.take_moves()
+
+    def end(self, seqs: SequenceOf[Sequence]) -> None:
+        """The sequences have ended."""
+        if self._checkpoints is not None:
+            for seq in seqs:
+                self._checkpoints.end(seq.seq_id)
+
+    def lose(self, seqs: SequenceOf[Sequence]) -> None:
+        """The sequences are beams that have been given up."""
+        if self._checkpoints is not None:
+            for seq in seqs:
+                self._checkpoints.lose(seq.seq_id)
+
+    def lose_states(self) -> None:
+        """It is unknown which checkpoints were made: drop all of them."""
+        if self._checkpoints is not None:
+            self._checkpoints.clear()

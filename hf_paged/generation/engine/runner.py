@@ -216,7 +216,7 @@ class Runner:
     def can_prepare_again(self, output: SchedulerOutput) -> bool:
         """Whether an interrupted `prepare` has lost nothing."""
         keeps_states = isinstance(self._model, RowModel) and self._model.has_states
-        return self.can_repeat and not output.moves_blocks and not (keeps_states and output.forks)
+        return self.can_repeat and not output.moves_blocks and not (keeps_states and (output.forks or output.states))
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Perform the work before the forward: swaps, block copies, and forks and ends of sequences that have states.
@@ -345,7 +345,7 @@ class Runner:
             [seq.num_computed_tokens for seq in seqs],
             [partial(_block_table, manager, group) for group in range(len(manager.groups))],
             manager.rewrites,
-            [group.kind.window for group in manager.groups],
+            [group.kind.bounds for group in manager.groups],
         )
         if not num_late:
             return Packed(np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64), step, seqs)
@@ -408,14 +408,28 @@ class Runner:
         return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted)
 
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
+        moves = output.states
+        late = {seq_id for _, seq_id, _ in moves.restored}  # sequences that begin with a checkpoint, and their forks
+        late_forks = []
         for parent_id, child_id in output.forks:
-            model.fork(parent_id, child_id)
+            if parent_id in late:
+                late.add(child_id)
+                late_forks.append((parent_id, child_id))
+            else:
+                model.fork(parent_id, child_id)
+        model.keep(moves.kept, clears=moves.clears)
         for seq_id in output.finished_seq_ids:
             model.free(seq_id)
         for group, way in output.preempted:
-            if way == "recompute":
-                for seq in group.sequences:
+            for seq in group.sequences:
+                if way == "recompute":
                     model.free(seq.seq_id)
+                else:
+                    model.to_host(seq.seq_id)
+        model.restore(moves.restored)
+        for parent_id, child_id in late_forks:
+            model.fork(parent_id, child_id)
+        model.drop(moves.dropped)
 
     def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
         model.begin_step([(seq.seq_id, seq.num_computed_tokens) for seq, _ in plan])
@@ -486,10 +500,10 @@ def _inner(seq: Sequence, first: int, end: int) -> range:
 
 
 def _pieces(seq: Sequence, count: int, *, whole: bool) -> list[tuple[int, int]]:
-    """The next `count` tokens: as a whole or, as `generate` does, the whole prompt at once if it is due, then one by
-    one."""
-    start, end, prompt = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.num_prompt_tokens
+    """The next `count` tokens: as a whole or, as `generate` does, the whole prompt (or `SequenceGroup.whole` tokens) at
+    once if it is due, then one by one."""
+    start, end, first = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.group.whole
     if whole:
         return [(start, end)]
-    pieces = [(0, prompt)] if start < prompt <= end else []
-    return pieces + [(position, position + 1) for position in range(max(start, prompt), end)]
+    pieces = [(0, first)] if start < first <= end else []
+    return pieces + [(position, position + 1) for position in range(max(start, first), end)]

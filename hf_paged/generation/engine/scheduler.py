@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from dataclasses import replace
 from operator import attrgetter
 
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.checkpoints import CheckpointRules, Checkpoints
 from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.prefixes import Prefixes
@@ -32,7 +34,7 @@ class Scheduler:
     an append to `token_ids`, as the caller decides. Before `update`, no scheduled token is pending any more. `enqueue`
     belongs between steps.
 
-    `host_manager`, if given, is the swap space.
+    `host_manager`, if given, is the swap space. `states`: of a model that keeps states besides K/V, or instead of it.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Scheduler:
         config: SchedulerConfig,
         manager: BlockManager,
         host_manager: BlockManager | None = None,
+        states: CheckpointRules | None = None,
     ) -> None:
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[SequenceGroup] = []
@@ -55,19 +58,28 @@ class Scheduler:
         self.num_preemptions_swap = 0
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
-        self.use_tables(config, manager, host_manager)
+        self.use_tables(config, manager, host_manager, states)
 
-    def use_tables(self, config: SchedulerConfig, manager: BlockManager, host_manager: BlockManager | None) -> None:
+    def use_tables(
+        self,
+        config: SchedulerConfig,
+        manager: BlockManager,
+        host_manager: BlockManager | None,
+        states: CheckpointRules | None,
+    ) -> None:
         """Go on over other managers. No group holds blocks: see `recompute_all`."""
         if manager is not self.manager:
             manager.num_copies += self.manager.num_copies
-        former, self.prefix_cache = self.prefix_cache, PrefixCache(manager) if config.prefix_caching else None
-        if self.prefix_cache is not None and former is not None:
-            self.prefix_cache.count_on(former)
+        former, self.prefix_cache = self.prefix_cache, None
+        if config.prefix_caching is not False:
+            self.prefix_cache = PrefixCache(manager, None if states is None else Checkpoints(states))
+            if former is not None:
+                self.prefix_cache.count_on(former)
         self.config = config
         self.manager = manager
         self.host_manager = host_manager
         self._prefixes = Prefixes(self.prefix_cache, manager)
+        self._keeps_states = self.prefix_cache is not None and self.prefix_cache.checkpoints is not None
         self._tables = Tables(manager, host_manager)
         self._token_budget = config.token_budget
         self._output = SchedulerOutput()  # of the next step, as far as it is known
@@ -141,6 +153,7 @@ class Scheduler:
 
     def _release(self, group: SequenceGroup, seqs: list[Sequence], reason: FinishReason) -> None:
         self._free(group, seqs)
+        self._prefixes.end(seqs)
         for seq in seqs:
             seq.finish_reason = reason
             seq.parent = None
@@ -227,6 +240,8 @@ class Scheduler:
             if not self._swapped:
                 self._admit(budget)
         output, self._output = self._output, SchedulerOutput()
+        if self._keeps_states:
+            output = replace(output, states=self._prefixes.take_moves(self._running))
         return output
 
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
@@ -235,7 +250,9 @@ class Scheduler:
         for group in self._running:
             if budget <= 0:
                 break
-            if len(group.live) == 1 and not group.has_branches:  # most groups: `group.plan` without the call
+            if (
+                len(group.live) == 1 and not group.has_branches and not group.stops
+            ):  # most groups: `group.plan` without the call
                 seq = group.live[0]
                 missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens  # `seq.num_uncomputed_tokens`
                 if missing:
@@ -378,6 +395,7 @@ class Scheduler:
         finished = self._output.finished_seq_ids
         self._output = SchedulerOutput()
         self._output.finished_seq_ids.extend(finished)
+        self._prefixes.lose_states()
 
     def rollback(self, output: SchedulerOutput) -> None:
         """Undo the appends of a step whose forward failed after its copies were done."""
@@ -418,6 +436,7 @@ class Scheduler:
             seen.add(index)
         losers = [seq for index, seq in enumerate(old) if index not in seen]
         self._tables.free(losers)
+        self._prefixes.lose(losers)
         self._output.finished_seq_ids.extend(seq.seq_id for seq in losers)
         for seq, token in zip(beams, tokens):
             seq.token_ids.append(token)

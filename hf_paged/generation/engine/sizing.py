@@ -12,9 +12,10 @@ import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.kv_pool import KVPool
-from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Kind, LayerSize, Layout, Window, layout_of
+from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Chunk, Kind, LayerSize, Layout, Window, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
@@ -24,7 +25,7 @@ from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import Part, RowModel
+from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
 from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
 
@@ -44,6 +45,9 @@ STATE_COPIES = 3
 """How often the states of running sequences are in memory at one time: after the last step, the copy that a step
 changes, and before the last step, should it be repeated."""
 
+CHECKPOINTS = 1
+"""Checkpoints for each sequence of a step that there is always room for, with prefix caching."""
+
 log = logging.getLogger("hf_paged")
 
 MAX_DEFAULT_TOKENS = 1 << 22
@@ -55,10 +59,10 @@ DeviceBytes = Mapping[torch.device, int]
 class OpenedMemory:
     """What an engine needs to run: the model bound to its memory, and the swap space.
 
-    max_length: longer sequences would depend on other sequences of the batch (None: no limit). shares_prefixes: whether
-    the blocks of a prefix hold all of its state (a recurrent state is not in them). max_num_seqs: sequences of a step,
-    at most, whose states the memory holds. ranks: the other processes with parts of the model, if it is
-    tensor-parallel.
+    max_length: longer sequences would depend on other sequences of the batch (None: no limit). no_prefixes: why
+    prefixes cannot be cached, "" if they can. checkpoints: of a model that keeps states, what may be kept of them.
+    max_num_seqs: sequences of a step, at most, whose states the memory holds. ranks: the other processes with parts of
+    the model, if it is tensor-parallel.
     """
 
     model: PackedModel | RowModel
@@ -66,7 +70,8 @@ class OpenedMemory:
     host_manager: BlockManager | None
     host_pool: HostPool | None
     max_length: int | None
-    shares_prefixes: bool
+    no_prefixes: str
+    checkpoints: CheckpointRules | None
     report: SupportReport
     max_num_seqs: int
     ranks: Ranks | None = None
@@ -75,9 +80,17 @@ class OpenedMemory:
         """Whether a packed model of this report can go on with the model and the memory of this one."""
         return isinstance(self.model, PackedModel) and _kept_by(report) == _kept_by(self.report)
 
+    def seats(self, asked: SchedulerConfig) -> int | None:
+        """`max_num_seqs`, if that is less than the caller asked for."""
+        return self.max_num_seqs if self.max_num_seqs < asked.max_num_seqs else None
+
     def usable(self, asked: SchedulerConfig, config: SchedulerConfig) -> SchedulerConfig:
         """`config` without what this model cannot do. Raises ValueError if `asked`, the caller's, insists on it."""
-        if not self.shares_prefixes:
+        if self.no_prefixes:
+            if asked.prefix_caching:
+                raise ValueError(
+                    f"prefix_caching=True: {self.no_prefixes}, so that no prefix can be kept; leave it out"
+                )
             config = replace(config, prefix_caching=False)
         if self.max_num_seqs < config.max_num_seqs:
             log.info("the memory holds the recurrent states of %d sequences at once", self.max_num_seqs)
@@ -125,12 +138,12 @@ def _open(
     # Code of others that is in the model now may be taken out later.
     report = examined.bare if examined.bare.native else examined.present
     tried = model if foreign_code(model).inside is None else bare_copy(model)
-    bound = _bind(model, report, cache_config, switches, tried)
+    bound = _bind(model, report, cache_config, scheduler_config, switches, tried)
     _measure(bound, scheduler_config, tried)
     ranks = ranks_of(model)
     try:
         max_num_seqs = _max_num_seqs(bound, cache_config, scheduler_config)
-        states = _state_sizes(bound, max_num_seqs)
+        states = _state_sizes(bound, scheduler_config, max_num_seqs)
         host_blocks = _size(bound, cache_config, scheduler_config, ranks, states) if bound.memory.groups else 0
     except BaseException:
         if ranks is not None:
@@ -142,11 +155,16 @@ def _open(
         host_manager = BlockManager(BlockAllocator(host_blocks), cache_config.block_size, groups=memory.groups)
         host_pool = HostPool(memory.pool, host_blocks)
     max_length = report.native_length if isinstance(bound, PackedModel) else rotary_limit(model, ["dynamic"])
-    shares_prefixes = isinstance(bound, PackedModel) or not bound.is_incremental
+    no_prefixes = "" if isinstance(bound, PackedModel) else bound.no_prefixes
+    checkpoints = None
+    if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
+        # As blocks, states that nothing needs now take memory that was not given only for them.
+        spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else STATE_COPIES
+        checkpoints = CheckpointRules(CHECKPOINTS * max_num_seqs, spare, max_num_seqs, not bound.is_incremental)
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
-        bound, memory, host_manager, host_pool, max_length, shares_prefixes, report, max_num_seqs, ranks
+        bound, memory, host_manager, host_pool, max_length, no_prefixes, checkpoints, report, max_num_seqs, ranks
     )
 
 
@@ -156,7 +174,12 @@ def _kept_by(report: SupportReport) -> tuple[object, ...]:
 
 
 def _bind(
-    model: Any, report: SupportReport, cache_config: CacheConfig, switches: Switches, tried: Any
+    model: Any,
+    report: SupportReport,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    switches: Switches,
+    tried: Any,
 ) -> PackedModel | RowModel:
     """tried: the model or its `bare_copy`, on which things are tried."""
     if report.native:
@@ -171,13 +194,23 @@ def _bind(
             f"{type(model).__name__} does not run packed (hf_paged.check says why): the engine computes such models "
             f"on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
         )
-    if report.engine_only and cache_config.num_blocks is not None:
-        raise ValueError(
-            f"num_blocks={cache_config.num_blocks}: {type(model).__name__} keeps states of a fixed size and no K/V, so "
-            "that there are no blocks; leave it out, or give memory="
-        )
+    if report.engine_only:
+        _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
     return RowModel(model, PagedMemory(cache_config.block_size, len(layout.groups), layout=layout), tried)
+
+
+def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
+    """Raises ValueError for what has no meaning for a model without K/V."""
+    why = f"{type(model).__name__} keeps states of a fixed size and no K/V, so that"
+    if cache_config.num_blocks is not None:
+        raise ValueError(
+            f"num_blocks={cache_config.num_blocks}: {why} there are no blocks; leave it out, or give memory="
+        )
+    if cache_config.swap_bytes:
+        raise ValueError(f"swap_memory={cache_config.swap_memory!r}: {why} no request is ever preempted; leave it out")
+    if scheduler_config.preemption == "swap":
+        raise ValueError(f"preemption='swap': {why} no request is ever preempted; leave it out")
 
 
 def _size(
@@ -193,7 +226,10 @@ def _size(
     smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
     sizes = memory.pool.bytes_per_block_by_device
     bytes_per_block = sum(sizes.values())
-    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, sizes, states))
+    grown, views = _with_growing_states(bound, sizes), _view_sizes(bound, scheduler_config)
+    if cache_config.memory_bytes is None:  # a size that is given is for what stays
+        states = {device: states.get(device, 0) + views.get(device, 0) for device in {**states, **views}}
+    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, grown, states))
     host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
     _report_size(cache_config, num_blocks, sizes)
     _resize(memory.pool, num_blocks, bytes_per_block)
@@ -240,13 +276,14 @@ def draws_dropout(model: Any) -> bool:
 
 
 def layout_for(report: SupportReport, block_size: int, max_length: int | None = None) -> Layout:
-    """How the layers of a native model share blocks. A window of `max_length` or more is none."""
+    """How the layers of a native model share blocks. A window or chunk of `max_length` or more is none."""
     layers: list[tuple[int, Kind, LayerSize]] = []
     for layer in report.layers:
         if layer.num_kv_heads is None:
             continue  # it reads another layer's K/V, or keeps none
-        window = layer.sliding_window
-        kind = FULL if window is None or (max_length is not None and window >= max_length) else Window(window)
+        kind = layer.kind
+        if isinstance(kind, Window | Chunk) and max_length is not None and max(filter(None, kind.bounds)) >= max_length:
+            kind = FULL
         key, value = (layer.num_kv_heads * (dim or 0) for dim in (layer.head_dim, layer.v_head_dim))
         layers.append((layer.index, kind, LayerSize(key, value, layer.device)))
     return layout_of(tuple(layers), block_size)
@@ -294,16 +331,47 @@ def _num_blocks(
     return num_blocks
 
 
-def _state_sizes(bound: PackedModel | RowModel, num_seqs: int) -> DeviceBytes:
-    """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies."""
-    sizes = {} if isinstance(bound, PackedModel) else bound.state_bytes
-    return {device: STATE_COPIES * num_seqs * size for device, size in sizes.items()}
+def _with_growing_states(bound: PackedModel | RowModel, sizes: DeviceBytes) -> DeviceBytes:
+    """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
+    growth = {} if isinstance(bound, PackedModel) else bound.state_bytes_per_token
+    own = {device: STATE_COPIES * size * bound.memory.block_size for device, size in growth.items()}
+    return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
+
+
+def _view_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> DeviceBytes:
+    """Bytes on each GPU of the K/V that one layer gathers for the attention of a decode forward, and of its copy in
+    another order. Layers do so in turn. The forward that was measured was a prompt, of which nothing is gathered."""
+    if isinstance(bound, PackedModel):
+        return {}
+    positions = min(_most_tokens(bound.model, scheduler_config), VIEWED_TOKENS)
+    sizes: dict[torch.device, int] = {}
+    for key, value in bound.memory.pool.layers.values():
+        if key.device.type == "cuda":
+            size = 2 * (key[0, 0].nbytes + value[0, 0].nbytes)
+            sizes[key.device] = max(sizes.get(key.device, 0), size * positions)
+    return sizes
+
+
+def _most_tokens(model: Any, scheduler_config: SchedulerConfig) -> int:
+    """Tokens of a full batch of sequences of the maximum length."""
+    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
+    return scheduler_config.max_num_seqs * int(length)
+
+
+def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
+    """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies, and of their
+    checkpoints."""
+    if isinstance(bound, PackedModel):
+        return {}
+    keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
+    copies = STATE_COPIES + CHECKPOINTS * keeps
+    return {device: copies * num_seqs * size for device, size in bound.state_bytes.items()}
 
 
 def _max_num_seqs(bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
     """Sequences of a step, at most: with K/V besides, their states take half of the memory. (A number of blocks says
     nothing about states.)"""
-    states = _state_sizes(bound, 1)
+    states = _state_sizes(bound, scheduler_config, 1)
     if not any(states.values()) or cache_config.num_blocks is not None:
         return scheduler_config.max_num_seqs
     shares = 2 if bound.memory.groups else 1
@@ -350,8 +418,7 @@ def _room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: i
 
 def _max_blocks(model: Any, scheduler_config: SchedulerConfig, memory: PagedMemory) -> int:
     """The number of blocks that a full batch of sequences of the maximum length could use."""
-    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
-    tokens = min(scheduler_config.max_num_seqs * length, MAX_DEFAULT_TOKENS)
+    tokens = min(_most_tokens(model, scheduler_config), MAX_DEFAULT_TOKENS)
     return (-(-tokens // memory.block_size) + scheduler_config.max_num_seqs) * len(memory.groups)
 
 

@@ -64,15 +64,15 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The blocks of the engine. windows: of each layer group, None for all tokens. cached: blocks that only the prefix
-    cache keeps, in the order of their eviction. pinned: those of prefixes that `cache_prefix` keeps. Blocks from
+    """The blocks of the engine. kinds: what the layers of each group keep, in words. cached: blocks that only the
+    prefix cache keeps, in the order of their eviction. pinned: those of prefixes that `cache_prefix` keeps. Blocks from
     num_touched on have never been used."""
 
     num_blocks: int
     num_touched: int
     block_size: int
     bytes_per_block: int
-    windows: list[int | None]
+    kinds: list[str]
     cached: list[int]
     pinned: list[int]
     num_host_blocks: int
@@ -223,7 +223,7 @@ class Watch:
             num_touched=manager.allocator.num_touched,
             block_size=manager.block_size,
             bytes_per_block=self._runner.memory.pool.bytes_per_block,
-            windows=[group.kind.window for group in manager.groups],
+            kinds=[str(group.kind) for group in manager.groups],
             cached=manager.allocator.cached_blocks,
             pinned=[block_id for table in tables for block_id in table if block_id != NULL_BLOCK],
             num_host_blocks=0 if host is None else host.num_blocks,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
+from hf_paged.cache.checkpoints import StateMoves
 from hf_paged.cache.prefix_cache import CachedPrefix
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 
@@ -37,6 +38,7 @@ class SchedulerOutput:
     admitted: list[SequenceGroup] = field(default_factory=list)  # were waiting
     resumed: list[SequenceGroup] = field(default_factory=list)  # were swapped out
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
+    states: StateMoves = field(default_factory=StateMoves)  # since the last step
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
 
     @property
@@ -103,7 +105,8 @@ class Tables:
 
     def start(self, seq: Sequence, prefix: CachedPrefix | None) -> None:
         """Make tables that begin with a cached prefix."""
-        self.manager.adopt(seq.seq_id, [()] * len(self.manager.groups) if prefix is None else prefix.tables)
+        num_blocks, tables = (0, [()] * len(self.manager.groups)) if prefix is None else prefix[:2]
+        self.manager.adopt(seq.seq_id, tables, num_blocks)
 
     def append_part(self, plan: Plan, copies: Copies) -> Plan:
         """Append slots for the whole plan or, if blocks are missing, for a chunk of the first sequence with several

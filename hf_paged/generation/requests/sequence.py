@@ -121,6 +121,9 @@ class SequenceGroup:
     of the prefix cache. `priority`: lower is more urgent. `adapters` is the set of adapters that computes it, opaque
     here: groups with different sets share no forward. `scored_from` is the first position of the prompt whose logits
     are still wanted, None for none: that token and those after it are computed, not found in the prefix cache.
+
+    `stops`: numbers of tokens after which the first sequence ends a step, in ascending order. `whole`: the tokens that
+    it computes in one forward, where a model does not compute a prompt in pieces, before it goes on by single ones.
     """
 
     __slots__ = (
@@ -138,6 +141,8 @@ class SequenceGroup:
         "scored_from",
         "sequences",
         "status",
+        "stops",
+        "whole",
         "width",
     )
 
@@ -171,6 +176,8 @@ class SequenceGroup:
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on arrival
         self.has_branches = False  # some live sequence waits for its parent
         self.order: tuple[float, float, int] = (priority, arrival, 0)
+        self.stops: tuple[int, ...] = ()
+        self.whole = len(prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -187,6 +194,8 @@ class SequenceGroup:
         A sequence that others will fork from stops at the branch until they have forked.
         """
         live = self.live
+        if self.stops:
+            budget = self._until_stop(budget)
         if len(live) == 1:
             num_tokens = min(live[0].num_uncomputed_tokens, budget)
             return [(live[0], num_tokens)] if num_tokens else []
@@ -204,6 +213,12 @@ class SequenceGroup:
                 budget -= num_tokens
         return plan
 
+    def _until_stop(self, budget: int) -> int:
+        """The budget without what lies after the next stop. Drops the stops that have been reached."""
+        done = self.live[0].num_computed_tokens
+        self.stops = tuple(stop for stop in self.stops if stop > done)
+        return min(budget, self.stops[0] - done) if self.stops else budget
+
     def restart(self) -> None:
         """The group has lost its blocks: compute all tokens again, a common prefix only once.
 
@@ -211,6 +226,7 @@ class SequenceGroup:
         then shared as before, so the group needs no more of them than it had.
         """
         live = self.live
+        self.stops, self.whole = (), self.num_prompt_tokens
         for index, seq in enumerate(live):
             seq.restart(None, 0)
             for other in live[:index]:

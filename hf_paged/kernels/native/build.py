@@ -35,7 +35,11 @@ SWITCH = "HF_PAGED_NATIVE"
 """The environment variable that turns native kernels on or off."""
 _PACKAGE = Path(__file__).parents[2]
 # Every *.c file in them is a translation unit, except *.inc.c, which units include.
-_SOURCE_DIRECTORIES = (Path(__file__).parent, _PACKAGE / "fused" / "cpu" / "native")
+_SOURCE_DIRECTORIES = (
+    Path(__file__).parent,
+    _PACKAGE / "fused" / "cpu" / "native",
+    _PACKAGE / "fused" / "cpu" / "native" / "portable",
+)
 _RETRY_SECONDS = 3600  # after a failed build
 _COMPILER_SECONDS = 900  # a compiler that takes longer is assumed to hang
 
@@ -64,7 +68,7 @@ def library() -> ctypes.CDLL | None:
     """The loaded kernels, or None if there are none; `status` gives the reason. The first call on a machine compiles
     them and waits.
 
-    Raises ValueError if HF_PAGED_NATIVE is neither on nor off.
+    Raises ValueError if HF_PAGED_NATIVE is neither on nor off, or if HF_PAGED_ISA is no instruction set of this CPU.
     """
     return (_decision or _decided()).library
 

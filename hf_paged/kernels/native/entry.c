@@ -64,8 +64,9 @@ HFP_EXPORT int hfp_greedy(const void *logits, int dtype, int64_t row, int64_t ro
 
 HFP_EXPORT int hfp_has_f16(void) { return HAS_F16; }
 
-/* Whether the entry points for decoder layers in bf16 (fused/cpu/native) exist. */
-HFP_EXPORT int hfp_has_layers(void) { return HAS_DPBF16; }
+/* Whether linear layers in bf16 have packed weights. If not, they read a weight where it is, as those in fp32 and fp16
+ * do (fused/cpu/native). */
+HFP_EXPORT int hfp_packs(void) { return HAS_DPBF16; }
 
 /* The instruction set that the kernels use. */
 HFP_EXPORT const char *hfp_target(void) {

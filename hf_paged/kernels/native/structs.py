@@ -82,15 +82,11 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_draw_top_p": ([_POINTER, *[_INTEGER] * 3, *[_POINTER] * 4, _INT, _POINTER, _INTEGER], None),
     "hfp_keep_largest_scratch": ([_INTEGER], _INTEGER),
     "hfp_keep_largest": ([_POINTER, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER], _INTEGER),
-    "hfp_has_layers": ([], _INT),
-    "hfp_rms_norm_f32": ([*[_POINTER] * 3, _INTEGER, _INTEGER, _REAL, _INTEGER], None),
-    "hfp_rotate_f32": ([_POINTER], None),
+    "hfp_packs": ([], _INT),
 }
-# Only if `hfp_has_layers`. The structs are in fused/cpu/structs.py.
+# Of decoder layers, for each dtype: its name is appended to those for other dtypes than bf16. The structs are in
+# fused/cpu/structs.py.
 _LAYER_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
-    "hfp_prefer_large_pages": ([_POINTER, _INTEGER], None),
-    "hfp_packed_bytes": ([_INTEGER, _INTEGER], _INTEGER),
-    "hfp_pack_linear": ([_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER], None),
     "hfp_linear_workspace": ([_INTEGER] * 3, _INTEGER),
     "hfp_linear": ([_POINTER], None),
     "hfp_rms_norm": ([*[_POINTER] * 3, _INTEGER, _INTEGER, _REAL, _INTEGER], None),
@@ -99,14 +95,22 @@ _LAYER_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_layer_in": ([_POINTER], None),
     "hfp_layer_out_workspace": ([_INTEGER] * 5, _INTEGER),
     "hfp_layer_out": ([_POINTER], None),
-    "hfp_experts": ([_POINTER], _INTEGER),
     "hfp_decode_layers": ([*[_POINTER] * 3, _INTEGER], None),
+}
+# Only if `hfp_packs`, in bf16.
+_PACKING_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "hfp_prefer_large_pages": ([_POINTER, _INTEGER], None),
+    "hfp_packed_bytes": ([_INTEGER, _INTEGER], _INTEGER),
+    "hfp_pack_linear": ([_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER], None),
+    "hfp_experts": ([_POINTER], _INTEGER),
 }
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Set the argument and result types of the library's functions."""
-    signatures = _SIGNATURES | (_LAYER_SIGNATURES if library.hfp_has_layers() else {})
+    signatures = _SIGNATURES | (_PACKING_SIGNATURES if library.hfp_packs() else {})
+    for ending in ("", "_f32", *(["_f16"] if library.hfp_has_f16() else [])):
+        signatures |= {name + ending: types for name, types in _LAYER_SIGNATURES.items()}
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result

@@ -21,6 +21,12 @@ EMULATE_AMX = "HF_PAGED_EMULATE_AMX"
 """An environment variable for tests: "1" selects the code for AMX on an emulation, which needs AVX-512 with BF16."""
 
 
+ISA = "HF_PAGED_ISA"
+"""The environment variable that chooses the instruction set."""
+# The compiler's flags, and what a CPU must have, as Linux names it.
+_X86_TARGETS = {"avx2": ("-march=haswell", {"avx2", "fma", "f16c"}), "avx512": ("-march=skylake-avx512", {"avx512vl"})}
+
+
 class NativeBuildError(RuntimeError):
     """The native kernels cannot be compiled or loaded here."""
 
@@ -71,11 +77,21 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Raises NativeBuildError if there is no compiler."""
-    target: tuple[str, ...] = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+    """Raises NativeBuildError if there is no compiler, ValueError for an HF_PAGED_ISA that this CPU has not."""
+    target: tuple[str, ...] = (_target(os.environ.get(ISA, "").strip().lower() or "native"),)
     if os.environ.get(EMULATE_AMX) == "1":
         target += (f"-D{EMULATE_AMX}=1",)
     return Toolchain(_compiler(), target, _openmp_library())
+
+
+def _target(isa: str) -> str:
+    """The compiler's flag for an instruction set."""
+    if isa == "native":
+        return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    flag, needed = _X86_TARGETS.get(isa, ("", {"none"}))
+    if not needed <= set(_cpu().split()):
+        raise ValueError(f"{ISA}={isa!r}: use native, or {' or '.join(_X86_TARGETS)} on a CPU that has it")
+    return flag
 
 
 def has_compiler() -> bool:

@@ -123,10 +123,9 @@ function showMap(view) {
   $("map").setAttribute("aria-label", `Block map: ${view.used} of ${view.count} blocks in use, ${view.shared} shared, ${pool.cached.length} kept by the prefix cache`);
   $("host").hidden = view.host.length === 0;
   if (view.host.length) drawHost($("host-map"), view.host, map.lit);
-  $("group-label").hidden = pool.windows.length < 2;
-  for (let index = $("group").options.length; index < pool.windows.length; index += 1) {
-    const width = pool.windows[index];
-    $("group").append(make("option", { value: index }, `${index + 1}, ${width ? `with a window of ${width}` : "with full attention"}`));
+  $("group-label").hidden = pool.kinds.length < 2;
+  for (let index = $("group").options.length; index < pool.kinds.length; index += 1) {
+    $("group").append(make("option", { value: index }, `${index + 1}, with ${pool.kinds[index]}`));
   }
 }
 

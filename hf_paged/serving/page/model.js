@@ -73,7 +73,7 @@ export function mask(engine, id) {
 export function memory({ engine, view, server }) {
   const { pool } = engine, most = server.max_model_len;
   const reserved = (tokens) => running(engine).reduce((total, each) => total + each.width * tokens(each), 0);
-  const perToken = (pool.bytes / pool.block_size) * pool.windows.length; // every group of layers
+  const perToken = (pool.bytes / pool.block_size) * pool.kinds.length; // every group of layers
   return {
     filled: (view.filled * pool.bytes) / pool.block_size,
     used: view.used * pool.bytes,

@@ -1,86 +1,93 @@
 /* Shared by the units for decoder layers: the arguments of their entry points, which the caller fills as 64-bit words
- * in this order (fused/cpu/structs.py), and rounding to bf16. Everything here needs AVX-512 with BF16. */
+ * in this order (fused/cpu/structs.py), and, for AVX-512 with BF16, rounding to bf16. A unit for another dtype defines
+ * ELEMENT, and NAME, which makes an entry point's name. */
 #ifndef HFP_LAYERS_H
 #define HFP_LAYERS_H
 #include "amx.h"
 #include "vectors.h"
-#if HAS_DPBF16
+
+#ifndef ELEMENT
+#define ELEMENT uint16_t
+#define NAME(name) name
+#endif
 
 #define FORK_ELEMENTS (1 << 15) /* with fewer elements, one thread is faster than starting a second one */
 #define AHEAD (256 << 10)       /* bytes that may be prefetched to L2 before they are needed */
 
 typedef struct {
-    const uint16_t *x; /* [rows, depth] */
+    const ELEMENT *x; /* [rows, depth] */
     int64_t rows, columns, depth;
-    const uint16_t *weight, *bias; /* bias: or NULL */
+    const ELEMENT *weight, *bias; /* bias: or NULL */
     int64_t packed;                /* whether the weight is packed; else it is [columns, depth] */
-    uint16_t *out;                 /* [rows, columns] */
+    ELEMENT *out;                 /* [rows, columns] */
     char *workspace;               /* hfp_linear_workspace() bytes, aligned to 64 */
     int64_t threads;
 } Linear;
 
 typedef struct {
-    const uint16_t *x; /* [tokens, heads, dim] */
+    const ELEMENT *x; /* [tokens, heads, dim] */
     int64_t token, head, heads; /* strides from token to token and head to head; number of heads */
-    uint16_t *out;              /* contiguous */
+    ELEMENT *out;              /* contiguous */
 } Rotated;
 
 typedef struct {
     Rotated query, key;
-    const uint16_t *cos, *sin; /* [tokens, dim] */
+    const ELEMENT *cos, *sin; /* [tokens, dim] */
     int64_t tokens, dim, threads;
 } Rotate;
 
 /* The weight of a linear layer. */
 typedef struct {
-    const uint16_t *weight, *bias; /* bias: or NULL */
+    const ELEMENT *weight, *bias; /* bias: or NULL */
     int64_t columns, packed;       /* packed: whether the weight is; else it is [columns, depth] */
 } Weight;
 
 typedef struct {
-    const uint16_t *x; /* [rows, depth] */
+    const ELEMENT *x; /* [rows, depth] */
     int64_t rows, depth, head_dim;
-    const uint16_t *norm, *query_norm, *key_norm; /* weights; those of the heads, [head_dim]: or NULL */
+    const ELEMENT *norm, *query_norm, *key_norm; /* weights; those of the heads, [head_dim]: or NULL */
     Weight query, key, value;
-    const uint16_t *cos, *sin;                /* [rows, head_dim] */
-    uint16_t *new_query, *new_key, *new_value; /* [rows, columns of each] */
+    const ELEMENT *cos, *sin;                /* [rows, head_dim] */
+    ELEMENT *new_query, *new_key, *new_value; /* [rows, columns of each] */
     char *workspace;                          /* hfp_layer_in_workspace() bytes, aligned to 64 */
     int64_t threads;
     double norm_eps, query_eps, key_eps;
 } LayerIn;
 
 typedef struct {
-    const uint16_t *x, *residual; /* the output of attention [rows, x_depth]; the input of the layer [rows, depth] */
+    const ELEMENT *x, *residual; /* the output of attention [rows, x_depth]; the input of the layer [rows, depth] */
     int64_t rows, x_depth, depth;
-    const uint16_t *norm;
+    const ELEMENT *norm;
     Weight output, gate, up, down;
-    uint16_t *out;   /* [rows, depth] */
+    ELEMENT *out;   /* [rows, depth] */
     char *workspace; /* hfp_layer_out_workspace() bytes, aligned to 64 */
     int64_t threads;
     double norm_eps;
 } LayerOut;
 
 typedef struct {
-    const uint16_t *x;    /* [tokens, depth] */
+    const ELEMENT *x;    /* [tokens, depth] */
     const int64_t *index; /* the experts of each token, [tokens, top_k] */
     const float *weights; /* [tokens, top_k] */
     int64_t tokens, top_k, depth, inner, experts;
     int64_t rounds;                 /* whether a result is rounded to bf16 after it is multiplied by its weight */
-    const uint16_t *gate_up, *down; /* [experts, 2 * inner, depth], [experts, depth, inner], or packed one by one */
+    const ELEMENT *gate_up, *down; /* [experts, 2 * inner, depth], [experts, depth, inner], or packed one by one */
     int64_t packed;
-    uint16_t *out;                  /* [tokens, depth] */
+    ELEMENT *out;                  /* [tokens, depth] */
     int64_t *places;                /* [tokens * top_k + experts + 1] */
-    uint16_t *rows, *both, *results; /* [tokens * top_k, depth], [same, 2 * inner], [same, depth] */
+    ELEMENT *rows, *both, *results; /* [tokens * top_k, depth], [same, 2 * inner], [same, depth] */
     char *workspace;                /* hfp_linear_workspace() bytes for the larger depth, aligned to 64 */
     int64_t threads;
 } Experts;
 
+int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64_t threads);
+void NAME(hfp_linear)(const Linear *call);
+void NAME(hfp_rms_norm)(const ELEMENT *x, const ELEMENT *weight, ELEMENT *out, int64_t rows, int64_t n, double eps,
+                        int64_t threads);
+void NAME(hfp_rotate)(const Rotate *r);
+
+#if HAS_DPBF16 && !defined(HFP_ELEMENTS_H)
 int64_t hfp_packed_bytes(int64_t columns, int64_t depth);
-int64_t hfp_linear_workspace(int64_t rows, int64_t depth, int64_t threads);
-void hfp_linear(const Linear *call);
-void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n, double eps,
-                  int64_t threads);
-void hfp_rotate(const Rotate *r);
 
 /* Round to nearest even, as torch does, including subnormal numbers, which the hardware instructions flush to zero. */
 INLINE vf round_bf16(vf x) {
@@ -103,5 +110,8 @@ INLINE void gate_vector(uint16_t *to, const uint16_t *gate, const uint16_t *up) 
     const vf silu = round_bf16(x / (1.0f + (vf)_mm512_scalef_ps((__m512)y, (__m512)power)));
     store_bf16(to, silu * load_bf16(up));
 }
+
+/* to[i] += x[i], for 16 elements */
+INLINE void add_vector(uint16_t *to, const uint16_t *x) { store_bf16(to, load_bf16(to) + load_bf16(x)); }
 #endif
 #endif

@@ -1,0 +1,190 @@
+"""Which states of sequences are kept for later ones: checkpoints, found by the digests of their tokens.
+
+A state (recurrent, convolution) cannot be taken apart by tokens, as K/V can. A *checkpoint* is a copy of it after a
+number of full blocks of tokens, under the digest of the last of them. This module decides which ones there are; the
+copies are in `States`. Knows digests, sequences by id and numbers; never tensors. Standard library only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+MAX_SEEN = 1 << 16
+"""Digests of prompts that are remembered, to find where prompts branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRules:
+    """What a model and its memory allow.
+
+    count: checkpoints that there is always room for. seats: sequences of a step, at most; for each that is not there,
+    there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length; otherwise it goes on by
+    one token at a time.
+    """
+
+    count: int
+    spare: int
+    seats: int
+    in_pieces: bool
+
+
+@dataclass(slots=True)
+class StateMoves:
+    """What a step does with states, in this order.
+
+    clears: drop all checkpoints. kept: (seq_id, num_tokens, checkpoint) to copy. restored: (checkpoint, seq_id,
+    num_tokens): the sequence begins with it. dropped: checkpoints.
+    """
+
+    clears: bool = False
+    kept: list[tuple[int, int, int]] = field(default_factory=list)
+    restored: list[tuple[int, int, int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.clears or self.kept or self.restored or self.dropped)
+
+
+class Checkpoints:
+    """The checkpoints by digest, the least recently used first.
+
+    Invariant: there are at most `capacity` of them. A *tail* is the checkpoint of a sequence that goes on: its next one
+    takes its place, unless another sequence has begun with it. Tails are at most half of all.
+    """
+
+    def __init__(self, rules: CheckpointRules) -> None:
+        self.rules = rules
+        self.capacity = rules.count + rules.spare * rules.seats
+        self.moves = StateMoves()  # since `take_moves`
+        self._ids: dict[bytes, int] = {}
+        self._tails: dict[int, bytes] = {}  # by sequence, the oldest first
+        self._owners: dict[bytes, int] = {}  # the sequences of the tails
+        self._pinned: set[bytes] = set()
+        self._seen: dict[bytes, None] = {}
+        self._new_id = itertools.count().__next__
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._ids
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._ids)
+
+    def take_moves(self) -> StateMoves:
+        moves, self.moves = self.moves, StateMoves()
+        return moves
+
+    def use(self, digest: bytes, seq_id: int, num_tokens: int) -> None:
+        """The sequence begins with this checkpoint."""
+        self._touch(digest)
+        self._release(digest)
+        self.moves.restored.append((self._ids[digest], seq_id, num_tokens))
+
+    def keep(self, digest: bytes, seq_id: int, num_tokens: int, *, is_tail: bool) -> None:
+        """Keep the state that the sequence has now, after `num_tokens` tokens."""
+        if is_tail:
+            self._drop_tail(seq_id)
+        if digest in self._ids:
+            self._touch(digest)
+            if not is_tail:
+                self._release(digest)
+            return
+        if is_tail:
+            while len(self._tails) >= max(self.capacity // 2, 1):
+                self._drop_tail(next(iter(self._tails)))
+        if not self._shrink(self.capacity - 1):
+            return
+        self._ids[digest] = number = self._new_id()
+        self.moves.kept.append((seq_id, num_tokens, number))
+        if is_tail:
+            self._tails[seq_id], self._owners[digest] = digest, seq_id
+
+    def end(self, seq_id: int) -> None:
+        """The sequence has ended: its tail stays."""
+        if (digest := self._tails.get(seq_id)) is not None:
+            self._release(digest)
+
+    def lose(self, seq_id: int) -> None:
+        """The sequence was a beam that goes nowhere: its tail is of no use."""
+        self._drop_tail(seq_id)
+
+    def fit(self, num_seqs: int) -> None:
+        """There are so many sequences in the next step: they need what is in excess."""
+        rules = self.rules
+        self.capacity = rules.count + rules.spare * max(rules.seats - num_seqs, 0)
+        self._shrink(self.capacity)
+
+    def pin(self, digest: bytes) -> None:
+        """Keep it until `unpin`. Raises ValueError if those that are pinned leave no room."""
+        if digest not in self._pinned and len(self._pinned) >= self.rules.count:
+            raise ValueError(
+                f"{len(self._pinned)} prefixes are kept, and the memory holds the states of no more; release one, or "
+                "give the cache more memory"
+            )
+        self._release(digest)
+        self._pinned.add(digest)
+
+    def unpin(self, digest: bytes) -> None:
+        self._pinned.discard(digest)
+
+    def drop(self, digest: bytes) -> None:
+        """Drop it, if there is one that is not pinned."""
+        if digest in self._ids and digest not in self._pinned:
+            self._release(digest)
+            self.moves.dropped.append(self._ids.pop(digest))
+
+    def clear(self) -> None:
+        """Drop all, pinned or not, and forget the prompts."""
+        self._ids.clear()
+        self._tails.clear()
+        self._owners.clear()
+        self._pinned.clear()
+        self._seen.clear()
+        self.moves = StateMoves(clears=True)
+
+    # -- where prompts branch -----------------------------------------------------------------------------------
+
+    def num_seen(self, digests: Sequence[bytes]) -> int:
+        """Leading digests that an earlier prompt had too."""
+        return next((index for index, digest in enumerate(digests) if digest not in self._seen), len(digests))
+
+    def note(self, digests: Iterable[bytes]) -> None:
+        """Remember the digests of a prompt."""
+        for digest in digests:
+            self._seen.pop(digest, None)
+            self._seen[digest] = None
+        while len(self._seen) > MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    def _touch(self, digest: bytes) -> None:
+        self._ids[digest] = self._ids.pop(digest)
+
+    def _release(self, digest: bytes) -> None:
+        """It is no tail any more."""
+        if (owner := self._owners.pop(digest, None)) is not None:
+            del self._tails[owner]
+
+    def _drop_tail(self, seq_id: int) -> None:
+        if (digest := self._tails.get(seq_id)) is not None:
+            self.drop(digest)
+
+    def _shrink(self, most: int) -> bool:
+        """Drop the least recently used ones, until there are at most `most`. False if too many are pinned."""
+        while len(self._ids) > most:
+            digest = next((each for each in self._ids if each not in self._pinned), None)
+            if digest is None:
+                return False
+            self.drop(digest)
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant of the class does not hold."""
+        assert len(self._ids) <= max(self.capacity, len(self._pinned))
+        assert {digest: seq_id for seq_id, digest in self._tails.items()} == self._owners
+        assert self._pinned | set(self._owners) <= set(self._ids)

@@ -1,0 +1,319 @@
+"""Prefixes of recurrent states: requests begin with copies of the states that others left, and get plain's tokens."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.cache.states import States
+from hf_paged.generation.engine import prefixes, sizing
+from hf_paged.model.rows import VIEWED_TOKENS
+from tests.architectures.tiny import tiny_model
+from tests.fake_cuda import DEVICE, fake_cuda
+from tests.logical_devices import in_child
+from tests.preempting import force_preempt
+
+BLOCK = 4
+IN_PIECES = ("qwen3_next", "falcon_h1", "lfm2", "mamba2")
+BY_ONE = ("mamba", "jamba")
+SLOW = ("falcon_h1", "mamba2", "jamba")
+WITHOUT_KV = ("mamba", "mamba2")
+
+
+def types(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return tiny_model(name)
+
+
+@functools.cache
+def tokens() -> list[int]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(6, 90, (600,), generator=generator).tolist()
+
+
+def config(new: int = 6, **options: Any) -> GenerationConfig:
+    seed = options.pop("seed", None)
+    made = GenerationConfig(
+        **{"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    )
+    if seed is not None:
+        made.seed = seed
+    return made
+
+
+def plain(name: str, prompt: list[int], new: int = 6, **options: Any) -> list[list[int]]:
+    """The new tokens of transformers' own generate."""
+    torch.manual_seed(options.pop("seed", 0))
+    ids = torch.tensor([prompt])
+    made = config(new, **options)
+    result = model_of(name).generate(ids, attention_mask=torch.ones_like(ids), generation_config=made)
+    return [row[len(prompt) :].tolist() for row in result]
+
+
+def engine_of(name: str, num_blocks: int | None = None, **scheduler: Any) -> Engine:
+    blocks = None if name in WITHOUT_KV else num_blocks
+    return Engine(model_of(name), CacheConfig(block_size=BLOCK, num_blocks=blocks), SchedulerConfig(**scheduler))
+
+
+def run(engine: Engine, name: str, prompt: list[int], new: int = 6, **options: Any) -> tuple[int, list[int]]:
+    """The number of cached tokens and the tokens of the first answer, after a comparison with plain's."""
+    adapters = {key: options.pop(key) for key in ("cache_salt",) if key in options}
+    (output,) = engine.generate([prompt], config(new, **options), **adapters)
+    assert [each.token_ids for each in output.outputs] == plain(name, prompt, new, **options)
+    engine.check_integrity()
+    return output.metrics.num_cached_tokens, output.outputs[0].token_ids
+
+
+def checkpoints_of(engine: Engine) -> Any:
+    cache = engine._scheduler.prefix_cache
+    assert cache is not None
+    return cache.checkpoints
+
+
+def assert_same_checkpoints(engine: Engine) -> None:
+    """The runner has those that the scheduler believes in, once it has been told."""
+    engine.generate([tokens()[:2]], config(1))
+    engine.generate([tokens()[:2]], config(1))
+    assert set(engine._runner._model._rows.states.checkpoints) == set(checkpoints_of(engine)._ids.values())
+
+
+@pytest.mark.parametrize("name", types(*IN_PIECES))
+def test_a_second_request_begins_where_the_first_one_was(name: str) -> None:
+    text = tokens()
+    with engine_of(name) as engine:
+        assert run(engine, name, text[:101])[0] == 0
+        cached, answer = run(engine, name, text[:101])
+        assert cached == 100  # all full blocks
+        assert run(engine, name, text[:101] + text[300:320])[0] == 100  # longer
+        assert run(engine, name, text[:61] + text[200:240])[0] == 0  # diverges: no state was kept there
+        assert run(engine, name, text[:61] + text[400:440])[0] == 60  # and now there is one
+        assert run(engine, name, text[:61])[0] == 60
+        assert run(engine, name, text[:101] + answer + text[500:510])[0] >= 104  # the next turn of a chat
+        stats = engine.stats()
+        assert stats.prefix_cache_hit_rate > 0.5
+        assert_same_checkpoints(engine)
+
+
+@pytest.mark.parametrize("name", types(*BY_ONE))
+def test_by_single_tokens(name: str) -> None:
+    """These models resume for one token at a time: the third request with a prompt finds it, and a chat its last turn,
+    if few tokens are left."""
+    text = tokens()
+    with engine_of(name) as engine:
+        assert [run(engine, name, text[:101])[0] for _ in range(3)] == [0, 0, 100]
+        answer = run(engine, name, text[:101])[1]
+        assert run(engine, name, text[:101] + answer + text[500:503])[0] == 104
+        assert run(engine, name, text[:101] + text[300:330])[0] == 0  # thirty single tokens cost more
+        assert_same_checkpoints(engine)
+
+
+@pytest.mark.parametrize("name", types(*IN_PIECES, *BY_ONE))
+def test_beams_samples_and_parallel_requests(name: str) -> None:
+    text = tokens()
+    with engine_of(name) as engine:
+        run(engine, name, text[:70])
+        for length in (70, 70, 74):
+            run(engine, name, text[:length], num_beams=3, num_return_sequences=2)
+            run(engine, name, text[:length], do_sample=True, num_return_sequences=3, top_k=8, seed=2)
+        given = [text[:length] for length in (70, 50, 70, 33, 90, 64, 68)]
+        for _ in range(2):
+            outputs = engine.generate(given, config())
+            assert [o.outputs[0].token_ids for o in outputs] == [plain(name, prompt)[0] for prompt in given]
+        assert_same_checkpoints(engine)
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+@pytest.mark.parametrize("name", types("lfm2", "qwen3_next", "jamba"))
+def test_preempted(name: str, way: Any) -> None:
+    text = tokens()
+    given = [text[:length] for length in (50, 46, 61, 38)]
+    options: list[dict[str, Any]] = [{}, {"num_beams": 3}, {}, {"do_sample": True, "top_k": 5, "seed": 3}]
+    with engine_of(name, preemption=way, max_num_batched_tokens=24) as engine:
+        for _ in range(2):
+            ids = [engine.add_request(prompt, config(12, **own)) for prompt, own in zip(given, options)]
+            done, rng = {}, random.Random(1)
+            while engine.has_unfinished_requests():
+                done.update({o.request_id: o for o in engine.step() if o.finished})
+                if rng.random() < 0.3 and (running := [key for key in ids if key not in done]):
+                    force_preempt(engine._scheduler, rng.choice(running), way)
+                engine.check_integrity()
+            for key, prompt, own in zip(ids, given, options):
+                expected = plain(name, prompt, 12, **own)
+                assert [each.token_ids for each in done[key].outputs] == expected[: len(done[key].outputs)]
+        assert_same_checkpoints(engine)
+
+
+@pytest.mark.parametrize("name", types("lfm2", "mamba2", "jamba"))
+def test_salts_weights_and_kept_prefixes(name: str) -> None:
+    text = tokens()
+    model = model_of(name)
+    with engine_of(name) as engine:
+        assert engine.cache_prefix(text[:66]) == 64
+        assert run(engine, name, text[:67])[0] == 64
+        assert run(engine, name, text[:67], cache_salt="a")[0] == 0
+        checkpoints = checkpoints_of(engine)
+        for digest in list(checkpoints):
+            checkpoints.drop(digest)
+        assert run(engine, name, text[:67])[0] == 64  # it was kept
+        assert engine.release_prefix(text[:66]) and not engine.release_prefix(text[:66])
+        with torch.no_grad():
+            weight = model.get_input_embeddings().weight
+            before = weight.clone()
+            weight.mul_(1.5)
+        try:
+            assert run(engine, name, text[:67])[0] == 0
+            assert_same_checkpoints(engine)
+        finally:
+            with torch.no_grad():
+                weight.copy_(before)
+
+
+def test_checkpoints_give_way_to_sequences() -> None:
+    """There are at most as many as the memory has room for beside the states of the sequences of a step."""
+    text = tokens()
+    model = model_of("lfm2")
+    with Engine(model, {"block_size": BLOCK, "memory": "1MiB"}, {"max_num_seqs": 4}) as engine:
+        checkpoints = checkpoints_of(engine)
+        for start in range(0, 400, 20):
+            engine.generate([text[start : start + 50]], config(5))
+        assert len(checkpoints) == 16 - 3 == checkpoints.capacity
+        for start in range(4):
+            engine.add_request(text[start : start + 50], config(5 + start))
+        most = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            most.append(len(checkpoints))
+            assert most[-1] <= checkpoints.capacity
+        assert min(most) == 4  # while all four run
+        assert_same_checkpoints(engine)
+        states = engine._runner._model._rows.states
+        assert states.nbytes <= 4 * 4 * sum(engine._runner._model.state_bytes.values())
+
+
+PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 2), st.integers(1, 9))
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "jamba"])
+def test_any_blocks_and_checkpoints_may_be_gone(name: str, data: st.DataObject) -> None:
+    """Prompts from a few pieces, so that they share prefixes; between them any cached blocks and checkpoints go. What
+    is found is the longest prefix of which both are left, and tokens are plain's."""
+    text = tokens()
+    with pytest.MonkeyPatch.context() as patch, engine_of(name, num_blocks=60) as engine:
+        patch.setattr(prefixes, "LEAST_PREFIX", BLOCK)
+        patch.setattr(prefixes, "SINGLES", 1)
+        cache, checkpoints = engine._scheduler.prefix_cache, checkpoints_of(engine)
+        assert cache is not None
+        root = engine._admission.cache_root(engine._adapters.choose(None), None)
+        for _ in range(5):
+            first, one, second, two = data.draw(PROMPT)
+            start, middle = 100 * first, 300 + 100 * second
+            prompt = text[start : start + 3 * one] + text[middle : middle + 2 * two]
+            digests: list[bytes] = []
+            cache.extend_digests(digests, prompt, root, (len(prompt) - 1) // BLOCK)
+            found = 0
+            for count in range(len(digests), 0, -1):
+                is_whole = name in WITHOUT_KV or all(each in cache._blocks[0] for each in digests[:count])
+                if is_whole and digests[count - 1] in checkpoints:
+                    found = count * BLOCK
+                    break
+            if name == "jamba" and len(prompt) - found > found:
+                found = 0
+            assert run(engine, name, prompt, data.draw(st.integers(1, 9)))[0] == found
+            for digest in list(checkpoints):
+                if data.draw(st.integers(0, 3)) == 0:
+                    checkpoints.drop(digest)
+            allocator = engine._memory.manager.allocator
+            for block_id in allocator.cached_blocks:
+                if allocator.is_cached(block_id) and data.draw(st.integers(0, 5)) == 0:
+                    cache._forget(block_id)
+                    allocator.drop_cached(block_id)
+        assert_same_checkpoints(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("deepseek_v32", {"prefix_caching": True}, "prefix_caching=True: .* states that grow"),
+        ("mamba", {"preemption": "swap"}, "preemption='swap': .* is ever preempted"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(name: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine_of(name, **settings)
+
+
+def test_swap_memory_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"swap_memory='1MiB': .* is ever preempted"):
+        Engine(model_of("mamba"), {"swap_memory": "1MiB"})
+
+
+def test_too_little_memory_for_the_states_of_a_request() -> None:
+    with Engine(model_of("mamba"), {"memory": "1MiB"}) as engine:
+        seats = engine.scheduler_config.max_num_seqs
+        assert 0 < seats < 64
+        with pytest.raises(ValueError, match=f"the memory holds the recurrent states of {seats}; .* more memory"):
+            engine.add_request(tokens()[:5], config(num_beams=seats + 1))
+
+
+def test_states_that_grow_are_counted_with_the_blocks() -> None:
+    """An indexer keeps keys of every token outside blocks."""
+    with Engine(model_of("deepseek_v32"), {"memory": "4MiB", "block_size": BLOCK}) as engine:
+        bound = engine._runner._model
+        growth = sum(bound.state_bytes_per_token.values())
+        blocks = engine.stats().num_blocks
+        assert growth > 0
+        assert blocks * (engine._memory.pool.bytes_per_block + 3 * growth * BLOCK) <= 4 * 2**20
+        engine.generate([tokens()[:40]], config(2))
+        states = bound._rows.states
+        (rows,) = (states._rows.values() or [{}]) if len(states) == 1 else ([{}],)
+        for length, row in rows.items():
+            assert abs(row.batch.nbytes - growth * length) <= sum(bound.state_bytes.values()) + growth
+
+
+def test_states_of_a_swapped_sequence_are_in_host_memory() -> None:
+    def check() -> None:
+        with fake_cuda():
+            states, made = States(), torch.arange(6.0).view(2, 3)
+            states.put([(0, 4), (1, 4)], {"state": made.to(DEVICE), "flag": True})
+            states.to_host(1)
+            assert states._rows[1][4].batch.tensors[0].device.type == "cpu"
+            joined = states.joined([(1, 4), (0, 4)])
+            assert joined["state"].device == DEVICE and joined["flag"] is True
+            assert joined["state"].cpu().tolist() == made[[1, 0]].tolist()
+
+    in_child(check)
+
+
+def test_the_dense_view_is_counted_on_a_gpu() -> None:
+    """Each layer with an attention of the model's own gathers K/V for a forward, in memory that blocks leave free."""
+
+    def check() -> None:
+        free, model = 64 << 20, tiny_model("bloom")
+        with fake_cuda(), mock.patch.object(sizing, "_free_bytes", lambda device: free):
+            sizes: Any = {"memory_fraction": 1.0}, {"max_num_seqs": 64}
+            engine = Engine(model.to(DEVICE), *sizes, cuda_graphs=False, warmup=False)
+            pool = engine._memory.pool
+            layers = len(pool.layers)
+            tokens = 64 * (getattr(model.config, "max_position_embeddings", None) or 1 << 16)
+            view = 2 * min(tokens, VIEWED_TOKENS) * (pool.bytes_per_block // 16 // layers)
+            assert 0 < view < free
+            assert free - view - pool.bytes_per_block < pool.nbytes <= free - view
+            engine.close()
+
+    in_child(check)
