@@ -25,7 +25,7 @@ Encoder = tuple[str, int]
 """Id of the sequence that holds the K/V of one row of the encoder."""
 
 
-class RowDecoder(PackedDecoder):
+class CrossDecoder(PackedDecoder):
     """`expand` consecutive rows of the batch share a prompt and a row of the encoder (beams, parallel samples).
 
     The model prepares the inputs of every step itself, as in plain generate. The first step computes one row of each

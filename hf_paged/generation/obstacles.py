@@ -13,6 +13,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.sizing import draws_dropout
 from hf_paged.generation.validation import extends_positions
+from hf_paged.model.rows import serves_batches
 from hf_paged.model.support import SupportReport
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
@@ -23,7 +24,7 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
     """An obstacle in the model or in the arguments of `generate`."""
     from transformers import GenerationMixin
 
-    if not report.native:
+    if not report.native and not serves_batches(model, report):
         return report.reason
     if kwargs.get("custom_generate") is not None:
         return "custom_generate is a callable that drives the model itself"
@@ -43,6 +44,8 @@ def config_obstacle(
     """An obstacle in the call's final generation config or in the arguments of the model's forward, except in a given
     cache."""
     obstacle = _option_obstacle(config, model_kwargs, mode)
+    if obstacle is None and config.prefill_chunk_size and not report.native:
+        obstacle = f"prefill_chunk_size splits prompts, and {report.reason}"
     if obstacle is None and _prepares_otherwise(model):
         obstacle = f"{report.model} prepares the inputs of a step in a way of its own"
     return obstacle or _layout_obstacle(report, config.max_length, model_kwargs.get("attention_mask"))
@@ -53,6 +56,8 @@ def cache_obstacle(
 ) -> str | None:
     """An obstacle in the given cache. shape: that of input_ids, with a row for each beam or sample."""
     cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    if not report.native:
+        return report.reason
     num_rows, columns = shape
     if type(cache) is not PagedKVCache:
         return f"past_key_values is a {type(cache).__name__}, which may do more than keep K/V in blocks"

@@ -24,11 +24,12 @@ from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
-from hf_paged.generation.encoder_decoder import RowDecoder, check_encoder_inputs, rows_obstacle
+from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.records import CallRecord, add_record, is_recording
+from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
     check_cache,
@@ -40,6 +41,7 @@ from hf_paged.generation.validation import (
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.rows import RowModel
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
@@ -283,7 +285,7 @@ def _keeps_cache(config: Any) -> bool:
 def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
-    is_whole = keeps_cache or call.report.has_encoder
+    is_whole = keeps_cache or call.report.has_encoder or not call.report.native
     layout = WHOLE if is_whole else layout_for(call.report, cache_config.block_size, config.max_length)
     memory, key = _take_memory(call, cache_config, layout)
     options: dict[str, Any] = {
@@ -292,10 +294,15 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _D
         "check_pool": lambda lengths: _check_prompts(lengths, cache_config, memory),
         "on_step": call.record.observe if is_recording() else None,
     }
+    check_code = foreign_code(model).refuse
+    decoder: PackedDecoder
     if call.report.has_encoder:
-        return _Decoding(memory, key, keeps_cache, RowDecoder(model, memory, foreign_code(model).refuse, **options))
-    packed = PackedModel(model, memory, overrides_for_calls(model), foreign_code(model).refuse)
-    decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
+        decoder = CrossDecoder(model, memory, check_code, **options)
+    elif call.report.native:
+        packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
+        decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
+    else:
+        decoder = RowDecoder(RowModel(model, memory), check_code, **options)
     return _Decoding(memory, key, keeps_cache, decoder)
 
 
@@ -401,12 +408,12 @@ def _with_cache(model: Any, decoder: PackedDecoder, given: PagedKVCache | None, 
     which gets its rows when the call ends."""
     if isinstance(result, torch.Tensor):
         return result
-    if isinstance(decoder, RowDecoder):
+    if isinstance(decoder, CrossDecoder):
         result.past_key_values = decoder.result_cache()
         return result
     if given is None:
         cache = PagedKVCache(model.config, memory=decoder.memory)
-        cache.take_rows(decoder.rows, decoder.padding)  # type: ignore[arg-type]
+        decoder.give_rows(cache)
     result.past_key_values = cache if given is None else given
     return result
 

@@ -468,6 +468,11 @@ def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
     return batch
 
 
+def _row(batch: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """One row of the batch, without padding."""
+    return {name: value[index : index + 1, -_LENGTHS[index] :] for name, value in batch.items()}
+
+
 def _without_drawing(model: Any) -> Any:
     """Restore the random state after the model has drawn random numbers."""
     device = device_of(model)
@@ -496,16 +501,21 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
                 parts.append(part)
         _refuse_shared_layers(packed)
         refuse_own_inputs(model, batch)
-        steps = None if model.training else _two_steps(model, batch, DynamicCache(config=model.config))
-        given = step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
-        positions_given = {} if given is None else {"position_ids": given}
-        expected = uncompiled(model)(**batch, **positions_given, use_cache=False, return_dict=True).logits
+        # With padding, a model that numbers tokens by the length of its cache gives other logits.
+        batches = [batch] if packed.cache.takes_positions else [_row(batch, i) for i in range(len(rows))]
+        steps, expected = [], []
+        for each in batches:
+            if not model.training:
+                steps.append(_two_steps(model, each, DynamicCache(config=model.config)).unflatten(0, (2, -1)))
+            given = step_positions(model, each["input_ids"], each.pop("position_ids", None), is_first=True)
+            positions_given = {} if given is None else {"position_ids": given}
+            expected += uncompiled(model)(**each, **positions_given, use_cache=False, return_dict=True).logits
     if not model.training:
         for parts, own, length in zip(got, expected, _LENGTHS):
             _compare(model, torch.cat(parts), own[-length:], "packed")
         # In a decode step a row of one sequence has one token, a packed row of two sequences has two.
-        ends = [parts[step][-1] for step in (0, 1) for parts in got]
-        _compare(model, torch.stack(ends), steps, "packed")  # type: ignore[arg-type]
+        ends = [torch.stack([parts[step][-1] for parts in got]) for step in (0, 1)]
+        _compare(model, torch.stack(ends), torch.cat(steps, 1), "packed")
     return _native_layers(model, packed), packed.cache.numbers_tokens
 
 
@@ -577,8 +587,8 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
 
 def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
     """Logits of the last position after a prefill of all tokens but the last, and after a step with the last one."""
-    logits = []
-    for start, stop in ((0, 4), (4, 5)):
+    logits, length = [], batch["input_ids"].shape[1]
+    for start, stop in ((0, length - 1), (length - 1, length)):
         inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
         options: dict[str, Any] = {"past_key_values": past, "use_cache": True}
         if takes_ordinary_inputs(model):

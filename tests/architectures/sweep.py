@@ -39,8 +39,15 @@ def prompts(vocab: int = 90, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]
     return ids * mask, mask
 
 
-def examine(model_type: str, engine: bool) -> dict[str, Any]:
+def examine(model_type: str, engine: bool, speed: bool = False) -> dict[str, Any]:
     """The result of one type. `result`: identical, refused, different, crashed, or unrunnable (plain fails too)."""
+    result = _compare(model_type, engine)
+    if speed and result.get("engine") == "identical":
+        result["speed"] = examine_speed(tiny_model(model_type))
+    return result
+
+
+def _compare(model_type: str, engine: bool) -> dict[str, Any]:
     try:
         model = tiny_model(model_type)
         if model.config.is_encoder_decoder:
@@ -192,6 +199,38 @@ def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
     return f"different: requests {wrong}" if wrong else "identical"
 
 
+def examine_speed(model: Any, repeats: int = 3) -> dict[str, float]:
+    """16 requests at once in the engine: how many times as fast as one by one, and as plain `generate` of the padded
+    batch. Processor time of this thread, the best of the repeats (one by one: of one), in turns."""
+    from transformers import GenerationConfig
+
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(6, 90, (5 + 7 * i % 22,), generator=generator) for i in range(16)]
+    width = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    config = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    prompts = [row.tolist() for row in rows]
+    seconds: dict[str, list[float]] = {"engine": [], "plain": [], "one by one": []}
+
+    def timed(name: str, call: Any) -> None:
+        begin = time.thread_time()
+        call()
+        seconds[name].append(time.thread_time() - begin)
+
+    memory = hf_paged.CacheConfig(memory="256MiB")
+    with hf_paged.Engine(model, memory, hf_paged.SchedulerConfig(prefix_caching=False)) as engine:
+        for turn in range(repeats + 1):
+            timed("engine", lambda: engine.generate(prompts, config))
+            timed("plain", lambda: model.generate(ids, attention_mask=(ids > 0).long(), generation_config=config))
+            if turn == 1:
+                timed("one by one", lambda: [engine.generate([prompt], config) for prompt in prompts])
+    best = min(seconds["engine"][1:])
+    return {
+        "one by one": round(min(seconds["one by one"]) / best, 1),
+        "plain": round(min(seconds["plain"][1:]) / best, 2),
+    }
+
+
 def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
     torch.manual_seed(1)
     options.setdefault("max_new_tokens", NEW_TOKENS)
@@ -226,19 +265,21 @@ def _line(error: BaseException) -> str:
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
-def _child(model_type: str, engine: bool, path: str) -> None:
+def _child(model_type: str, engine: bool, speed: bool, path: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     begin = time.perf_counter()
-    result = {"type": model_type, **examine(model_type, engine)}
+    result = {"type": model_type, **examine(model_type, engine, speed)}
     result["seconds"] = round(time.perf_counter() - begin, 2)
     Path(path).write_text(json.dumps(result))
 
 
-def run(types: list[str], *, jobs: int = 2, timeout: float = 900.0, engine: bool = False) -> list[dict[str, Any]]:
+def run(
+    types: list[str], *, jobs: int = 2, timeout: float = 900.0, engine: bool = False, speed: bool = False
+) -> list[dict[str, Any]]:
     """Examine the types, `jobs` at a time; returns one result per type, in the order of completion."""
     import tempfile
 
@@ -253,7 +294,7 @@ def run(types: list[str], *, jobs: int = 2, timeout: float = 900.0, engine: bool
             while waiting and len(running) < jobs:
                 name = waiting.pop(0)
                 path = os.path.join(folder, name)
-                process = context.Process(target=_child, args=(name, engine, path))
+                process = context.Process(target=_child, args=(name, engine, speed, path))
                 process.start()
                 running[name] = (process, path, time.monotonic() + timeout)
             time.sleep(0.02)
@@ -314,6 +355,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds per type")
     parser.add_argument("--engine", action="store_true", help="also run the engine with staggered arrivals")
+    parser.add_argument("--speed", action="store_true", help="also 16 requests at once; with --engine")
     parser.add_argument("--out", type=Path, help="write the results to this file as a JSON list, sorted by type")
     args = parser.parse_args()
     results = run(
@@ -321,6 +363,7 @@ def main() -> int:
         jobs=args.jobs,
         timeout=args.timeout,
         engine=args.engine,
+        speed=args.speed,
     )
     if args.out:
         args.out.write_text(json.dumps(sorted(results, key=lambda r: r["type"]), indent=1) + "\n")

@@ -44,7 +44,8 @@ CI_TYPES = {
     "bloom": "dense view",  # ALiBi
     "gpt_neox_japanese": "dense view",  # attention code of its own
     "cpmant": "dense view",  # a cache longer than the tokens
-    "bart": "dense view",  # decoder of an encoder-decoder family
+    "bart": "native",  # decoder of an encoder-decoder family, positions from the cache's length
+    "mvp": "dense view",  # the same, in a way that has one position for all rows
     "deepseek_v3": "dense view",  # latent attention
     "bamba": "dense view",  # recurrent layers beside attention
     "falcon_h1": "dense view",  # both in one layer
