@@ -43,7 +43,8 @@ class CrossDecoder(PackedDecoder):
         check_pool: Callable[[Sequence[int]], None] | None = None,
         on_step: Callable[[PagedMemory], None] | None = None,
     ) -> None:
-        packed: Any = EncoderDecoderModel(model, memory, check_code, self.reorder)
+        self._encoded = EncoderDecoderModel(model, memory, check_code, self.reorder)
+        packed: Any = self._encoded
         super().__init__(packed, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step)
         self.cache = packed.cache
         self.encoders: list[Encoder] = []  # of each row
@@ -59,9 +60,9 @@ class CrossDecoder(PackedDecoder):
         return updated
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
-        return GenerationMixin._prefill(self, *args, **kwargs)  # type: ignore[arg-type]
+        return GenerationMixin._prefill(self, *args, **kwargs)
 
-    def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:
+    def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:  # type: ignore[override]
         logits = self._later(inputs) if self.rows else self._first(inputs)
         self._report()
         return Seq2SeqLMOutput(logits=logits, past_key_values=self.cache)  # type: ignore[arg-type]
@@ -72,14 +73,14 @@ class CrossDecoder(PackedDecoder):
         own = list(range(0, num_rows, self._expand))
         rows = [next(self._ids) for _ in own]
         encoders = [("encoder", i) for i in range(len(own))]
-        logits = self._packed.first(  # type: ignore[attr-defined]
+        logits = self._encoded.first(
             rows, encoders, [self.padding[r] for r in own], rows_of(inputs, own, num_rows), self._check_pool
         )
         index = [i for i in range(len(own)) for _ in range(self._expand)]
         self.rows = self._fork_rows(rows, index)
         self.encoders = [encoders[i] for i in index]
         self.length = columns
-        self.length_beside = self._packed.encoder_length  # type: ignore[attr-defined]
+        self.length_beside = self._encoded.encoder_length
         return logits if self._expand == 1 else logits.repeat_interleave(self._expand, dim=0)
 
     def _later(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -89,8 +90,8 @@ class CrossDecoder(PackedDecoder):
         active = [r for r, row in enumerate(self.rows) if row is not None]
         states = inputs.pop("encoder_outputs")  # large; only their shape will be read
         inputs = {**rows_of(inputs, active, num_rows), "encoder_outputs": states}
-        some: torch.Tensor = self._packed.later(  # type: ignore[attr-defined]
-            [self.rows[r] for r in active],
+        some = self._encoded.later(
+            [row for row in self.rows if row is not None],
             [self.encoders[r] for r in active],
             [self.padding[r] for r in active],
             inputs,
@@ -113,18 +114,18 @@ class CrossDecoder(PackedDecoder):
         """The rows and the states of their encoders, as a caller gets them; they stay in this memory."""
         own = PagedKVCache(memory=self.memory)
         own.take_rows(self.rows, self.padding)  # type: ignore[arg-type]
-        gather = self._packed.encoder_states  # type: ignore[attr-defined]
-        layers = [_KeptLayer(gather, i, self.encoders) for i in sorted(self.memory.pool.layers)]
-        return EncoderDecoderCache(own, Cache(layers=layers))  # type: ignore[no-untyped-call]
+        gather = self._encoded.encoder_states
+        layers: list[Any] = [_KeptLayer(gather, i, self.encoders) for i in sorted(self.memory.pool.layers)]
+        return EncoderDecoderCache(own, Cache(layers=layers))
 
 
 class _KeptLayer(DynamicLayer):
     """K/V of the encoder's states in a returned cache: gathered from the blocks when it is first read."""
 
     def __init__(self, gather: Callable[..., torch.Tensor], layer_idx: int, encoders: Sequence[Encoder]) -> None:
-        self._gather = lambda which: gather(layer_idx, which, list(encoders))
+        self._gather: Callable[[int], torch.Tensor] = lambda which: gather(layer_idx, which, list(encoders))
         self._states: list[torch.Tensor | None] = [None, None]
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def _state(self, which: int) -> torch.Tensor:

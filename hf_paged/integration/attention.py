@@ -227,7 +227,9 @@ def attention_forward(
             )
         return own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(handle, LayerHandle):  # of an encoder-decoder model: see `encoder_decoder.py`
-        return handle.attend(module, query, key, value, attention_mask, scaling, kwargs)
+        attended: tuple[torch.Tensor, torch.Tensor | None]
+        attended = handle.attend(module, query, key, value, attention_mask, scaling, kwargs)
+        return attended
     handle.reads += 1
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)

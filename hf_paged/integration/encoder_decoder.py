@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
@@ -52,7 +52,7 @@ class _SelfLayer(CacheLayerMixin):
     is_compileable = False
 
     def __init__(self, cache: SelfCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class SelfCache(Cache):
     step: RowStep
 
     def __init__(self) -> None:
-        super().__init__(layers=[_SelfLayer(self)])  # type: ignore[no-untyped-call]
+        super().__init__(layers=[_SelfLayer(self)])
         self.handles: list[SelfHandle] = []
         self.length = 0  # tokens of a row with K/V in every layer, padding included
 
@@ -149,7 +149,7 @@ class _CrossLayers:
 class CrossCache(Cache):
     """K/V of the encoder's states: written by the first forward, read by every later one."""
 
-    step: RowStep | None = None
+    step: RowStep
 
     def __init__(self) -> None:
         self.layers = _CrossLayers(self)  # type: ignore[assignment]
@@ -159,7 +159,8 @@ class CrossCache(Cache):
         self.seen: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the first forward: mask, visible, slots
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0 if self.step is None or self.step.keep is not None else self.step.encoder_length
+        step = vars(self).get("step")  # None before the first forward
+        return 0 if step is None or step.keep is not None else int(step.encoder_length)
 
     def shown(self, layer_idx: int, which: int) -> torch.Tensor:
         """[rows, num_kv_heads, length of the encoder, (v_)head_dim] without contents."""
@@ -186,9 +187,9 @@ class PairCache(EncoderDecoderCache):
     reads_encoder = True
 
     def __init__(self, reorder: Callable[[list[int]], None] | None = None) -> None:
-        super().__init__(SelfCache(), CrossCache())  # type: ignore[no-untyped-call]
-        self.own: SelfCache = self.self_attention_cache
-        self.cross: CrossCache = self.cross_attention_cache
+        super().__init__(SelfCache(), CrossCache())
+        self.own = cast(SelfCache, self.self_attention_cache)
+        self.cross = cast(CrossCache, self.cross_attention_cache)
         # Some models put a cache of another kind in place of the second one, unless they find it in use.
         self.is_updated = {0: True}
         self._reorder = reorder

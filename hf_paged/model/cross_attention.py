@@ -22,7 +22,7 @@ class PagedPair(EncoderDecoderCache):
     """A cache whose part for the decoder's own tokens is in blocks."""
 
     def __init__(self, paged: Cache) -> None:
-        super().__init__(paged, DynamicCache())  # type: ignore[no-untyped-call]
+        super().__init__(paged, DynamicCache())
 
     def check_dynamic_cache(self, method: str) -> None:
         """A PagedKVCache has these methods too (assisted decoding crops it)."""

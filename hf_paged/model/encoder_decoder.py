@@ -156,9 +156,7 @@ class EncoderDecoderModel:
             known = self._encoder_rows = _EncoderRows(encoders, layout, replace(known.metadata, scratch={}))
         return known.metadata
 
-    def _forward(
-        self, step: RowStep, inputs: dict[str, Any], kind: Callable[[PairCache, list[Any]], Any]
-    ) -> torch.Tensor:
+    def _forward(self, step: RowStep, inputs: dict[str, Any], kind: Callable[[Any, list[Any]], Any]) -> torch.Tensor:
         self._weights.look()
         if self._weights.structure != self._structure:
             self._structure = self._weights.structure
@@ -221,7 +219,7 @@ def trial_inputs(model: Any) -> dict[str, Any]:
     states = values.view(2, _LENGTHS[0], width).to(model.device, model.dtype)
     inputs: dict[str, Any] = {
         "decoder_input_ids": ids,
-        "encoder_outputs": _States(last_hidden_state=states),  # type: ignore[arg-type]
+        "encoder_outputs": _States(last_hidden_state=states),
     }
     if model.main_input_name == "input_ids":
         mask = torch.ones(2, _LENGTHS[0], dtype=torch.int64, device=model.device)

@@ -22,7 +22,7 @@ from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.model import encoder_decoder
-from hf_paged.model.cross_attention import PagedPair
+from hf_paged.model.cross_attention import PagedPair, paged_part
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
@@ -384,7 +384,7 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
         except Exception as error:  # as above
             reason = f"it does not run over a paged cache ({first_line(error)}); packed: {why}; {remedy}"
             return SupportReport(name, False, False, reason, (), has_encoder=True)
-    pool = pair.self_attention_cache.memory.pool
+    pool = paged_part(pair).memory.pool
     layers = tuple(
         LayerSupport(index, "dense view", "K/V in blocks, gathered for the model's own attention", **_sizes(kv))
         for index, kv in sorted(pool.layers.items())
