@@ -297,6 +297,8 @@ def _refusal(model: Any) -> str | None:
     remedy = "call generate without cache_implementation"
     if not model.can_generate():
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
+    if not hasattr(model, "_supports_default_dynamic_cache"):
+        return f"its generate is a method of its own, not that of transformers' GenerationMixin; {remedy}"
     if "past_key_values" not in (parameters := inspect.signature(model.forward).parameters):
         state = sorted({*_STATES, "mems", "past_buckets_states"} & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"

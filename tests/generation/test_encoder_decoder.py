@@ -331,3 +331,10 @@ def test_the_pipeline(times: Any, seconds: float) -> None:
     plain, paged = results
     assert plain == paged and len(set(paged["text"])) > 2
     assert {record.route for record in records} == {"hf_loop" if times == "word" else "packed"}
+
+
+def test_a_generate_of_its_own_is_refused() -> None:
+    sizes = {"hidden_size": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+    sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    report = hf_paged.check(transformers.SpeechT5ForTextToSpeech(transformers.SpeechT5Config(**sizes)).eval())
+    assert not report.supported and "method of its own" in report.reason
