@@ -25,6 +25,7 @@ _ADDRESS = "RAY_ADDRESS"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHUTDOWN_SECONDS = 2.0  # until processes of a cluster that ends are killed
 _LOOK_SECONDS = 5.0  # between two looks at the application
+_MOST_FAILURES = 3  # looks in a row at an application that Ray does not answer
 
 
 def check_replicas(given: dict[str, Any]) -> None:
@@ -181,9 +182,10 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
 
     name = f"{_APP}-{secrets.token_hex(4)}"  # of its own: an application of the same name would be replaced
     stop, hurry = threading.Event(), threading.Event()
-    is_over, is_deleted = threading.Event(), threading.Event()
+    is_over = threading.Event()
+    losses: list[str] = []
     # In a thread: a cluster that has died does not answer.
-    watcher = threading.Thread(target=_await_deletion, args=(name, is_over, is_deleted), daemon=True)
+    watcher = threading.Thread(target=_await_loss, args=(name, is_over, losses), daemon=True)
     app, has_begun = build_app(args), False
     try:
         has_begun = True
@@ -200,16 +202,13 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
         watcher.start()
         cluster = _cluster_processes() if is_local else {}
         while not stop.wait(_LOOK_SECONDS):
-            if is_deleted.is_set():
-                log.error("the application %s has been deleted by another program", name)
+            if losses:
+                log.error("the application %s %s", name, losses[0])
                 has_begun = False
                 return 1
-            if dead := [cluster[pid] for pid in cluster if _has_ended(pid)]:
-                log.error("%s has ended, and with it the cluster", dead[0])
-                _kill_children()
-                os._exit(1)  # no call of Ray's would return any more
+            _end_with(cluster)
         log.info("draining")
-        _drain(handle, args.drain_seconds, hurry)
+        _drain(handle, args.drain_seconds, hurry, cluster)
         return 0
     finally:
         _on_signals(signal.SIG_IGN)
@@ -223,22 +222,34 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
                 log.exception("the application %s could not be deleted", name)
 
 
-def _await_deletion(name: str, is_over: threading.Event, is_deleted: threading.Event) -> None:
+def _await_loss(name: str, is_over: threading.Event, losses: list[str]) -> None:
+    """Look at the application until `is_over`. Once it is lost, `losses` says how."""
     from ray import serve
 
+    failures = 0
     while not is_over.wait(_LOOK_SECONDS):
-        if name not in serve.status().applications:
-            is_deleted.set()
+        try:
+            applications = serve.status().applications
+        except Exception as error:  # of Ray, whose controller may be away for a moment
+            failures += 1
+            if failures == _MOST_FAILURES:
+                losses.append(f"cannot be seen any more: {str(error).splitlines()[0]}")
+                return
+            continue
+        failures = 0
+        if name not in applications:
+            losses.append("has been deleted by another program")
             return
 
 
-def _drain(handle: Any, seconds: float, hurry: threading.Event) -> None:
+def _drain(handle: Any, seconds: float, hurry: threading.Event, cluster: dict[int, str]) -> None:
     """Until the requests in flight have ended, the time is over, or a second signal has come."""
     from ray.exceptions import RayError
 
     done = handle.drain.remote(seconds)
     end = time.monotonic() + seconds + _LOOK_SECONDS
     while not hurry.is_set() and time.monotonic() < end:
+        _end_with(cluster)
         try:
             if left := done.result(timeout_s=0.2):
                 log.warning("%d requests have not ended in time", left)
@@ -274,14 +285,30 @@ def _bracketed(host: str) -> str:
 
 
 def _children() -> list[int]:
-    threads = Path("/proc/self/task").iterdir()
-    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    """Process ids; none on a system without /proc."""
+    found: list[int] = []
+    with suppress(FileNotFoundError):
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # the thread has ended meanwhile
+                found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def _cluster_processes() -> dict[int, str]:
     """The children without which there is no cluster: their names."""
-    names = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in _children()}
+    names: dict[int, str] = {}
+    for child in _children():
+        with suppress(OSError):  # it has ended meanwhile
+            names[child] = Path(f"/proc/{child}/comm").read_text().strip()
     return {child: name for child, name in names.items() if name in ("gcs_server", "raylet")}
+
+
+def _end_with(cluster: dict[int, str]) -> None:
+    """End this process if the cluster has died: no call of Ray's would return any more."""
+    if dead := [name for pid, name in cluster.items() if _has_ended(pid)]:
+        log.error("%s has ended, and with it the cluster", dead[0])
+        _kill_children()
+        os._exit(1)
 
 
 def _has_ended(child: int) -> bool:

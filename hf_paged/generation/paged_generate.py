@@ -38,6 +38,7 @@ from hf_paged.generation.validation import (
     check_pool,
     refuse_no_cache,
 )
+from hf_paged.kernels.ops import release_workspaces
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
@@ -58,8 +59,10 @@ def _idle_pools(model: nn.Module) -> IdlePools:
 
 def release_memory(model: nn.Module | None = None) -> None:
     """Free what is kept for later calls and engines on a model, or on all models: CUDA graphs, packed weights (those of
-    `prepack` too), and K/V memory of paged calls (that of the last call, and up to three other pools within 1 GiB)."""
+    `prepack` too), K/V memory of paged calls (that of the last call, and up to three other pools within 1 GiB), and the
+    workspace of this thread's kernels on a CPU."""
     release(unwrapped(model))
+    release_workspaces()
 
 
 # -- one call --------------------------------------------------------------------------------------------------------

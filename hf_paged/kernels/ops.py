@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from types import ModuleType
 from typing import Any, cast
 
@@ -62,6 +63,12 @@ def _load(name: str) -> ModuleType:
     except KeyError:
         raise ValueError(f"impl={name!r}: use one of {', '.join(map(repr, _MODULES))}, or None") from None
     return importlib.import_module(path)
+
+
+def release_workspaces() -> None:
+    """Free the workspaces that native calls of this thread have left, which are as large as the largest one."""
+    if (native := sys.modules.get(_MODULES["native"])) is not None:
+        native.release_workspace()
 
 
 def write_kv(

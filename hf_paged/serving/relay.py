@@ -210,8 +210,8 @@ class _Answer:
             kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
             self._is_stream = any(value.startswith(b"text/event-stream") for value in kinds)
             message = {**message, "headers": [*message["headers"], (b"x-replica", (self.replica or "").encode())]}
+        await self._send(message)  # if it is cancelled, nothing was sent
         self._num_events += message.get("body", b"").count(b"\n\n")
-        await self._send(message)
 
     async def break_off(self, problem: Problem) -> bool:
         """End a stream with an error. False for another answer, whose connection has to be closed instead."""

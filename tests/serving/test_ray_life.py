@@ -198,3 +198,13 @@ def test_two_applications(cluster: str) -> None:
     with serving(*first_options, "--port", port) as again:
         assert ask(again.url, "/v1/models", key="first")[0] == 200
     assert again.status == 0, "".join(again.lines[-30:])
+
+
+def test_another_program_ends_serve(cluster: str) -> None:
+    """The server that has lost its application ends with an error."""
+    shut_down = f"import ray; from ray import serve; ray.init({cluster!r}, log_to_driver=False); serve.shutdown()"
+    with serving("--replicas", "1", *SMALL, "--port", str(free_port())) as server:
+        assert complete(server.url) == 200
+        subprocess.run([sys.executable, "-c", shut_down], check=True, capture_output=True)
+        until(lambda: not psutil.pid_exists(server.pid) or psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE)
+    assert server.status == 1 and any("the application" in line for line in server.lines), server.lines[-10:]

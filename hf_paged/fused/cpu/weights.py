@@ -2,7 +2,8 @@
 oneDNN with packed copies of the weights.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights. The native kernels read the
-weights themselves, faster than torch does with more than one row, and in 16 bits always. On CPUs with AVX-512 and BF16
+weights themselves, faster than torch does with up to about 64 rows; with hundreds of rows in fp32, torch is faster
+(docs/benchmarks.md). On CPUs with AVX-512 and BF16
 they read bf16 weights faster still from packed copies, in the memory layout that is fastest to compute with; the
 results are then those of torch 2.13, bit for bit, with two exceptions, where torch sums in another order: with AMX,
 more than 32 rows; without it, a single row of more than 1,024 elements. On other CPUs and in other dtypes the order of
@@ -73,10 +74,11 @@ def is_prepacked(model: Any) -> bool:
 def prepack(model: Any) -> None:
     """Make paged `generate` calls compute with packed copies of the model's linear weights (CPU, bf16 or fp32).
 
-    The copies take as much memory as the weights, until `release_memory(model)`. With few rows a call is up to three
-    times as fast. Sums may be in another order, as with `Engine(prepack=True)`. Changed weights are packed again at the
-    start of the next call; see `weights_changed` for the changes that must be reported. Raises ValueError if the
-    weights cannot be packed.
+    The copies take as much memory as the weights, until `release_memory(model)`. In bf16, with few rows, a call is up
+    to three times as fast. In fp32 oneDNN computes with them, and layers are not computed whole, which is slower than
+    hf_paged's own kernels for fp32. Sums may be in another order, as with `Engine(prepack=True)`. Changed weights are
+    packed again at the start of the next call; see `weights_changed` for the changes that must be reported. Raises
+    ValueError if the weights cannot be packed.
     """
     model = unwrapped(model)
     layers_for_engine(model, True)
@@ -128,7 +130,7 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
         dtype = layer.weight.dtype
         if dtype == torch.bfloat16 and not fused_ops.packs():
             if fused_ops.is_available(dtype):
-                return "on this CPU, which lacks AVX-512 with BF16, bfloat16 weights are read where they are"
+                return "without AVX-512 and BF16 (see HF_PAGED_ISA) bfloat16 weights are read where they are"
             if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
                 return "this CPU lacks the instructions (AVX-512) that oneDNN needs to pack bfloat16"
         if dtype not in (torch.bfloat16, torch.float32):

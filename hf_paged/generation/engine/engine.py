@@ -59,7 +59,8 @@ class Engine(EngineLoop):
 
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
     of its fields. tokenizer: needed only for `stop_strings`. prepack: on a CPU, keep copies of the linear weights in
-    the layout that is fastest there (None = in bf16, if the memory suffices). On a GPU, move linear weights that read
+    the layout that is fastest there (None = in bf16 on CPUs with AVX-512 and BF16, if
+    the memory suffices). On a GPU, move linear weights that read
     the same rows beside one another, for one product instead of several, without copies (None = where `fuse` knows
     the layers; see docs/gpu.md): no other thread may compute with the model meanwhile. True = raise if nothing can be
     packed. Sums may then be in another order than torch's.

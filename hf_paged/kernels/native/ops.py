@@ -164,6 +164,11 @@ def workspace(num_bytes: int) -> int:
     return buffer.data_ptr()
 
 
+def release_workspace() -> None:
+    """Free this thread's workspace, which is as large as the largest call has needed."""
+    _local.buffer = None
+
+
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,

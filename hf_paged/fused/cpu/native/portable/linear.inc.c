@@ -204,7 +204,9 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
     const Linear l = *call;
     if (!l.rows) return;
     const int widens = sizeof(ELEMENT) < 4;
-    const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, block = block_of(l.rows);
+    const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, share = (l.columns + l.threads - 1) / l.threads;
+    int64_t block = block_of(l.rows);
+    if (l.rows <= TALL && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
     const int64_t blocks = (l.columns + block - 1) / block, size = (int64_t)sizeof(ELEMENT);
     float *copy = (float *)(void *)l.workspace, *of_threads = copy + (widens ? l.rows * x_row : 0);
     const float *x = widens ? copy : (const float *)(const void *)l.x;
