@@ -326,6 +326,7 @@ class _Trial:
         # A mask of the model's own may choose among the tokens once they are many.
         self._chooses = OWN_MASK in examine(model).bare.reason
         self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
+        self._noise = 0.0  # the largest difference of logits of the same tokens at once and one by one
         try:
             # Another sequence is computed between the pieces, to detect models that keep a state in their modules.
             self._alone = self._run([(self._long, (5, 1, 1)), (self._other, (5, 1, 1))], "one", "one")
@@ -360,15 +361,21 @@ class _Trial:
         return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
 
     def splits_prompts(self, *, by_one: bool = False) -> bool:
-        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token."""
+        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token.
+
+        A state that is lost at the cut changes the logits right after it most. These are rounded too, in low precision
+        by more than the tolerance, but not by more than those of single tokens."""
         tokens = [*self._long, *self._other, *self._long]
         rest = (1,) * 13 if by_one else (13,)
         try:
-            (whole,) = self._run([(tokens, (20, 1))], "one", "one")
-            (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one")
+            (whole,) = self._run([(tokens, (20, 1))], "one", "one", every=True)
+            (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one", every=True)
         except Exception:  # some models assert that a prompt is not split
             return False
-        return self._close(split[-2:], whole)
+        if by_one:
+            self._noise = _difference(split[7:], whole[7:])
+            return self._close(split[-2:], whole[-2:])
+        return self._close(split[7:], whole[7:], self._noise)
 
     def together(self) -> tuple[Together, Together]:
         """Which rows share a forward in which they begin, and one in which they go on by one token."""
@@ -395,9 +402,11 @@ class _Trial:
             return False
 
     @torch.no_grad()
-    def _run(self, rows: list[_Cut], prompts: Together, go_on: Together) -> list[torch.Tensor]:
-        """For each row the logits fp32 [number of pieces, vocab] after each of its pieces. prompts, go_on: "one" if the
-        first, or the later pieces of the rows are a forward each."""
+    def _run(
+        self, rows: list[_Cut], prompts: Together, go_on: Together, *, every: bool = False
+    ) -> list[torch.Tensor]:
+        """For each row the logits fp32 [number of pieces, vocab] after each of its pieces, or with `every` those after
+        each of its tokens. prompts, go_on: "one" if the first, or the later pieces of the rows are a forward each."""
         memory = PagedMemory(4, growable=True)
         computed = _Rows(self._model, memory)
         logits: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -406,7 +415,7 @@ class _Trial:
             parts = []
             for number, (tokens, cuts) in enumerate(rows):
                 end = done[number] + cuts[step]
-                parts.append(Part(number, tokens[done[number] : end], done[number]))
+                parts.append(Part(number, tokens[done[number] : end], done[number], cuts[step] if every else 1))
                 memory.append([(number, cuts[step])])
                 done[number] = end
             batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
@@ -414,8 +423,8 @@ class _Trial:
             if computed.has_states and step:
                 self._look_at_states(computed.states, parts[0])
             for own, result in zip(logits, results):
-                own.append(result[-1].float())
-        return [torch.stack(own) for own in logits]
+                own.append(result.float())
+        return [torch.cat(own) for own in logits]
 
     def _look_at_states(self, states: States, part: Part) -> None:
         """Learn from a piece that goes on how large states are."""
@@ -429,12 +438,17 @@ class _Trial:
             device: size - part.end * self.bytes_per_token.get(device, 0) for device, size in now.items()
         }
 
-    def _close(self, left: torch.Tensor, right: torch.Tensor) -> bool:
-        finite = torch.isfinite(right)
-        difference = (left - right)[finite].abs().max()
-        return bool(difference <= logits_tolerance(self._model.dtype) * right[finite].abs().max())
+    def _close(self, left: torch.Tensor, right: torch.Tensor, noise: float = 0.0) -> bool:
+        """noise: a difference that is tolerated in any case."""
+        largest = float(right[torch.isfinite(right)].abs().max())
+        return _difference(left, right) <= max(noise, logits_tolerance(self._model.dtype) * largest)
 
     def _unsupported(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"{type(self._model).__name__} cannot be computed one sequence at a time ({reason}); call generate"
         )
+
+
+def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest one, where `right` is finite."""
+    return float((left - right)[torch.isfinite(right)].abs().max())
