@@ -11,6 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+UNPINNED = 3
+"""Checkpoints that are never pinned, so that requests find the end of a prompt, where prompts branch, and a tail."""
+
 MAX_SEEN = 1 << 16
 """Digests of prompts that are remembered, to find where prompts branch."""
 
@@ -19,7 +22,7 @@ MAX_SEEN = 1 << 16
 class CheckpointRules:
     """What a model and its memory allow.
 
-    count: checkpoints that there is always room for. seats: sequences of a step, at most; for each that is not there,
+    count: checkpoints that there is always room for, more than UNPINNED. seats: sequences of a step, at most; for each that is not there,
     there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length; otherwise it goes on by
     one token at a time.
     """
@@ -96,8 +99,7 @@ class Checkpoints:
         if is_tail:
             while len(self._tails) >= max(self.capacity // 2, 1):
                 self._drop_tail(next(iter(self._tails)))
-        if not self._shrink(self.capacity - 1):
-            return
+        self._shrink(self.capacity - 1)
         self._ids[digest] = number = self._new_id()
         self.moves.kept.append((seq_id, num_tokens, number))
         if is_tail:
@@ -120,10 +122,10 @@ class Checkpoints:
 
     def pin(self, digest: bytes) -> None:
         """Keep it until `unpin`. Raises ValueError if those that are pinned leave no room."""
-        if digest not in self._pinned and len(self._pinned) >= self.rules.count:
+        if digest not in self._pinned and len(self._pinned) >= self.rules.count - UNPINNED:
             raise ValueError(
                 f"{len(self._pinned)} prefixes are kept, and the memory holds the states of no more; release one, or "
-                "give the cache more memory"
+                "give the engine a larger max_num_seqs and more memory"
             )
         self._release(digest)
         self._pinned.add(digest)
@@ -174,17 +176,13 @@ class Checkpoints:
         if (digest := self._tails.get(seq_id)) is not None:
             self.drop(digest)
 
-    def _shrink(self, most: int) -> bool:
-        """Drop the least recently used ones, until there are at most `most`. False if too many are pinned."""
+    def _shrink(self, most: int) -> None:
+        """Drop the least recently used ones, until there are at most `most`; fewer are pinned."""
         while len(self._ids) > most:
-            digest = next((each for each in self._ids if each not in self._pinned), None)
-            if digest is None:
-                return False
-            self.drop(digest)
-        return True
+            self.drop(next(digest for digest in self._ids if digest not in self._pinned))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the class does not hold."""
-        assert len(self._ids) <= max(self.capacity, len(self._pinned))
+        assert len(self._ids) <= self.capacity and len(self._pinned) + UNPINNED <= self.rules.count
         assert {digest: seq_id for seq_id, digest in self._tails.items()} == self._owners
         assert self._pinned | set(self._owners) <= set(self._ids)

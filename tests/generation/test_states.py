@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.cache.layers import NOTHING, WHOLE
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.states import States
 from hf_paged.generation.engine import prefixes, sizing
-from hf_paged.model.rows import VIEWED_TOKENS
+from hf_paged.model.rows import VIEWED_TOKENS, RowModel
+from hf_paged.model.support import examine
 from tests.architectures.tiny import tiny_model
 from tests.fake_cuda import DEVICE, fake_cuda
 from tests.logical_devices import in_child
@@ -36,6 +39,12 @@ def types(*names: str) -> list[Any]:
 @functools.cache
 def model_of(name: str) -> Any:
     return tiny_model(name)
+
+
+def bound_in_bf16(name: str) -> RowModel:
+    model = tiny_model(name).to(torch.bfloat16)
+    has_kv = not examine(model).bare.engine_only
+    return RowModel(model, PagedMemory(BLOCK, int(has_kv), layout=WHOLE if has_kv else NOTHING))
 
 
 @functools.cache
@@ -105,6 +114,19 @@ def test_a_second_request_begins_where_the_first_one_was(name: str) -> None:
         stats = engine.stats()
         assert stats.prefix_cache_hit_rate > 0.5
         assert_same_checkpoints(engine)
+
+
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_what_is_found_by_trial_in_bf16(name: str) -> None:
+    bound = bound_in_bf16(name)
+    assert not bound.is_incremental and not bound.no_prefixes
+
+
+@pytest.mark.parametrize("name", BY_ONE)
+def test_a_state_that_is_lost_shows_in_bf16(name: str) -> None:
+    """These models drop their state when a prompt goes on by more than one token."""
+    bound = bound_in_bf16(name)
+    assert bound.is_incremental and not bound.no_prefixes
 
 
 @pytest.mark.parametrize("name", types(*BY_ONE))
@@ -181,6 +203,26 @@ def test_salts_weights_and_kept_prefixes(name: str) -> None:
                 weight.copy_(before)
 
 
+def test_one_sequence_at_a_time() -> None:
+    """The checkpoint of a prompt stays while its request goes on."""
+    text = tokens()
+    with engine_of("lfm2", num_blocks=200, max_num_seqs=1) as engine:
+        given = [text[:61] + text[start : start + 20] for start in (100, 200, 300, 400)]
+        assert [run(engine, "lfm2", prompt, 12)[0] for prompt in given] == [0, 0, 60, 60]
+        assert run(engine, "lfm2", given[-1], 12)[0] == 80
+
+
+def test_more_prefixes_are_kept_than_fit() -> None:
+    text = tokens()
+    with engine_of("lfm2", num_blocks=400, max_num_seqs=2) as engine:
+        assert [engine.cache_prefix(text[start : start + 64]) for start in (0, 100)] == [64, 64]
+        with pytest.raises(ValueError, match="2 prefixes are kept"):
+            engine.cache_prefix(text[200:264])
+        assert engine.cache_prefix(text[:64]) == 64  # again
+        assert [run(engine, "lfm2", text[300:370])[0] for _ in range(2)] == [0, 68]  # others find theirs
+        assert engine.release_prefix(text[:64]) and engine.cache_prefix(text[200:264]) == 64
+
+
 def test_checkpoints_give_way_to_sequences() -> None:
     """There are at most as many as the memory has room for beside the states of the sequences of a step."""
     text = tokens()
@@ -189,7 +231,7 @@ def test_checkpoints_give_way_to_sequences() -> None:
         checkpoints = checkpoints_of(engine)
         for start in range(0, 400, 20):
             engine.generate([text[start : start + 50]], config(5))
-        assert len(checkpoints) == 16 - 3 == checkpoints.capacity
+        assert len(checkpoints) == 16 == checkpoints.capacity
         for start in range(4):
             engine.add_request(text[start : start + 50], config(5 + start))
         most = []
@@ -197,10 +239,10 @@ def test_checkpoints_give_way_to_sequences() -> None:
             engine.step()
             most.append(len(checkpoints))
             assert most[-1] <= checkpoints.capacity
-        assert min(most) == 4  # while all four run
+        assert min(most) == 7  # while all four run
         assert_same_checkpoints(engine)
         states = engine._runner._model._rows.states
-        assert states.nbytes <= 4 * 4 * sum(engine._runner._model.state_bytes.values())
+        assert states.nbytes <= (3 * 4 + 7) * sum(engine._runner._model.state_bytes.values())
 
 
 PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 2), st.integers(1, 9))
