@@ -8,6 +8,7 @@ copies are in `States`. Knows digests, sequences by id and numbers; never tensor
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class CheckpointRules:
 
 @dataclass(slots=True)
 class StateMoves:
-    """What a step does with states, in this order.
+    """What a step does with states, in this order. Who does it takes out what would harm if done again: `clears`, `kept`.
 
     clears: drop all checkpoints. kept: (seq_id, num_tokens, checkpoint) to copy. restored: (checkpoint, seq_id,
     num_tokens): the sequence begins with it. dropped: checkpoints.
@@ -54,14 +55,18 @@ class Checkpoints:
     """The checkpoints by digest, the least recently used first.
 
     Invariant: there are at most `capacity` of them. A *tail* is the checkpoint of a sequence that goes on: its next one
-    takes its place, unless another sequence has begun with it. Tails are at most half of all.
+    takes its place, unless another sequence has begun with it. At most half of all may be tails when one is added.
+
+    An interrupt may come between any two lines: a move is noted before what it stands for, and `recover` puts both in
+    order.
     """
 
     def __init__(self, rules: CheckpointRules) -> None:
         self.rules = rules
         self.capacity = rules.count + rules.spare * rules.seats
         self.moves = StateMoves()  # since `take_moves`
-        self._ids: dict[bytes, int] = {}
+        self._taken = self.moves  # by the last `take_moves`
+        self._ids: OrderedDict[bytes, int] = OrderedDict()
         self._tails: dict[int, bytes] = {}  # by sequence, the oldest first
         self._owners: dict[bytes, int] = {}  # the sequences of the tails
         self._pinned: set[bytes] = set()
@@ -78,8 +83,9 @@ class Checkpoints:
         return iter(self._ids)
 
     def take_moves(self) -> StateMoves:
-        moves, self.moves = self.moves, StateMoves()
-        return moves
+        self._taken = self.moves
+        self.moves = StateMoves()
+        return self._taken
 
     def use(self, digest: bytes, seq_id: int, num_tokens: int) -> None:
         """The sequence begins with this checkpoint."""
@@ -100,8 +106,9 @@ class Checkpoints:
             while len(self._tails) >= max(self.capacity // 2, 1):
                 self._drop_tail(next(iter(self._tails)))
         self._shrink(self.capacity - 1)
-        self._ids[digest] = number = self._new_id()
+        number = self._new_id()
         self.moves.kept.append((seq_id, num_tokens, number))
+        self._ids[digest] = number
         if is_tail:
             self._tails[seq_id], self._owners[digest] = digest, seq_id
 
@@ -137,7 +144,21 @@ class Checkpoints:
         """Drop it, if there is one that is not pinned."""
         if digest in self._ids and digest not in self._pinned:
             self._release(digest)
-            self.moves.dropped.append(self._ids.pop(digest))
+            self.moves.dropped.append(self._ids[digest])
+            del self._ids[digest]
+
+    def recover(self) -> None:
+        """A step was broken off, and all sequences have ended: what it has not done with checkpoints is done by the
+        next one, before the states of the sequences are freed."""
+        self._tails.clear()
+        self._owners.clear()
+        undone = [self.moves] if self._taken is self.moves else [self._taken, self.moves]
+        dropped = [number for moves in undone for number in moves.dropped]
+        for digest in [digest for digest, number in self._ids.items() if number in dropped]:
+            del self._ids[digest]
+        made = set(self._ids.values())
+        kept = [row for moves in undone for row in moves.kept if row[2] in made]
+        self.moves = StateMoves(any(moves.clears for moves in undone), kept, dropped=dropped)
 
     def clear(self) -> None:
         """Drop all, pinned or not, and forget the prompts."""
@@ -165,7 +186,7 @@ class Checkpoints:
     # -- parts --------------------------------------------------------------------------------------------------
 
     def _touch(self, digest: bytes) -> None:
-        self._ids[digest] = self._ids.pop(digest)
+        self._ids.move_to_end(digest)
 
     def _release(self, digest: bytes) -> None:
         """It is no tail any more."""

@@ -230,9 +230,9 @@ class RowModel:
     def fork(self, parent_id: int, child_id: int) -> None:
         self._rows.states.fork(parent_id, child_id)
 
-    def to_host(self, seq_id: int) -> None:
-        """The sequence is swapped out: move its state to host memory."""
-        self._rows.states.to_host(seq_id)
+    def to_host(self, seq_id: int, num_tokens: int) -> None:
+        """The sequence is swapped out: move its state after `num_tokens` tokens to host memory."""
+        self._rows.states.to_host(seq_id, num_tokens)
 
     def free(self, seq_id: int) -> None:
         self._rows.states.free(seq_id)

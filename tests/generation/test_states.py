@@ -223,6 +223,52 @@ def test_more_prefixes_are_kept_than_fit() -> None:
         assert engine.release_prefix(text[:64]) and engine.cache_prefix(text[200:264]) == 64
 
 
+class _BrokenOff:
+    """Raises KeyboardInterrupt once, before or after a call of a method."""
+
+    def __init__(self, owner: Any, name: str, *, is_after: bool) -> None:
+        self.owner, self.name, self.is_after, self.real = owner, name, is_after, getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        delattr(self.owner, self.name)
+        if self.is_after:
+            self.real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "where", ["take_moves", "_schedule_others", "_follow_last_step", "keep", "free", "restore", "drop", "update"]
+)
+def test_an_interrupt_loses_no_checkpoint(where: str, is_after: bool) -> None:
+    """Kept prefixes keep their states, and states of ended sequences do not stay."""
+    text = tokens()
+    with engine_of("lfm2", num_blocks=400, max_num_seqs=4) as engine:
+        scheduler, runner = engine._scheduler, engine._runner
+        owners = [scheduler._prefixes, scheduler, runner, runner._model]
+        owner = next(each for each in owners if hasattr(each, where))
+        assert run(engine, "lfm2", text[100:170])[0] == 0
+        assert engine.cache_prefix(text[:64]) == 64  # its copy is due in the next step
+        engine.add_request(text[300:340], config(30))
+        for start in (0, 100):
+            broken = _BrokenOff(owner, where, is_after=is_after)
+            engine.add_request(text[start : start + 70], config())
+            with pytest.raises(KeyboardInterrupt):
+                for _ in range(30):
+                    engine.step()
+                checkpoints_of(engine).drop(next(iter(checkpoints_of(engine))))
+                engine.step()
+            assert getattr(owner, where) is not broken
+            while engine.has_unfinished_requests():
+                engine.step()
+        assert run(engine, "lfm2", text[:67])[0] == 64
+        assert run(engine, "lfm2", text[100:170])[0] == 68
+        assert_same_checkpoints(engine)
+        assert len(runner._model._rows.states) == 1  # of the last request
+        assert engine.release_prefix(text[:64])
+
+
 def test_checkpoints_give_way_to_sequences() -> None:
     """There are at most as many as the memory has room for beside the states of the sequences of a step."""
     text = tokens()
@@ -333,7 +379,9 @@ def test_states_of_a_swapped_sequence_are_in_host_memory() -> None:
         with fake_cuda():
             states, made = States(), torch.arange(6.0).view(2, 3)
             states.put([(0, 4), (1, 4)], {"state": made.to(DEVICE), "flag": True})
-            states.to_host(1)
+            states.put([(1, 5)], {"state": made[:1].to(DEVICE), "flag": True})
+            states.to_host(1, 4)
+            assert [*states._rows[1]] == [4]  # the other one is of no use
             assert states._rows[1][4].batch.tensors[0].device.type == "cpu"
             joined = states.joined([(1, 4), (0, 4)])
             assert joined["state"].device == DEVICE and joined["flag"] is True

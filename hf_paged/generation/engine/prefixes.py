@@ -134,7 +134,7 @@ class Prefixes:
             for seq in seqs:
                 self._checkpoints.lose(seq.seq_id)
 
-    def lose_states(self) -> None:
-        """It is unknown which checkpoints were made: drop all of them."""
+    def recover(self) -> None:
+        """A step was broken off, and all sequences with computed tokens have ended."""
         if self._checkpoints is not None:
-            self._checkpoints.clear()
+            self._checkpoints.recover()

@@ -418,6 +418,8 @@ class Runner:
             else:
                 model.fork(parent_id, child_id)
         model.keep(moves.kept, clears=moves.clears)
+        moves.clears = False  # done: a later step repeats what is left, if this one is broken off
+        moves.kept.clear()
         for seq_id in output.finished_seq_ids:
             model.free(seq_id)
         for group, way in output.preempted:
@@ -425,7 +427,7 @@ class Runner:
                 if way == "recompute":
                     model.free(seq.seq_id)
                 else:
-                    model.to_host(seq.seq_id)
+                    model.to_host(seq.seq_id, seq.num_computed_tokens)
         model.restore(moves.restored)
         for parent_id, child_id in late_forks:
             model.fork(parent_id, child_id)
