@@ -19,7 +19,8 @@ gives other logits with padding. Rows are never mixed beyond the length from whi
 longest row, nor while code of others is in the model, which may depend on the layout of a batch.
 
 What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer may resume for
-one token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
+one token only), then one token at a time; anything else in any pieces. Pieces that go on with prompts share a forward
+if they have as many tokens, because what stands before them leaves no room for padding between.
 
 Knows models and the ids of sequences; never requests or sampling.
 """
@@ -121,7 +122,7 @@ class _Rows:
 
     def compute(self, model: Any, parts: Sequence[Part]) -> torch.Tensor:
         """Logits [len(parts), keep, vocab_size] of one forward. The parts begin their sequences, or have one token
-        each, or there is one part. The tokens' slots must have been appended."""
+        each, or go on by as many tokens, or there is one part. The tokens' slots must have been appended."""
         width, end = max(len(part.ids) for part in parts), max(part.end for part in parts)
         is_first, seq_ids = parts[0].start == 0, [part.seq_id for part in parts]
         # Rows without K/V have padding in their first forward alone.
@@ -187,7 +188,7 @@ class RowModel:
     `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
     if results depend on the split, and the caller sets it while code of others in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
-    `prompts`, `decodes`: which rows share a forward in which they begin, or go on by one token.
+    `prompts`, `decodes`, `pieces`: which rows share a forward in which they begin, go on by one token, or by as many.
     """
 
     def __init__(self, model: Any, memory: PagedMemory, tried: Any = None) -> None:
@@ -213,6 +214,7 @@ class RowModel:
         self.is_incremental = self.depends_on_split
         self.is_alone = False
         self.prompts, self.decodes = trial.together()
+        self.pieces: Together = "one" if self.depends_on_split else trial.pieces_together(self.decodes)
         self._weights = state_of(model).weights
         self._weights.look()
         self._structure = self._weights.structure
@@ -296,15 +298,15 @@ class RowModel:
     def _key(self, part: Part) -> Hashable:
         """Parts with the same key may share a forward; None: this one has a forward of its own."""
         is_first = part.start == 0
-        together = self.prompts if is_first else self.decodes
-        goes_on = not is_first and len(part.ids) > 1
-        if self.is_alone or together == "one" or part.keep > 1 or goes_on or part.end > self._limit:
+        count = 0 if is_first else len(part.ids)
+        together = self.prompts if is_first else self.decodes if count == 1 else self.pieces
+        if self.is_alone or together == "one" or part.keep > 1 or part.end > self._limit:
             return None
         length = part.end if together == "equal" else None
         shape = None
         if self.has_states and not is_first:
             shape = self._rows.states.shape_number(part.seq_id, part.start)
-        return is_first, length, shape
+        return count, length, shape
 
 
 _Cut = tuple[list[int], tuple[int, ...]]
@@ -394,6 +396,17 @@ class _Trial:
         if decodes == "equal" and not self._same(even, self._alone, "one", "equal"):
             return "one", "one"
         return ("equal" if self._same(even, self._alone, "equal", decodes) else "one"), decodes
+
+    def pieces_together(self, decodes: Together) -> Together:
+        """Which rows share a forward in which they go on by as many tokens."""
+        long, other, short = (self._long, (3, 3, 1)), (self._other, (3, 3, 1)), (self._short, (1, 3, 1))
+        try:
+            alone = [self._run([row], "one", "one")[0] for row in (long, other, short)]
+        except Exception:  # what fails in a batch runs alone
+            return "one"
+        if decodes == "any" and self._same([long, short], [alone[0], alone[2]], "one", "any"):
+            return "any"
+        return "equal" if decodes != "one" and self._same([long, other], alone[:2], "one", "equal") else "one"
 
     def _same(self, rows: list[_Cut], alone: list[torch.Tensor], prompts: Together, go_on: Together) -> bool:
         try:

@@ -142,6 +142,21 @@ def test_by_single_tokens(name: str) -> None:
         assert_same_checkpoints(engine)
 
 
+@pytest.mark.parametrize("name", types(*IN_PIECES))
+def test_rests_of_prompts_share_forwards(name: str) -> None:
+    """What follows the last full blocks of prompts, if it has as many tokens."""
+    text = tokens()
+    given = [text[start : start + length] for start, length in ((0, 39), (100, 39), (200, 39), (300, 63), (400, 63))]
+    with engine_of(name) as engine:
+        rows = engine._runner._model._rows
+        with mock.patch.object(rows, "compute", side_effect=rows.compute) as compute:
+            outputs = engine.generate(given, config(1))
+        forwards = [[(len(part.ids), part.start > 0) for part in call.args[1]] for call in compute.call_args_list]
+    assert [o.outputs[0].token_ids for o in outputs] == [plain(name, prompt, 1)[0] for prompt in given]
+    assert forwards[-1] == [(3, True)] * 5
+    assert sum(own[0][1] for own in forwards) == 1
+
+
 @pytest.mark.parametrize("name", types(*IN_PIECES, *BY_ONE))
 def test_beams_samples_and_parallel_requests(name: str) -> None:
     text = tokens()
