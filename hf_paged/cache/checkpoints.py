@@ -39,13 +39,14 @@ class StateMoves:
     """What a step does with states, in this order. Who does it takes out what would harm if done again: `clears`, `kept`.
 
     clears: drop all checkpoints. kept: (seq_id, num_tokens, checkpoint) to copy. restored: (checkpoint, seq_id,
-    num_tokens): the sequence begins with it. dropped: checkpoints.
+    num_tokens): the sequence begins with it. dropped: checkpoints. lost: those in `kept` that found no memory.
     """
 
     clears: bool = False
     kept: list[tuple[int, int, int]] = field(default_factory=list)
     restored: list[tuple[int, int, int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.clears or self.kept or self.restored or self.dropped)
@@ -147,11 +148,20 @@ class Checkpoints:
             self.moves.dropped.append(self._ids[digest])
             del self._ids[digest]
 
+    def lose_copies(self, numbers: Iterable[int]) -> None:
+        """There was no memory for these."""
+        lost = set(numbers)
+        for digest in [digest for digest, number in self._ids.items() if number in lost]:
+            self._release(digest)
+            self._pinned.discard(digest)
+            del self._ids[digest]
+
     def recover(self) -> None:
         """A step was broken off, and all sequences have ended: what it has not done with checkpoints is done by the
         next one, before the states of the sequences are freed."""
         self._tails.clear()
         self._owners.clear()
+        self.lose_copies(self._taken.lost)
         undone = [self.moves] if self._taken is self.moves else [self._taken, self.moves]
         dropped = [number for moves in undone for number in moves.dropped]
         for digest in [digest for digest, number in self._ids.items() if number in dropped]:

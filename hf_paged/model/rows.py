@@ -239,12 +239,20 @@ class RowModel:
     def free(self, seq_id: int) -> None:
         self._rows.states.free(seq_id)
 
-    def keep(self, rows: Iterable[tuple[int, int, int]], *, clears: bool) -> None:
-        """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first."""
+    def keep(self, rows: Iterable[tuple[int, int, int]], needed: set[int], *, clears: bool) -> list[int]:
+        """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first.
+        Returns the numbers of those for which there is no memory; for one that is `needed`, the error is raised."""
         if clears:
             self._rows.states.drop_checkpoints()
+        lost = []
         for seq_id, num_tokens, number in rows:
-            self._rows.states.keep(seq_id, num_tokens, number)
+            try:
+                self._rows.states.keep(seq_id, num_tokens, number)
+            except torch.OutOfMemoryError:
+                if number in needed:
+                    raise
+                lost.append(number)
+        return lost
 
     def restore(self, rows: Iterable[tuple[int, int, int]]) -> None:
         """Begin sequences with checkpoints, as (number, seq_id, num_tokens)."""
@@ -415,9 +423,7 @@ class _Trial:
             return False
 
     @torch.no_grad()
-    def _run(
-        self, rows: list[_Cut], prompts: Together, go_on: Together, *, every: bool = False
-    ) -> list[torch.Tensor]:
+    def _run(self, rows: list[_Cut], prompts: Together, go_on: Together, *, every: bool = False) -> list[torch.Tensor]:
         """For each row the logits fp32 [number of pieces, vocab] after each of its pieces, or with `every` those after
         each of its tokens. prompts, go_on: "one" if the first, or the later pieces of the rows are a forward each."""
         memory = PagedMemory(4, growable=True)

@@ -284,6 +284,32 @@ def test_an_interrupt_loses_no_checkpoint(where: str, is_after: bool) -> None:
         assert engine.release_prefix(text[:64])
 
 
+def test_a_number_of_blocks_does_not_count_checkpoints() -> None:
+    """They may take a share of what is free beside the blocks and the states of sequences."""
+    with engine_of("lfm2", num_blocks=100, max_num_seqs=32) as engine:
+        assert checkpoints_of(engine).rules.count == 32 + 3
+        state = sum(engine._runner._model.state_bytes.values())
+        pool = engine._memory.pool.nbytes
+    for room, count in ((10, 10), (1, 4)):
+        free = (3 * 32 * state + pool + room * state) / sizing.DEFAULT_FRACTION["cpu"]
+        with mock.patch.object(sizing, "_free_bytes", lambda device, free=free: int(free) + 1):
+            with engine_of("lfm2", num_blocks=100, max_num_seqs=32) as engine:
+                assert checkpoints_of(engine).rules.count == checkpoints_of(engine).capacity == count
+
+
+def test_a_checkpoint_without_memory_is_not_made() -> None:
+    """Requests go on."""
+    text = tokens()
+    with engine_of("lfm2", num_blocks=100) as engine:
+        states = engine._runner._model._rows.states
+        with mock.patch.object(states, "keep", side_effect=torch.OutOfMemoryError("full")) as keep:
+            assert run(engine, "lfm2", text[:70], 12)[0] == 0
+            assert run(engine, "lfm2", text[:70])[0] == 0
+            assert keep.called
+        assert [run(engine, "lfm2", text[:70])[0] for _ in range(2)] == [0, 68]
+        assert_same_checkpoints(engine)
+
+
 def test_checkpoints_give_way_to_sequences() -> None:
     """There are at most as many as the memory has room for beside the states of the sequences of a step."""
     text = tokens()

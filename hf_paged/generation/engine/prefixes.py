@@ -134,6 +134,11 @@ class Prefixes:
             for seq in seqs:
                 self._checkpoints.lose(seq.seq_id)
 
+    def lose_copies(self, numbers: Iterable[int]) -> None:
+        """The step found no memory for these checkpoints."""
+        if self._checkpoints is not None:
+            self._checkpoints.lose_copies(numbers)
+
     def recover(self) -> None:
         """A step was broken off, and all sequences with computed tokens have ended."""
         if self._checkpoints is not None:

@@ -417,7 +417,8 @@ class Runner:
                 late_forks.append((parent_id, child_id))
             else:
                 model.fork(parent_id, child_id)
-        model.keep(moves.kept, clears=moves.clears)
+        needed = {number for number, _, _ in moves.restored}
+        moves.lost += model.keep(moves.kept, needed, clears=moves.clears)
         moves.clears = False  # done: a later step repeats what is left, if this one is broken off
         moves.kept.clear()
         for seq_id in output.finished_seq_ids:

@@ -378,6 +378,8 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput) -> None:
         """Record that the step is computed. Sequences that have ended meanwhile are skipped."""
+        if self._keeps_states and output.states.lost:
+            self._prefixes.lose_copies(output.states.lost)
         manager = self.manager
         block_size, shares, drops = manager.block_size, self.prefix_cache is not None, manager.drops_blocks
         for seq, num_tokens in output.scheduled:

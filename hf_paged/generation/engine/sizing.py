@@ -160,7 +160,7 @@ def _open(
     if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
         # As blocks, states that nothing needs now take memory that was not given only for them.
         spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else STATE_COPIES
-        count = CHECKPOINTS * max_num_seqs + UNPINNED
+        count = _num_checkpoints(bound, cache_config, max_num_seqs)
         checkpoints = CheckpointRules(count, spare, max_num_seqs, not bound.is_incremental)
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
@@ -367,6 +367,20 @@ def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfi
     keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
     copies = STATE_COPIES * num_seqs + (CHECKPOINTS * num_seqs + UNPINNED) * keeps
     return {device: copies * size for device, size in bound.state_bytes.items()}
+
+
+def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) -> int:
+    """Checkpoints that there is always room for. A number of blocks says nothing about them: then those that fit, beside
+    the blocks and the states of `num_seqs` sequences, into the share of free memory that is the default."""
+    count = CHECKPOINTS * num_seqs + UNPINNED
+    if cache_config.num_blocks is not None:
+        pool = bound.memory.pool
+        for device, size in bound.state_bytes.items():
+            taken = STATE_COPIES * num_seqs * size
+            if device.type == "cpu":  # pages of the pool are provided when blocks are first written
+                taken += pool.num_blocks * pool.bytes_per_block_by_device.get(device, 0)
+            count = min(count, _room_on(device, size, cache_config, 0, taken)[0] // size)
+    return max(count, UNPINNED + 1)
 
 
 def _max_num_seqs(bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
