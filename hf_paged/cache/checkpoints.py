@@ -23,9 +23,9 @@ MAX_SEEN = 1 << 16
 class CheckpointRules:
     """What a model and its memory allow.
 
-    count: checkpoints that there is always room for, more than UNPINNED. seats: sequences of a step, at most; for each that is not there,
-    there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length; otherwise it goes on by
-    one token at a time.
+    count: checkpoints that there is always room for, more than UNPINNED. seats: sequences of a step, at most; for each
+    that is not there, there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length;
+    otherwise it goes on by one token at a time.
     """
 
     count: int
@@ -36,7 +36,8 @@ class CheckpointRules:
 
 @dataclass(slots=True)
 class StateMoves:
-    """What a step does with states, in this order. Who does it takes out what would harm if done again: `clears`, `kept`.
+    """What a step does with states, in this order. Once done, `clears` and `kept` are emptied: a step that is broken off
+    later does not do them again.
 
     clears: drop all checkpoints. kept: (seq_id, num_tokens, checkpoint) to copy. restored: (checkpoint, seq_id,
     num_tokens): the sequence begins with it. dropped: checkpoints. lost: those in `kept` that found no memory.

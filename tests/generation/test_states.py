@@ -227,6 +227,18 @@ def test_one_sequence_at_a_time() -> None:
         assert run(engine, "lfm2", given[-1], 12)[0] == 80
 
 
+@pytest.mark.parametrize("name", types("lfm2", "jamba"))
+def test_a_prefix_is_kept_while_others_run(name: str) -> None:
+    """Their tails do not take the place of its end."""
+    text = tokens()
+    with engine_of(name, num_blocks=800, max_num_seqs=14) as engine:
+        for start in range(0, 240, 20):
+            engine.add_request(text[start : start + 21], config(60))
+        for start in range(300, 304):
+            engine.step()
+            assert engine.cache_prefix(text[start : start + 64]) == 64
+
+
 def test_more_prefixes_are_kept_than_fit() -> None:
     text = tokens()
     with engine_of("lfm2", num_blocks=400, max_num_seqs=2) as engine:
@@ -292,9 +304,11 @@ def test_a_number_of_blocks_does_not_count_checkpoints() -> None:
         pool = engine._memory.pool.nbytes
     for room, count in ((10, 10), (1, 4)):
         free = (3 * 32 * state + pool + room * state) / sizing.DEFAULT_FRACTION["cpu"]
-        with mock.patch.object(sizing, "_free_bytes", lambda device, free=free: int(free) + 1):
-            with engine_of("lfm2", num_blocks=100, max_num_seqs=32) as engine:
-                assert checkpoints_of(engine).rules.count == checkpoints_of(engine).capacity == count
+        with (
+            mock.patch.object(sizing, "_free_bytes", lambda device, free=free: int(free) + 1),
+            engine_of("lfm2", num_blocks=100, max_num_seqs=32) as engine,
+        ):
+            assert checkpoints_of(engine).rules.count == checkpoints_of(engine).capacity == count
 
 
 def test_a_checkpoint_without_memory_is_not_made() -> None:

@@ -82,7 +82,8 @@ class Prefixes:
                 ends = {met, last}
             elif not num_cached and self._is_worth_singles(group, met):
                 ends = {met}
-        group.stops = tuple(sorted(end * size for end in ends if end > num_cached and end * size >= LEAST_PREFIX))
+        worth = {end * size for end in ends if end > num_cached and end * size >= LEAST_PREFIX}
+        group.stops = tuple(sorted({*worth, *group.stops}))  # with those that the group came with
         if not rules.in_pieces:
             group.whole = num_cached * size or next(iter(group.stops), leader.num_prompt_tokens)
 

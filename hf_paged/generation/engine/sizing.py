@@ -370,8 +370,8 @@ def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfi
 
 
 def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) -> int:
-    """Checkpoints that there is always room for. A number of blocks says nothing about them: then those that fit, beside
-    the blocks and the states of `num_seqs` sequences, into the share of free memory that is the default."""
+    """Checkpoints that there is always room for. A number of blocks says nothing about them: they are then as many as
+    fit, beside the blocks and the states of `num_seqs` sequences, into the default share of the free memory."""
     count = CHECKPOINTS * num_seqs + UNPINNED
     if cache_config.num_blocks is not None:
         pool = bound.memory.pool
