@@ -14,6 +14,8 @@ from typing import Any
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 
+SPEED = "16 requests: times one by one / times plain"
+
 INTRODUCTION = """\
 # Models
 
@@ -37,10 +39,15 @@ that you wrote yourself, is treated in the same way.
 
 It also names the kinds of memory (full, window, chunk, state), with bytes a token and a sequence ([sizing](sizing.md)).
 
-The engine computes models that are not native as the rows of padded batches, where their logits allow it
-([measured](engine.md#models-that-do-not-run-packed)). It also runs recurrent models without attention (falcon_mamba,
-mamba, mamba2, rwkv, xlstm), for which `generate` has nothing to page. It refuses cpmant and recurrent_gemma as models,
-and requests to phi3 and phimoe that may grow
+Models with recurrent states and K/V whose attention can be routed are *dense view* here, because of the states; yet
+their attention reads the blocks in our kernels, in the engine and on the route "packed" of `generate`.
+
+The engine computes models that are not native as the rows of batches, where their logits allow it
+([why some are slow](engine.md#models-that-do-not-run-packed)). For these the table says how much faster 16 requests are
+at once than one by one, and how many times as fast as plain `generate` of the same rows in one padded batch (16 new
+tokens, processor time of one thread of a busy machine, the best of 2; a model this small is mostly the host's work). It
+also runs recurrent models without attention (falcon_mamba, mamba, mamba2, rwkv, xlstm), for which `generate` has
+nothing to page. It refuses cpmant and recurrent_gemma as models, and requests to phi3 and phimoe that may grow
 beyond `original_max_position_embeddings` (32 tokens in these tiny models, 4,096 in the published ones): beyond that
 length LongRoPE's factors depend on the longest sequence of the batch, which requests of one step cannot share. Shorter
 requests to these models run natively in the engine.
@@ -78,11 +85,9 @@ def main() -> None:
 def document(results: list[dict[str, Any]], introduction: str, version: str) -> str:
     runnable = [r for r in results if r["result"] != "unrunnable"]
     lines = [introduction.format(heading=HEADING, version=version, summary=_summary(results, runnable))]
-    engine = any("engine" in r for r in runnable)
-    lines += [
-        f"| type | class | result | how |{' engine |' if engine else ''} why |",
-        f"|---|---|---|---|{'---|' if engine else ''}---|",
-    ]
+    engine, speed = (any(name in r for r in runnable) for name in ("engine", "speed"))
+    heads = ["type", "class", "result", "how", *["engine"] * engine, *[SPEED] * speed, "why"]
+    lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for result in sorted(runnable, key=lambda r: r["type"]):
         how = result.get("mode", "")
         why = "" if how == "native" else result.get("reason", "")
@@ -94,6 +99,9 @@ def document(results: list[dict[str, Any]], introduction: str, version: str) -> 
         cells = [result["type"], result.get("class", ""), result["result"], "" if how == "refused" else how]
         if engine:
             cells.append(kind)
+        if speed:
+            times = result.get("speed", {})
+            cells.append(" / ".join(str(times[name]) for name in ("one by one", "plain") if name in times))
         lines.append("| " + " | ".join([*cells, why]) + " |")
     failed = sorted(r["type"] for r in results if r["result"] == "unrunnable")
     if failed:

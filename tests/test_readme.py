@@ -57,7 +57,7 @@ def test_python_blocks(
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
-@pytest.mark.parametrize("page", ["slow", "using-engine", "prefixes", "constrained"])
+@pytest.mark.parametrize("page", ["slow", "using-engine", "prefixes", "constrained", "translate"])
 def test_pages(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The Python blocks of a page, with the names that the page presupposes."""
     import torch

@@ -6,7 +6,7 @@ Knows rows, block tables and K/V; never the Cache interface of transformers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import to_device
+
+Attend = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Takes the new K and V of a layer, and its index, and returns what the layer returns to the model."""
 
 
 class CacheRows:
@@ -33,6 +36,7 @@ class CacheRows:
         self.padding: list[int] = []
         self.length = 0
         self.lent = False
+        self.attend: Attend | None = None  # in a view of rows that are read by block tables
         self._viewed: dict[tuple[object, ...], torch.Tensor] | None = None  # slots of a view, which all layers need
 
     def __len__(self) -> int:
@@ -73,15 +77,16 @@ class CacheRows:
         self.ids = itertools.count(max(seq_ids, default=-1) + 1)
         self.length = max((self.manager.num_tokens(r) + p for r, p in zip(seq_ids, padding)), default=0)
 
-    def view(self, seq_ids: Sequence[int], padding: Sequence[int], length: int) -> None:
+    def view(self, seq_ids: Sequence[int], padding: Sequence[int], length: int, attend: Attend | None = None) -> None:
         """Present sequences that another owner keeps in `memory` as the rows, until `forget`. Their slots, up to the
-        logical length `length`, are appended already."""
+        logical length `length`, are appended already. attend: takes the place of writing and gathering K/V."""
+        self.attend = attend
         self.seq_ids, self.padding, self.length = list(seq_ids), list(padding), length
         self._viewed = {}
 
     def forget(self) -> None:
         """Drop the rows without freeing their blocks."""
-        self.seq_ids, self.padding, self.length, self._viewed = [], [], 0, None
+        self.seq_ids, self.padding, self.length, self._viewed, self.attend = [], [], 0, None, None
 
     def fork(self, row: int) -> None:
         """A new last row that shares all blocks of `row`."""

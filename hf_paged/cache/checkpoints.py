@@ -36,8 +36,8 @@ class CheckpointRules:
 
 @dataclass(slots=True)
 class StateMoves:
-    """What a step does with states, in this order. Once done, `clears` and `kept` are emptied: a step that is broken off
-    later does not do them again.
+    """What a step does with states, in this order. Once done, `clears` and `kept` are emptied: they are not done again
+    if the step is broken off later.
 
     clears: drop all checkpoints. kept: (seq_id, num_tokens, checkpoint) to copy. restored: (checkpoint, seq_id,
     num_tokens): the sequence begins with it. dropped: checkpoints. lost: those in `kept` that found no memory.

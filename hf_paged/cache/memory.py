@@ -135,13 +135,18 @@ class PagedMemory:
     # -- what a step needs on the device --------------------------------------------------------------------------
 
     def step_metadata(
-        self, seq_ids: Sequence[SeqId], query_lens: Sequence[int], device: torch.device
+        self,
+        seq_ids: Sequence[SeqId],
+        query_lens: Sequence[int],
+        device: torch.device,
+        seq_lens: Sequence[int] | None = None,
     ) -> tuple[list[AttentionMetadata], torch.Tensor]:
         """Metadata of a packed step, one record per group, and the tokens' positions, int64 [num_tokens].
 
-        Sequence i computes its last `query_lens[i]` appended tokens.
+        Sequence i computes the last `query_lens[i]` of its first `seq_lens[i]` tokens (None: of all appended ones).
         """
-        step = step_arrays(self._tables(seq_ids), self._lengths(seq_ids), query_lens, self.block_size)
+        seq_lens = self._lengths(seq_ids) if seq_lens is None else seq_lens
+        step = step_arrays(self._tables(seq_ids), seq_lens, query_lens, self.block_size)
         return step.metadata(device), to_device(step.positions, device)
 
     def decode_step(self, seq_ids: Sequence[SeqId], last: DecodeStep | None = None) -> DecodeStep:

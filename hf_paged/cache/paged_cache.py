@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_paged.cache.cache_rows import CacheRows
+from hf_paged.cache.cache_rows import Attend, CacheRows
 from hf_paged.cache.memory import MemoryStats, PagedMemory
 from hf_paged.cache.paged_layers import PAGED, PagedLayer, PagedStateLayer, shows_tokens
 from hf_paged.config import CacheConfig
@@ -109,13 +109,20 @@ class PagedKVCache(Cache):
         }
         return lengths <= {self._rows.length}
 
-    def view_rows(self, seq_ids: Sequence[int], padding: Sequence[int], num_written: int, length: int) -> None:
+    def view_rows(
+        self,
+        seq_ids: Sequence[int],
+        padding: Sequence[int],
+        num_written: int,
+        length: int,
+        attend: Attend | None = None,
+    ) -> None:
         """Present sequences that another owner keeps in `memory` as the rows; their slots are appended already.
 
         With its padding, each row has `length` positions, and updates write from position `num_written` on.
-        `release_rows` ends the view. The layers' other states are those of `set_states`.
+        `release_rows` ends the view. The layers' other states are those of `set_states`. attend: see `CacheRows.view`.
         """
-        self._rows.view(seq_ids, padding, length)
+        self._rows.view(seq_ids, padding, length, attend)
         self._set_lengths(num_written)
 
     def _set_lengths(self, length: int) -> None:

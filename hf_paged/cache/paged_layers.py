@@ -60,6 +60,9 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._rows.attend is not None:
+            self.length += key_states.shape[2]
+            return self._rows.attend(key_states, value_states, self.index)
         start, is_first = self._first_visible(), self.length == 0
         self.length = self._rows.write(self.index, self.length, key_states, value_states)
         if is_first and not any(self._rows.padding):  # a window may have dropped blocks of a long prompt

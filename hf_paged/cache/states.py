@@ -167,6 +167,10 @@ class States:
         if parent_id in self._rows:
             self._rows[child_id] = dict(self._rows[parent_id])
 
+    def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
+        """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
+        self._rows.update({seq_id: dict(self._rows[seq_ids[parent]]) for seq_id, parent in zip(seq_ids, parents)})
+
     def to_host(self, seq_id: int, num_tokens: int) -> None:
         """Move the state of a sequence to host memory, from which `joined` copies it, and drop the one after another
         number of tokens."""

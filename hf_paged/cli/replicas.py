@@ -180,7 +180,10 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
     from hf_paged.serving.ray import build_app
 
     name = f"{_APP}-{secrets.token_hex(4)}"  # of its own: an application of the same name would be replaced
-    stop, hurry, is_deleted = threading.Event(), threading.Event(), threading.Event()
+    stop, hurry = threading.Event(), threading.Event()
+    is_over, is_deleted = threading.Event(), threading.Event()
+    # In a thread: a cluster that has died does not answer.
+    watcher = threading.Thread(target=_await_deletion, args=(name, is_over, is_deleted), daemon=True)
     app, has_begun = build_app(args), False
     try:
         has_begun = True
@@ -194,8 +197,7 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
         path = "" if prefix == "/" else prefix
         for url in _urls(host, port):
             log.info("running on %s%s (Ctrl-C ends it), %d replicas, as %s", url, path, args.replicas, name)
-        # In a thread: a cluster that has died does not answer.
-        threading.Thread(target=_await_deletion, args=(name, is_deleted), daemon=True).start()
+        watcher.start()
         cluster = _cluster_processes() if is_local else {}
         while not stop.wait(_LOOK_SECONDS):
             if is_deleted.is_set():
@@ -211,6 +213,9 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
         return 0
     finally:
         _on_signals(signal.SIG_IGN)
+        is_over.set()
+        if watcher.ident is not None:  # it has been started
+            watcher.join(_LOOK_SECONDS)  # its next call would start a cluster of its own
         if has_begun and not is_local:  # a cluster of its own ends as a whole
             try:
                 serve.delete(name)
@@ -218,12 +223,13 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
                 log.exception("the application %s could not be deleted", name)
 
 
-def _await_deletion(name: str, is_deleted: threading.Event) -> None:
+def _await_deletion(name: str, is_over: threading.Event, is_deleted: threading.Event) -> None:
     from ray import serve
 
-    while name in serve.status().applications:
-        time.sleep(_LOOK_SECONDS)
-    is_deleted.set()
+    while not is_over.wait(_LOOK_SECONDS):
+        if name not in serve.status().applications:
+            is_deleted.set()
+            return
 
 
 def _drain(handle: Any, seconds: float, hurry: threading.Event) -> None:

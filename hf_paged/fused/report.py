@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model import support
-from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
-from hf_paged.model.rows import RowModel
-from hf_paged.model.state import Slot, state_of, unwrapped
+from hf_paged.model.rows import way_of
+from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport
 
 
@@ -44,25 +42,13 @@ _WORDS = {
 
 def _together(model: Any) -> dict[str, Any]:
     """How the engine computes a model that cannot run packed, and the size of its states: fields of the report."""
-    kept = _kept.get(model)
-    structure = state_of(model).weights.structure
-    if kept is None or kept[0] != structure:
-        _kept.put(model, kept := (structure, _tried(model)))
-    return kept[1]
-
-
-def _tried(model: Any) -> dict[str, Any]:
-    with device_of(model):  # whatever the caller's default device is
-        try:
-            tried = model if foreign_code(model).inside is None else bare_copy(model)
-            rows = RowModel(model, PagedMemory(4, growable=True), tried)
-        except UnsupportedModelError as error:
-            return {"together": f"refused: {error}"}
-    words = _WORDS[rows.decodes]
-    if rows.prompts != rows.decodes:
-        words += f"; prompts: {_WORDS[rows.prompts]}"
-    sizes = sum(rows.state_bytes.values()), sum(rows.state_bytes_per_token.values())
-    return {"together": words, "state_bytes": sizes}
-
-
-_kept: Slot[tuple[object, dict[str, Any]]] = Slot("rows of the engine", is_released=False)
+    try:
+        way = way_of(model, model if foreign_code(model).inside is None else bare_copy(model))
+    except UnsupportedModelError as error:
+        return {"together": f"refused: {error}"}
+    words = _WORDS[way.decodes]
+    if way.prompts != way.decodes:
+        words += f"; prompts: {_WORDS[way.prompts]}"
+    if way.by_tables:
+        words += "; attention by block tables"
+    return {"together": words, "state_bytes": (sum(way.state_bytes.values()), sum(way.bytes_per_token.values()))}

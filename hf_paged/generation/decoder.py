@@ -15,10 +15,12 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.prefill import compute_prompts, is_one_step
 from hf_paged.generation.shared_prompts import Prompt, share_prompts
 from hf_paged.kernels.metadata import DecodeStep, to_device
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.rows import RowModel
 
 
 def _left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
@@ -75,7 +77,7 @@ class PackedDecoder:
 
     def __init__(
         self,
-        packed: PackedModel,
+        packed: PackedModel | RowModel,
         *,
         expand: int,
         keep_finished: bool,
@@ -102,6 +104,7 @@ class PackedDecoder:
         self.rows: list[int | None] = []
         self.padding: list[int] = []  # of each row
         self.length = 0  # positions with K/V in every layer, padding included
+        self.length_beside = 0  # states of an encoder with K/V that plain generate keeps for each row
 
     def continue_rows(self, rows: Sequence[int], padding: Sequence[int], length: int, num_new: int) -> None:
         """Start with rows that another owner lends until `give_back`: `length` positions each, padding included.
@@ -162,7 +165,7 @@ class PackedDecoder:
         prompts, index = share_prompts(batch, self.memory.block_size, list(map(self._content, lent)))
         prompts = self._fit(prompts)
         seq_ids = [lent[index.index(i)] if lent else next(self._ids) for i in range(len(prompts))]
-        logits = compute_prompts(self._packed, seq_ids, prompts, self._chunk)
+        logits = self._compute_prompts(seq_ids, prompts)
         index = [i for i in index for _ in range(repeats)]
         self.rows = self._fork_rows(seq_ids, index)
         self.length += new
@@ -172,6 +175,29 @@ class PackedDecoder:
         if index == [*range(len(logits))]:
             return logits
         return logits[to_device(np.array(index, dtype=np.int64), logits.device)]
+
+    def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
+        """Append prompt i to the sequence `seq_ids[i]`; logits [num_prompts, vocab] after the last tokens."""
+        assert isinstance(self._packed, PackedModel)
+        return compute_prompts(self._packed, seq_ids, prompts, self._chunk)
+
+    def _compute_next(self, seq_ids: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """The logits [num_seqs, vocab] after one more token of each sequence, int64 [num_seqs], whose slots have been
+        appended."""
+        assert isinstance(self._packed, PackedModel)
+        device = self._model.device
+        if device.type == "cpu":
+            self._step = self.memory.decode_step(seq_ids, self._step)
+            metadata, positions = self._step.metadata, self._step.positions
+        else:
+            metadata, positions = self.memory.step_metadata(seq_ids, [1] * len(seq_ids), device)
+        return self._packed.forward(tokens, positions, metadata)
+
+    def _fork(self, parent_id: int, child_id: int) -> None:
+        self.memory.fork(parent_id, child_id)
+
+    def _free(self, seq_id: int) -> None:
+        self.memory.free(seq_id)
 
     def _content(self, seq_id: int) -> bytes:
         """Equal for sequences with the same tokens in the same blocks."""
@@ -195,7 +221,7 @@ class PackedDecoder:
             row = seq_ids[i]
             if i in taken:
                 row = next(self._ids)
-                self.memory.fork(seq_ids[i], row)
+                self._fork(seq_ids[i], row)
             taken.add(i)
             rows.append(row)
         return rows
@@ -206,20 +232,14 @@ class PackedDecoder:
         if not self.keep_finished:
             self._drop_finished()
         active = [r for r, row in enumerate(self.rows) if row is not None]
-        seq_ids = [self.rows[r] for r in active]
-        counts = [1] * len(active)
-        self.memory.append(list(zip(seq_ids, counts)))
-        if device.type == "cpu":
-            self._step = self.memory.decode_step(seq_ids, self._step)
-            metadata, positions = self._step.metadata, self._step.positions
-        else:
-            metadata, positions = self.memory.step_metadata(seq_ids, counts, device)
+        seq_ids = [row for row in self.rows if row is not None]
+        self.memory.append([(seq_id, 1) for seq_id in seq_ids])
         tokens = input_ids[:, -1].to(device)
         if len(active) == len(self.rows):
-            logits = self._packed.forward(tokens, positions, metadata)
+            logits = self._compute_next(seq_ids, tokens)
         else:
             index = to_device(np.array(active, dtype=np.int64), device)
-            some = self._packed.forward(tokens[index], positions, metadata)
+            some = self._compute_next(seq_ids, tokens[index])
             logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
         self.memory.step_done(seq_ids)
         self.length += 1
@@ -232,8 +252,12 @@ class PackedDecoder:
         for r, done in enumerate(self.criteria.done.tolist()):
             row = self.rows[r]
             if done and row is not None:
-                self.memory.free(row)
+                self._free(row)
                 self.rows[r] = None
+
+    def give_rows(self, cache: PagedKVCache) -> None:
+        """`cache`, which has no rows, takes over those of this decoder."""
+        cache.take_rows(self.rows, self.padding)  # type: ignore[arg-type]
 
     def reorder(self, parents: Sequence[int]) -> None:
         """Row i continues row `parents[i]` (beam search): block tables move, K/V does not."""

@@ -13,6 +13,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.sizing import draws_dropout
 from hf_paged.generation.validation import extends_positions
+from hf_paged.model.rows import serves_batches
 from hf_paged.model.support import SupportReport
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
@@ -23,7 +24,7 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
     """An obstacle in the model or in the arguments of `generate`."""
     from transformers import GenerationMixin
 
-    if not report.native:
+    if not report.native and not serves_batches(model, report):
         return report.reason
     if kwargs.get("custom_generate") is not None:
         return "custom_generate is a callable that drives the model itself"
@@ -43,6 +44,8 @@ def config_obstacle(
     """An obstacle in the call's final generation config or in the arguments of the model's forward, except in a given
     cache."""
     obstacle = _option_obstacle(config, model_kwargs, mode)
+    if obstacle is None and config.prefill_chunk_size and not report.native:
+        obstacle = f"prefill_chunk_size splits prompts, and {report.reason}"
     if obstacle is None and _prepares_otherwise(model):
         obstacle = f"{report.model} prepares the inputs of a step in a way of its own"
     return obstacle or _layout_obstacle(report, config.max_length, model_kwargs.get("attention_mask"))
@@ -53,6 +56,8 @@ def cache_obstacle(
 ) -> str | None:
     """An obstacle in the given cache. shape: that of input_ids, with a row for each beam or sample."""
     cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    if not report.native:
+        return report.reason
     num_rows, columns = shape
     if type(cache) is not PagedKVCache:
         return f"past_key_values is a {type(cache).__name__}, which may do more than keep K/V in blocks"
@@ -83,7 +88,8 @@ def new_columns(cache: PagedKVCache, config: Any, mask: torch.Tensor | None, col
     return columns if covered == columns + cache.get_seq_length() else 0
 
 
-def _option_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+def mode_obstacle(config: Any, mode: str) -> str | None:
+    """An obstacle in how the call decodes, or in what it returns."""
     if mode not in ("greedy_search", "sample", "beam_search", "beam_sample"):
         return f"{mode.replace('_', ' ')} rolls the cache back"
     if config.is_assistant:
@@ -91,6 +97,13 @@ def _option_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> st
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             return f"{name} shows tensors of the padded batch"
+    return None
+
+
+def _option_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+    obstacle = mode_obstacle(config, mode)
+    if obstacle is not None:
+        return obstacle
     for name, value in model_kwargs.items():
         # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
         is_empty = value is None or (isinstance(value, dict) and not value)
@@ -99,15 +112,13 @@ def _option_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> st
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         return "the attention mask is not a padding mask"
-    if mask is not None and not _is_left_padding(mask):
+    if mask is not None and not is_left_padding(mask):
         return "the attention mask is not left padding"
     return None
 
 
-def _prepares_otherwise(model: Any) -> bool:
-    """Whether a step's inputs may differ from those the support probe saw. Packed rows do not call this method."""
-    from transformers import GenerationMixin
-
+def patches_inputs(model: Any) -> bool:
+    """Whether other code prepares the inputs of this model's steps."""
     name = "prepare_inputs_for_generation"
     if name in vars(model):
         # Patched on this model, as PEFT does for prompts of virtual tokens.
@@ -119,12 +130,22 @@ def _prepares_otherwise(model: Any) -> bool:
                 "cache_implementation"
             )
         return True
+    return False
+
+
+def _prepares_otherwise(model: Any) -> bool:
+    """Whether a step's inputs may differ from those the support probe saw. Packed rows do not call this method."""
+    from transformers import GenerationMixin
+
+    name = "prepare_inputs_for_generation"
+    if patches_inputs(model):
+        return True
     # Rotary factors that change with the length make some models start their cache anew on the way.
     own = getattr(type(model), name) is not getattr(GenerationMixin, name)
     return own and extends_positions(model.config.get_text_config(decoder=True))
 
 
-def _is_left_padding(mask: torch.Tensor) -> bool:
+def is_left_padding(mask: torch.Tensor) -> bool:
     """mask [rows, length]: zeros, then ones, in every row."""
     binary = (mask == 0) | (mask == 1)
     return bool(binary.all() & (mask[:, 1:] >= mask[:, :-1]).all())

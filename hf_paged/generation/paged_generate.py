@@ -24,10 +24,12 @@ from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
+from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.records import CallRecord, add_record, is_recording
+from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
     check_cache,
@@ -39,6 +41,7 @@ from hf_paged.generation.validation import (
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.rows import RowModel
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
@@ -209,11 +212,17 @@ def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ca
         kwargs["cache_config"] = asdict(kwargs["cache_config"])
     inputs = args[0] if args else kwargs.get("inputs")
     report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
-    check_inputs(model, inputs, generation_config, kwargs)
+    if report.has_encoder:
+        check_encoder_inputs(model, inputs, generation_config, kwargs)
+    else:
+        check_inputs(model, inputs, generation_config, kwargs)
     if kwargs.get("past_key_values") is not None:
         check_cache(report, paged_part(kwargs["past_key_values"]))
     obstacle = argument_obstacle(model, report, kwargs)
-    return _Call(model, report, CallRecord(report.model), obstacle, _prompt_length(inputs, kwargs))
+    length = (
+        _prompt_length(kwargs.get("decoder_input_ids"), {}) if report.has_encoder else _prompt_length(inputs, kwargs)
+    )
+    return _Call(model, report, CallRecord(report.model), obstacle, length)
 
 
 def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
@@ -239,10 +248,10 @@ def prepare_cache_for_generation(
     cache_config = as_config(CacheConfig, config.cache_config, "cache_config")
     refuse_no_cache(config.use_cache)
     check_counts(vars(config))
+    mode = str(values["generation_mode"].value)
+    find = rows_obstacle if call.report.has_encoder else config_obstacle
     try:
-        obstacle = call.obstacle or config_obstacle(
-            model, call.report, config, model_kwargs, str(values["generation_mode"].value)
-        )
+        obstacle = call.obstacle or find(model, call.report, config, model_kwargs, mode)
     except UnsupportedModelError as error:
         if not call.by_default:
             raise
@@ -276,17 +285,25 @@ def _keeps_cache(config: Any) -> bool:
 def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
-    layout = WHOLE if keeps_cache else layout_for(call.report, cache_config.block_size, config.max_length)
+    is_whole = keeps_cache or call.report.has_encoder or not call.report.native
+    layout = WHOLE if is_whole else layout_for(call.report, cache_config.block_size, config.max_length)
     memory, key = _take_memory(call, cache_config, layout)
-    decoder = PackedDecoder(
-        PackedModel(model, memory, overrides_for_calls(model), foreign_code(model).refuse),
-        expand=max(config.num_beams, config.num_return_sequences),
-        keep_finished=keeps_cache,
-        prefill_chunk_size=config.prefill_chunk_size,
-        check_pool=lambda lengths: _check_prompts(lengths, cache_config, memory),
-        on_step=call.record.observe if is_recording() else None,
-    )
-    return _Decoding(memory, key, keeps_cache, decoder=decoder)
+    options: dict[str, Any] = {
+        "expand": max(config.num_beams, config.num_return_sequences),
+        "keep_finished": keeps_cache,
+        "check_pool": lambda lengths: _check_prompts(lengths, cache_config, memory),
+        "on_step": call.record.observe if is_recording() else None,
+    }
+    check_code = foreign_code(model).refuse
+    decoder: PackedDecoder
+    if call.report.has_encoder:
+        decoder = CrossDecoder(model, memory, check_code, **options)
+    elif call.report.native:
+        packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
+        decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
+    else:
+        decoder = RowDecoder(RowModel(model, memory), check_code, **options)
+    return _Decoding(memory, key, keeps_cache, decoder)
 
 
 def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> None:
@@ -312,7 +329,8 @@ def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_
     num_rows = batch_size * max(config.num_beams, config.num_return_sequences)
     memory, key = _take_memory(call, cache_config, WHOLE)
     _check_prompts([call.prompt_length] * num_rows, cache_config, memory)
-    cache = PagedKVCache(model.config, memory=memory)
+    # The config of an encoder-decoder model may describe the encoder's layers.
+    cache = PagedKVCache(None if call.report.has_encoder else model.config, memory=memory)
     if config.is_assistant:
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
     return _Decoding(memory, key, _keeps_cache(config), cache=cache)
@@ -390,9 +408,12 @@ def _with_cache(model: Any, decoder: PackedDecoder, given: PagedKVCache | None, 
     which gets its rows when the call ends."""
     if isinstance(result, torch.Tensor):
         return result
+    if isinstance(decoder, CrossDecoder):
+        result.past_key_values = decoder.result_cache()
+        return result
     if given is None:
         cache = PagedKVCache(model.config, memory=decoder.memory)
-        cache.take_rows(decoder.rows, decoder.padding)  # type: ignore[arg-type]
+        decoder.give_rows(cache)
     result.past_key_values = cache if given is None else given
     return result
 
@@ -403,4 +424,5 @@ def _observe_end(record: CallRecord, decoding: _Decoding, result: Any) -> None:
     sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
     if sequences is not None:
         # Beam search returns fewer rows than it computes.
-        record.finish(decoding.memory, max(sequences.shape[0], decoding.num_rows), sequences.shape[1])
+        beside = 0 if decoding.decoder is None else decoding.decoder.length_beside
+        record.finish(decoding.memory, max(sequences.shape[0], decoding.num_rows), sequences.shape[1] + beside)

@@ -25,7 +25,7 @@ from hf_paged.locks import usable_after_fork
 NAME = "hf_paged"
 
 # Keyword arguments of attention functions that do not affect the result here: positions are in the metadata, and a
-# packed step never trains. Any other argument that is neither None nor False is refused (see `_refuse_unknown`).
+# packed step never trains. Any other argument that is neither None nor False is refused (see `refuse_unknown`).
 _INERT_KWARGS = frozenset({
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "cache_position",
     "position_embeddings", "past_key_values", "layer_idx", "is_causal", "num_items_in_batch", "return_dict",
@@ -45,7 +45,8 @@ class LayerHandle:
     """Where a layer's K/V is; an attribute of the key tensor that `PackedCache.update` returns to the layer.
 
     The first attention call of a step writes `new_kv`, this step's K and V [num_tokens, num_kv_heads, (v_)head_dim].
-    `reads` counts the attention calls: 0 means that the layer bypassed the paged attention function.
+    `reads` counts the attention calls: 0 means that the layer bypassed the paged attention function. places: see
+    `token_rows`.
     """
 
     layer_idx: int
@@ -56,6 +57,7 @@ class LayerHandle:
     sliding_window: int | None = None  # of the layer's last attention call
     chunk_size: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # arguments of that call other than tensors
+    places: torch.Tensor | None = None
 
     @property
     def kv(self) -> LayerKV:
@@ -116,11 +118,13 @@ class MaskPattern:
     """A packed step's mask in place of a tensor: which earlier tokens of its own sequence a token attends to.
 
     A model receives it from mask creation and passes it to its attention unchanged. A model that computes with its mask
-    needs a real tensor and cannot run packed steps.
+    needs a real tensor and cannot run packed steps. obstacle: why the kernels cannot attend with this mask; a model may
+    make one that it does not use.
     """
 
     sliding_window: int | None = None
     chunk_size: int | None = None
+    obstacle: str | None = None
 
 
 _patterns: dict[tuple[Any, ...], MaskPattern] = {}
@@ -139,10 +143,12 @@ def attention_mask(*args: Any, **kwargs: Any) -> Any:
 def _pattern(
     *, mask_function: Callable[..., Any], local_size: int | None = None, device: Any = None, **_: Any
 ) -> MaskPattern | None:
-    from transformers.masking_utils import causal_mask_function
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if mask_function is causal_mask_function:
         return None
+    if mask_function is bidirectional_mask_function and packed_cache.get().reads_encoder:
+        return None  # which of the encoder's states are visible is in their block tables
     key = (local_size, _shape_of(mask_function))
     if key not in _patterns:
         _patterns[key] = _recognise(mask_function, local_size, device)
@@ -169,10 +175,7 @@ def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
 
 
 def _recognise(mask_function: Callable[..., Any], local_size: int | None, device: Any) -> MaskPattern:
-    """Compare the function with the patterns that the kernels implement, at the edges of windows and chunks.
-
-    Raises UnsupportedModelError if it matches none of them.
-    """
+    """Compare the function with the patterns that the kernels implement, at the edges of windows and chunks."""
     if local_size is not None:
         size = int(local_size)
         edges = sorted({max(k * size + d, 0) for k in range(4) for d in (-1, 0, 1)})
@@ -190,12 +193,12 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
             if actual is not None and torch.equal(actual, expected):
                 return pattern
     if _looks_ahead(mask_function, device):
-        raise UnsupportedModelError(
-            "its attention mask lets tokens attend to later ones, as within an image or over an encoder's states, "
-            "which a packed row does not support; this model needs the dense view"
+        return MaskPattern(
+            obstacle="its attention mask lets tokens attend to later ones, as within an image or over an encoder's "
+            "states, which a packed row does not support; this model needs the dense view"
         )
-    raise UnsupportedModelError(
-        "its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"
+    return MaskPattern(
+        obstacle="its attention mask is neither causal nor a sliding window nor chunks; this model needs the dense view"
     )
 
 
@@ -211,17 +214,22 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """AttentionInterface: query [batch, num_heads, q_len, head_dim] -> [batch, q_len, num_heads, v_head_dim], None.
 
-    In a packed step batch is 1 and q_len is num_tokens of the ragged batch; key carries a LayerHandle.
+    In a packed step key carries a LayerHandle. Batch is 1 and q_len is num_tokens of the ragged batch, or each row of
+    the batch is a sequence.
     Raises UnsupportedModelError for anything in the call that the kernels do not implement.
     """
-    handle: LayerHandle | None = getattr(key, HANDLE, None)
+    handle: Any = getattr(key, HANDLE, None)
     if handle is None:
         if packed_cache.get() is not None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends to keys that did not come from the cache as it returned them; "
                 "this model needs the dense view"
             )
-        return _own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    if not isinstance(handle, LayerHandle):  # of an encoder-decoder model: see `encoder_decoder.py`
+        attended: tuple[torch.Tensor, torch.Tensor | None]
+        attended = handle.attend(module, query, key, value, attention_mask, scaling, kwargs)
+        return attended
     handle.reads += 1
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
@@ -231,8 +239,8 @@ def attention_forward(
     if attention_mask is None:
         _refuse_both_ways(module, kwargs.get("is_causal"))
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
-    _refuse_unknown(module, kwargs)
-    rows = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
+    refuse_unknown(module, kwargs)
+    rows = token_rows(query, handle.places)
     key_cache, value_cache = handle.kv
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(key_cache.dtype)
@@ -252,7 +260,23 @@ def attention_forward(
         sinks=sinks,
     )
     assert isinstance(out, torch.Tensor)
-    return out.unsqueeze(0), None
+    if len(query) == 1:
+        return out.unsqueeze(0), None
+    if handle.places is not None:
+        padded = out.new_zeros(len(query) * query.shape[2], *out.shape[1:])
+        out = padded.index_copy_(0, handle.places, out)
+    return out.view(len(query), query.shape[2], *out.shape[1:]), None
+
+
+def token_rows(states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """[batch, num_heads, length, size] -> [num_tokens, num_heads, size], without what is padding.
+
+    places int64 [num_tokens]: the tokens among all batch * length positions; None: all of them.
+    """
+    if len(states) == 1:
+        return states[0].transpose(0, 1)
+    rows = states.transpose(1, 2).flatten(0, 1)
+    return rows if places is None else rows.index_select(0, places)
 
 
 def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
@@ -260,6 +284,8 @@ def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> M
     if mask is not None and not isinstance(mask, MaskPattern):
         raise UnsupportedModelError(f"{type(module).__name__} {OWN_MASK}")
     pattern = mask or MaskPattern()
+    if pattern.obstacle is not None:
+        raise UnsupportedModelError(pattern.obstacle)
     if window is not None and pattern.chunk_size is None and window != pattern.sliding_window:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes sliding_window={window}, but its mask is "
@@ -279,7 +305,7 @@ def _refuse_both_ways(module: torch.nn.Module, is_causal: bool | None) -> None:
         )
 
 
-def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+def refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is not None and value is not False and name not in _INERT_KWARGS:
             raise UnsupportedModelError(
@@ -288,7 +314,7 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager: Any = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)

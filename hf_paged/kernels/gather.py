@@ -96,6 +96,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -103,13 +104,13 @@ def paged_attention(
     if key is not None and value is not None:
         _write_step(key, value, key_cache, value_cache, metadata)
     # Only the fused attention can compute a long prompt at once: otherwise its scores would fill the memory.
-    whole_prompts = softcap is None and alibi_slopes is None
+    whole_prompts = softcap is None and alibi_slopes is None and distance_bias is None
     settings = (key_cache.shape[1], sliding_window, chunk_size, whole_prompts)
     buckets = metadata.scratch.get(("torch", settings))
     if buckets is None:
         buckets = metadata.scratch[("torch", settings)] = make_buckets(metadata, *settings)
     kv = _KeysValues(key_cache, value_cache, key, value)
-    options = _Options(scale, softcap, sinks, alibi_slopes, needs_lse=return_lse or sinks is not None)
+    options = _Options(scale, softcap, sinks, alibi_slopes, distance_bias, needs_lse=return_lse or sinks is not None)
     if len(buckets) == 1 and out is None and not return_lse:
         result = _attend_step(buckets[0], query, kv, options, metadata.scratch)
         if result is not None:
@@ -200,12 +201,13 @@ class _Options(NamedTuple):
     softcap: float | None
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+    distance_bias: torch.Tensor | None
     needs_lse: bool
 
     @property
     def is_plain(self) -> bool:
         """Nothing but a scale and a mask, so that the fused attention alone gives the result."""
-        return self.softcap is None and self.alibi_slopes is None and self.sinks is None
+        return all(each is None for each in (self.softcap, self.alibi_slopes, self.distance_bias, self.sinks))
 
 
 def _prompt_plain(
@@ -296,7 +298,7 @@ def _attend_bucket(
     else:
         q = q.transpose(1, 2)  # [num_seqs, num_heads, query_len, head_dim]
     k, v = _keys_values(bucket, packed, kv, scratch)
-    bias = _bias(bucket, packed, query.dtype, group, num_kv_heads, options.alibi_slopes, scratch)
+    bias = _bias(bucket, packed, query.dtype, group, num_kv_heads, options, scratch)
     o, row_lse = _attend(q, k, v, bias, bucket.causal, options)
     if packed and query_len == 1:
         o = o.unsqueeze(1)
@@ -390,14 +392,16 @@ def _bias(
     dtype: torch.dtype,
     group: int,
     num_kv_heads: int,
-    alibi_slopes: torch.Tensor | None,
+    options: _Options | None,
     scratch: dict[Any, Any],
 ) -> torch.Tensor | None:
-    """The bias of the scores: -inf for hidden keys, plus ALiBi. Broadcasts to [batch, heads, rows, span]; None: zero.
+    """The bias of the scores: -inf for hidden keys, plus what `options` add by distance. Broadcasts to [batch, heads,
+    rows, span]; None: zero.
 
     packed: as in `_attend_bucket`, heads are KV heads, and rows are queries x group.
     """
-    if bucket.hidden is None and alibi_slopes is None:
+    slopes, table = (None, None) if options is None else (options.alibi_slopes, options.distance_bias)
+    if bucket.hidden is None and slopes is None and table is None:
         return None
     key = ("torch bias", id(bucket), packed, dtype, group)
     mask = scratch.get(key)
@@ -411,17 +415,20 @@ def _bias(
         else:
             mask = mask.unsqueeze(1)
         scratch[key] = mask
-    if alibi_slopes is None:
+    if slopes is None and table is None:
         return mask
-    distance = (bucket.k_pos[:, None, :] - bucket.q_pos[:, :, None]).float()  # [num_seqs, query_len, span]
-    slopes = alibi_slopes.float().view(num_kv_heads, group)
-    if packed:
-        bias = slopes[None, :, None, :, None] * distance[:, None, :, None, :]
-        bias = bias.flatten(2, 3)  # [num_seqs, num_kv_heads, query_len * group, span]
-    else:
-        bias = slopes.view(1, -1, 1, 1) * distance[:, None]  # [num_seqs, num_heads, query_len, span]
+    distance = bucket.k_pos[:, None, :] - bucket.q_pos[:, :, None]  # [num_seqs, query_len, span]
+    added: list[torch.Tensor] = []  # [num_seqs, num_heads, query_len, span] each
+    if slopes is not None:
+        added.append(slopes.float().view(1, -1, 1, 1) * distance[:, None])
+    if table is not None:
+        near = (-distance).clamp_(0, table.shape[1] - 1)
+        added.append(table.float()[:, near].transpose(0, 1))
+    bias = added[0] if len(added) == 1 else added[0] + added[1]
+    if packed:  # [num_seqs, num_kv_heads, query_len * group, span]
+        bias = bias.unflatten(1, (num_kv_heads, group)).transpose(2, 3).flatten(2, 3)
     if bucket.causal:
-        bias = bias.masked_fill(distance > 0, -torch.inf)
+        bias = bias.masked_fill((distance > 0)[:, None], -torch.inf)
     return bias if mask is None else bias + mask
 
 

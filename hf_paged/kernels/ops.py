@@ -130,6 +130,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
@@ -140,10 +141,13 @@ def paged_attention(
     head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key at position j:
 
     - the key is visible if j <= p, j > p - sliding_window, and j // chunk_size == p // chunk_size;
-    - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p);
+    - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p), then
+      + distance_bias[head, p - j];
     - sinks add one logit per head to the softmax, without a value.
 
     Options that are None do not apply; sinks and alibi_slopes (the slopes) are floating-point [num_heads].
+    distance_bias is floating-point [num_heads, at least max_seq_len]; "reference" and "torch" implement it, and with it
+    `impl=None` selects "torch".
 
     key, value: the new K/V of the step's tokens, as for `write_kv`, which is written first. On a CPU this is faster
     than a separate call. If they are None, the K/V must be in the cache already. Slots that no query sees never affect
@@ -153,12 +157,13 @@ def paged_attention(
     logarithm of the sum of exp(score), sinks included, fp32 [num_tokens, num_heads]. Rows of padding are undefined.
     Raises ValueError for arguments that do not fit each other, and if `impl` does not support them.
     """
-    if torch.compiler.is_compiling() and impl is None:
+    bias: dict[str, torch.Tensor] = {} if distance_bias is None else {"distance_bias": distance_bias}
+    if torch.compiler.is_compiling() and impl is None and not bias:
         return _compiled_attention(
             query, key_cache, value_cache, metadata, key, value, out, return_lse,
             (scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes),
         )  # fmt: skip
-    is_ordinary = sinks is None and alibi_slopes is None and out is None and impl is None and not return_lse
+    is_ordinary = sinks is None and alibi_slopes is None and out is None and impl is None and not (bias or return_lse)
     if is_ordinary and (key is None) == (value is None) and REPEATABLE in metadata.scratch:
         options = scale, sliding_window, chunk_size, softcap
         again: torch.Tensor | None = metadata.scratch[REPEATABLE].run(
@@ -173,6 +178,11 @@ def paged_attention(
     validation.check_out(out, query, value_cache.shape[3])
     validation.check_step(metadata, query.shape[0], key_cache, sliding_window, chunk_size)
     new_kv: dict[str, torch.Tensor] = {}
+    if distance_bias is not None:
+        validation.check_distance_bias(distance_bias, query, metadata)
+        if impl in ("native", "triton"):
+            raise ValueError(f"impl={impl!r} does not implement distance_bias; use 'torch' or 'reference'")
+        impl = impl or "torch"
     module = _module(impl, query)
     if (key is None) != (value is None):
         raise ValueError("only one of key and value is given; give both, or neither")
@@ -199,6 +209,7 @@ def paged_attention(
             out=out,
             return_lse=return_lse,
             **new_kv,
+            **bias,
         ),
     )
 

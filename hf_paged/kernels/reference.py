@@ -47,6 +47,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     compute_dtype: torch.dtype = torch.float64,
@@ -83,6 +84,9 @@ def paged_attention(
         if alibi_slopes is not None:
             distance = (k_pos[seen][None, :] - q_pos[:, None]).to(compute_dtype)
             scores = scores + alibi_slopes.to(compute_dtype)[:, None, None] * distance
+        if distance_bias is not None:
+            apart = (q_pos[:, None] - k_pos[seen][None, :]).clamp(min=0)
+            scores = scores + distance_bias.to(compute_dtype)[:, apart]
         scores = scores.masked_fill(~visible[:, seen], -torch.inf)
         if sinks is not None:
             column = sinks.to(compute_dtype)[:, None, None].expand(-1, query_len, 1)

@@ -84,6 +84,17 @@ def check_heads(name: str, values: torch.Tensor | None, query: torch.Tensor) -> 
         )
 
 
+def check_distance_bias(table: torch.Tensor, query: torch.Tensor, metadata: AttentionMetadata) -> None:
+    """Check that the table has a floating-point number for each query head and distance of the step."""
+    heads, needed = query.shape[1], metadata.max_seq_len
+    fits = table.ndim == 2 and table.shape[0] == heads and table.shape[1] >= needed
+    if not fits or not table.is_floating_point() or table.device != query.device:
+        raise ValueError(
+            f"distance_bias {tuple(table.shape)} of {table.dtype} on {table.device}: floating-point [{heads}, at least "
+            f"{needed}] on {query.device} is needed, a number for each query head and distance"
+        )
+
+
 def check_out(out: torch.Tensor | None, query: torch.Tensor, v_head_dim: int) -> None:
     """Check that `out`, if given, has the shape, dtype and device of the result for `query`."""
     if out is None:

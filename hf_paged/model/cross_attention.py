@@ -14,7 +14,18 @@ _OF_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "
 
 def cache_of_call(model: Any, paged: Cache, model_kwargs: dict[str, Any]) -> Cache:
     """The `past_key_values` of a call: the paged cache, if necessary paired with a second one for cross-attention."""
-    return EncoderDecoderCache(paged, DynamicCache()) if keeps_cross_attention_apart(model, model_kwargs) else paged
+    is_apart = model.config.is_encoder_decoder or keeps_cross_attention_apart(model, model_kwargs)
+    return PagedPair(paged) if is_apart else paged
+
+
+class PagedPair(EncoderDecoderCache):
+    """A cache whose part for the decoder's own tokens is in blocks."""
+
+    def __init__(self, paged: Cache) -> None:
+        super().__init__(paged, DynamicCache())
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """A PagedKVCache has these methods too (assisted decoding crops it)."""
 
 
 def paged_part(cache: Any) -> Any:

@@ -30,7 +30,7 @@ from hf_paged.model.weights import Surroundings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_TRUSTED = frozenset({"torch", "transformers", "accelerate", "hf_paged"})
+_TRUSTED = frozenset({"torch", "transformers", "accelerate", "safetensors", "hf_paged"})
 # What a function of these does is done by the functions that it wraps or is given.
 _LIBRARY = frozenset(sys.stdlib_module_names)
 # PEFT's other hooks pass what belongs to the rows of one batch, such as the name of each row's adapter.

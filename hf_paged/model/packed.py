@@ -11,9 +11,11 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_paged.cache.memory import PagedMemory
@@ -25,6 +27,7 @@ from hf_paged.integration.attention import (
     name_ours,
     name_own,
     packed_cache,
+    token_rows,
 )
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
@@ -57,7 +60,12 @@ class _PackedLayer(CacheLayerMixin):
 
 
 class PackedCache(Cache):
-    """The `past_key_values` of packed steps over one PagedMemory. Set `step` before each forward."""
+    """The `past_key_values` of packed steps over one PagedMemory. Call `begin_step` before each forward.
+
+    For a forward whose rows are sequences, a PagedKVCache is the `past_key_values`, and passes `update` on.
+    """
+
+    reads_encoder = False
 
     def __init__(self, memory: PagedMemory, num_layers: int) -> None:
         super().__init__(layers=[_PackedLayer() for _ in range(num_layers)])  # type: ignore[no-untyped-call]
@@ -68,26 +76,31 @@ class PackedCache(Cache):
         self._groups: dict[int, int] = {}
         self._shared: dict[Any, torch.Tensor] = {}
         self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self.numbers_tokens = False  # whether a layer has derived positions from the length of the cache
+        self._places: torch.Tensor | None = None
+        self.numbers_tokens = False  # whether positions have been derived from the length of the cache
+        self.takes_positions = True  # whether the model has a parameter for them
 
-    def begin_step(self, metadata: list[AttentionMetadata], positions: torch.Tensor) -> None:
-        """Set the step's metadata, one record per group, and its tokens' positions, int64 [num_tokens]."""
+    def begin_step(
+        self, metadata: list[AttentionMetadata], positions: torch.Tensor, places: torch.Tensor | None = None
+    ) -> None:
+        """Set the step's metadata, one record per group, and its tokens' positions, int64 [num_tokens]. places: see
+        `token_rows`."""
         self.step = metadata
         self._elsewhere = {}
         self._shared = {}
         self.handles = []
-        self.positions = positions
+        self.positions, self._places = positions, places
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0  # only masks use it, and a packed step's masks are patterns
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
-        """0 for the model, which receives `position_ids`.
+        """0 for a model that receives `position_ids`.
 
-        A layer that calls this derives positions as length + index. It gets, for each token of the step, the position
+        Another one, or a layer, derives positions as length + index. It gets, for each token of the step, the position
         minus the index: int64 [num_tokens].
         """
-        if layer_idx is None:
+        if layer_idx is None and self.takes_positions:
             return 0
         self.numbers_tokens = True
         return self.positions - torch.arange(len(self.positions), dtype=torch.int64, device=self.positions.device)
@@ -125,12 +138,13 @@ class PackedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """key_states [1, num_kv_heads, num_tokens, head_dim], value_states likewise, of this step's tokens only.
+        """key_states [1, num_kv_heads, num_tokens, head_dim], value_states likewise, of this step's tokens only; or
+        [num_rows, num_kv_heads, length, head_dim], where the rows are sequences.
 
         Returns the same tensors, the key carrying a LayerHandle.
         """
         group_index = self.group_of(layer_idx)
-        key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        key, value = token_rows(key_states, self._places), token_rows(value_states, self._places)
         pool = self.memory.pool
         if torch.is_autocast_enabled(key.device.type):  # K and V may have different dtypes; attention expects one
             dtype = pool[layer_idx].key.dtype if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
@@ -138,10 +152,19 @@ class PackedCache(Cache):
         if layer_idx not in pool.layers:
             pool.layer_for(layer_idx, key, value)
         metadata = self._metadata_for(group_index, key.device)
-        handle = LayerHandle(layer_idx, pool, metadata, (key, value))
+        handle = LayerHandle(layer_idx, pool, metadata, (key, value), places=self._places)
         self.handles.append(handle)
         setattr(key_states, HANDLE, handle)
         return key_states, value_states
+
+    def refuse_unread(self, model: Any) -> None:
+        """After a forward: raises UnsupportedModelError if a layer has not attended through our functions."""
+        unread = [handle.layer_idx for handle in self.handles if handle.reads == 0]
+        if unread or not self.handles:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes attention with code of its own in layer(s) {unread or 'all'}; "
+                "this model needs the dense view"
+            )
 
 
 class PackedStep:
@@ -174,6 +197,18 @@ class PackedStep:
         name_own(self, self._configs)
         for override in self._overrides:
             override.undo(self)
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """The output of a forward that begins and ends within this step."""
+        try:
+            self.enter()
+            return forward()
+        finally:
+            try:
+                self.leave()
+            except BaseException:  # Ctrl-C within it, or as it began
+                self.leave()
+                raise
 
 
 def own_forward(model: Any) -> Callable[..., Any] | None:
@@ -215,6 +250,12 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     return inspect.signature(function).parameters
 
 
+def _takes_positions(model: Any) -> bool:
+    """Whether the model, or the language model in it, has a parameter `position_ids`."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any("position_ids" in _parameters_of(module) for module in models)
+
+
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
@@ -250,6 +291,7 @@ class PackedModel:
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)
+        self.cache.takes_positions = _takes_positions(model)
         # A composite model passes arguments that it does not name to its language model.
         if "position_ids" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             raise UnsupportedModelError(
@@ -278,6 +320,8 @@ class PackedModel:
             # A spread model may have its last hidden states on any of its devices, and accelerate moves every tensor to
             # the first one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
+        if not self.cache.takes_positions:  # such a model makes a mask of the cache's length, if it is given none
+            kwargs["attention_mask"] = torch.ones_like(input_ids)[None]
         if not self.is_fixed:
             self._weights.look()  # before anything is overridden
         if self._check_code is not None and self._weights.code != self._code:
@@ -287,10 +331,9 @@ class PackedModel:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        step = PackedStep(self.cache, self._configs, self._overrides)
-        try:
-            step.enter()
-            output = uncompiled(self.model)(
+        output = PackedStep(self.cache, self._configs, self._overrides).run(
+            partial(
+                uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
                 past_key_values=self.cache,
@@ -298,18 +341,8 @@ class PackedModel:
                 return_dict=True,
                 **kwargs,
             )
-        finally:
-            try:
-                step.leave()
-            except BaseException:  # Ctrl-C within it, or as it began
-                step.leave()
-                raise
-        unread = [h.layer_idx for h in self.cache.handles if h.reads == 0]
-        if unread or not self.cache.handles:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} computes attention with code of its own in layer(s) {unread or 'all'}; "
-                "this model needs the dense view"
-            )
+        )
+        self.cache.refuse_unread(self.model)
         logits: torch.Tensor = output.logits[0].to(input_ids.device)
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]

@@ -5,8 +5,9 @@ a left-padded batch, and it needs nothing of a model but that: the sequences of 
 one forward `[num_rows, 1]`, and prompts that begin are another.
 
 - *K/V* lies in the same blocks as in a packed step. For a forward the cache shows some sequences as its rows
-  (`PagedKVCache.view_rows`): each layer writes the new tokens to their slots, and gathers a dense view for the model's
-  attention. Rows of different lengths are padded on the left, with a mask and positions for each row.
+  (`PagedKVCache.view_rows`). Where the model's attention can be routed to our kernels, they read the blocks by block
+  tables. Elsewhere each layer writes the new tokens to their slots, and gathers a dense view for the model's attention:
+  rows of different lengths are padded on the left, with a mask and positions for each row.
 - *States* (recurrent, convolution, an indexer's keys) are not in blocks. `States` keeps them; a forward gets a copy of
   its rows' states, joined, and its results are a new batch. A layer has one flag for all rows that says whether there
   is a state, so that prompts that begin and rows that go on never mix. Because nothing is changed in place, a fork
@@ -30,7 +31,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -42,13 +44,14 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.cache.states import States, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
-from hf_paged.integration.attention import OWN_MASK
-from hf_paged.kernels.metadata import to_device
-from hf_paged.model.devices import device_of
+from hf_paged.integration.attention import OWN_MASK, configs_of
+from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
+from hf_paged.model.devices import device_of, is_offloaded
+from hf_paged.model.foreign import foreign_code
 from hf_paged.model.inputs import step_positions
-from hf_paged.model.packed import own_forward, uncompiled
-from hf_paged.model.state import state_of
-from hf_paged.model.support import cache_name, examine, first_line, logits_tolerance, rotary_limit
+from hf_paged.model.packed import PackedCache, PackedStep, own_forward, uncompiled
+from hf_paged.model.state import Slot, state_of
+from hf_paged.model.support import SupportReport, cache_name, examine, first_line, logits_tolerance, rotary_limit
 
 Together = Literal["any", "equal", "one"]
 """Which rows share a forward: any, those of equal length, or none."""
@@ -98,16 +101,22 @@ class _OwnCache:
             self.value = copy.copy(self._like)
             vars(self.value).update(states)
 
-    def view_rows(self, *args: object) -> None: ...
-
     def release_rows(self) -> None:
         self.value = None
 
 
 class _Rows:
-    """The forwards of a model over a memory, and the states of sequences."""
+    """The forwards of a model over a memory, and the states of sequences.
 
-    def __init__(self, model: Any, memory: PagedMemory) -> None:
+    by_tables: its attention reads K/V through the block tables, in our kernels.
+    """
+
+    def __init__(self, model: Any, memory: PagedMemory, *, by_tables: bool = False) -> None:
+        self._memory = memory
+        self.by_tables = by_tables
+        self._configs = configs_of(model)
+        self._packed = PackedCache(memory, model.config.get_text_config(decoder=True).num_hidden_layers)
+        self._decode_arrays = DecodeArrays(memory.block_size)
         self._cache_name = cache_name(model) or "past_key_values"
         is_own = self._cache_name != "past_key_values" and not model._supports_default_dynamic_cache()
         self.cache: Any = _OwnCache() if is_own else PagedKVCache(model.config, memory=memory)
@@ -124,19 +133,23 @@ class _Rows:
         """Logits [len(parts), keep, vocab_size] of one forward. The parts begin their sequences, or have one token
         each, or go on by as many tokens, or there is one part. The tokens' slots must have been appended."""
         width, end = max(len(part.ids) for part in parts), max(part.end for part in parts)
-        is_first, seq_ids = parts[0].start == 0, [part.seq_id for part in parts]
-        # Rows without K/V have padding in their first forward alone.
-        padding = [end - part.end if self.has_kv or is_first else 0 for part in parts]
+        is_first = parts[0].start == 0
+        # Rows without K/V in a dense view have padding in their first forward alone.
+        is_padded = is_first or (self.has_kv and not self.by_tables)
+        padding = [end - part.end if is_padded else 0 for part in parts]
         tokens, positions = np.zeros((2, len(parts), width), dtype=np.int64)
         for row, part in enumerate(parts):
             first = width - len(part.ids)
             tokens[row, first:], positions[row, first:] = part.ids, range(part.start, part.end)
+        mask = np.arange(end) >= np.array(padding)[:, None] if any(padding) else None
         starts = [(part.seq_id, part.start) for part in parts]
         self.cache.set_states(self.states.joined(starts) if self.has_states and not is_first else None)
-        self.cache.view_rows(seq_ids if self.has_kv else [], padding if self.has_kv else [], end - width, end)
+        if self.has_kv:
+            attend = self._packed.update if self.by_tables else None
+            self.cache.view_rows([part.seq_id for part in parts], padding, end - width, end, attend)
         try:
-            mask = np.arange(end) >= np.array(padding)[:, None] if any(padding) else None
-            logits = self._call(model, tokens, positions, mask, parts[0].keep, is_first=is_first)
+            call = partial(self._call, model, tokens, positions, mask, parts[0].keep, is_first=is_first)
+            logits = self._attending(model, parts, mask, call) if self.by_tables else call()
             if self.has_kv and (kept := self.cache.get_seq_length()) != end:
                 raise UnsupportedModelError(f"it keeps {kept} entries for {end} tokens")
             if self.has_states:
@@ -144,6 +157,40 @@ class _Rows:
         finally:
             self.cache.release_rows()
         return logits
+
+    def _attending(
+        self, model: Any, parts: Sequence[Part], mask: np.ndarray | None, call: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The result of a forward in which attention reads K/V through the block tables."""
+        metadata, positions = self._step(parts)
+        # A prompt starts at 0, so that the mask has the shape of the forward.
+        places = None if mask is None else to_device(np.flatnonzero(mask), self._device)
+        self._packed.begin_step(metadata, positions, places)
+        logits: torch.Tensor = PackedStep(self._packed, self._configs).run(call)
+        self._packed.refuse_unread(model)
+        return logits
+
+    def refuse_windows(self) -> None:
+        """After a forward by tables: raises UnsupportedModelError if a layer keeps fewer tokens than it attends to."""
+        for handle in self._packed.handles:
+            kept = self.cache.layers[handle.layer_idx].sliding_window
+            if kept is not None and kept != (handle.sliding_window or handle.chunk_size):
+                raise UnsupportedModelError(f"layer {handle.layer_idx} keeps a window that its attention does not name")
+
+    def _step(self, parts: Sequence[Part]) -> tuple[list[AttentionMetadata], torch.Tensor]:
+        """Metadata for each group of layers, and the positions int64 [num_tokens] of the tokens."""
+        seq_ids, manager = [part.seq_id for part in parts], self._memory.manager
+        if any(len(part.ids) > 1 or part.end < manager.num_tokens(part.seq_id) for part in parts):
+            lengths, ends = [len(part.ids) for part in parts], [part.end for part in parts]
+            return self._memory.step_metadata(seq_ids, lengths, self._device, ends)
+        step = self._decode_arrays.step(
+            seq_ids,
+            [part.start for part in parts],
+            [partial(manager.block_table, group=group) for group in range(len(manager.groups))],
+            manager.rewrites,
+            [group.kind.bounds for group in manager.groups],
+        )
+        return step.metadata(self._device), to_device(step.positions, self._device)
 
     def _call(
         self,
@@ -174,6 +221,83 @@ class _Rows:
         return logits
 
 
+class Way(NamedTuple):
+    """How a model computes rows; see the attributes of RowModel with these names."""
+
+    by_tables: bool
+    depends_on_split: bool
+    prompts: Together
+    decodes: Together
+    pieces: Together
+    state_bytes: dict[torch.device, int]
+    bytes_per_token: dict[torch.device, int]
+    no_prefixes: str
+
+
+_ways: Slot[tuple[object, Way | UnsupportedModelError]] = Slot("way to compute rows", is_released=False)
+
+
+def way_of(model: Any, tried: Any = None) -> Way:
+    """Tries the model on a few tokens, if it has changed. tried: the model, or its `bare_copy`.
+
+    Raises UnsupportedModelError if sequences one by one give other logits than generate.
+    """
+    stamp, kept = examine(model).stamp, _ways.get(model)
+    if kept is None or kept[0] != stamp:
+        way: Way | UnsupportedModelError
+        try:
+            with device_of(model):  # whatever the caller's default device is
+                way = _try(model, model if tried is None else tried)
+        except UnsupportedModelError as error:
+            way = error
+        _ways.put(model, kept := (stamp, way))
+    if isinstance(kept[1], UnsupportedModelError):
+        raise kept[1]
+    return kept[1]
+
+
+def _try(model: Any, tried: Any) -> Way:
+    trial = _Trial(model, tried)
+    cache = _Rows(model, PagedMemory(4)).cache
+    # What a window of a dense view holds depends on when it is filled.
+    windows = not trial.by_tables and any(isinstance(each, PagedLayer) and each.is_sliding for each in cache.layers)
+    # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
+    depends = trial.grows or windows or rotary_limit(model) is not None
+    # A piece may be a single token, for which recurrent layers have a function of its own.
+    resumes = not depends and (not cache.keeps_states or trial.splits_prompts(by_one=True))
+    depends_on_split = not resumes or not trial.splits_prompts()
+    no_prefixes, name = "", type(model).__name__
+    if trial.grows:
+        no_prefixes = f"{name} keeps states that grow with the tokens"
+    elif not resumes or (depends_on_split and not cache.keeps_states):
+        no_prefixes = f"what {name} computes depends on how a prompt is split"
+    prompts, decodes = trial.together()
+    return Way(
+        trial.by_tables,
+        depends_on_split,
+        prompts,
+        decodes,
+        "one" if depends_on_split else trial.pieces_together(decodes),
+        trial.state_bytes,
+        trial.bytes_per_token,
+        no_prefixes,
+    )
+
+
+def serves_batches(model: Any, report: SupportReport) -> bool:
+    """Whether `generate` gets the tokens of its padded batch from rows that attend by block tables. Tried only where
+    states alone keep the model from running packed."""
+    if not report.supported or report.native or model.training or rotary_limit(model) is not None:
+        return False
+    if is_offloaded(model) or foreign_code(model).look() is not None or not PagedKVCache(model.config).keeps_states:
+        return False
+    try:
+        way = way_of(model)
+    except UnsupportedModelError:
+        return False
+    return way.by_tables and way.prompts == way.decodes == "any"
+
+
 class RowModel:
     """A model bound to a PagedMemory. `forward` computes the next tokens of sequences, as many rows at once as the
     model allows.
@@ -189,32 +313,26 @@ class RowModel:
     if results depend on the split, and the caller sets it while code of others in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
     `prompts`, `decodes`, `pieces`: which rows share a forward in which they begin, go on by one token, or by as many.
+    `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
     """
 
     def __init__(self, model: Any, memory: PagedMemory, tried: Any = None) -> None:
         """tried: the model, or its `bare_copy`, for a trial on a few tokens."""
         self.model = model
         self.memory = memory
-        self._rows = _Rows(model, memory)
-        trial = _Trial(model, model if tried is None else tried)
-        windows = any(isinstance(layer, PagedLayer) and layer.is_sliding for layer in self._rows.cache.layers)
+        way = way_of(model, tried)
+        self.by_tables, self.depends_on_split = way.by_tables, way.depends_on_split
+        self.prompts, self.decodes, self.pieces = way.prompts, way.decodes, way.pieces
+        self._rows = _Rows(model, memory, by_tables=way.by_tables)
         self._limit = rotary_limit(model) or math.inf
         # Of a sequence's state on each device, and by how many it grows with a token.
-        self.state_bytes, self.state_bytes_per_token = trial.state_bytes, trial.bytes_per_token
-        # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
-        depends = trial.grows or windows or self._limit < math.inf
-        # A piece may be a single token, for which recurrent layers have a function of its own.
-        resumes = not depends and (not self.has_states or trial.splits_prompts(by_one=True))
-        self.depends_on_split = not resumes or not trial.splits_prompts()
-        self.no_prefixes = ""
-        if trial.grows:
-            self.no_prefixes = f"{type(model).__name__} keeps states that grow with the tokens"
-        elif not resumes or (self.depends_on_split and not self.has_states):
-            self.no_prefixes = f"what {type(model).__name__} computes depends on how a prompt is split"
+        self.state_bytes, self.state_bytes_per_token, self.no_prefixes = (
+            way.state_bytes,
+            way.bytes_per_token,
+            way.no_prefixes,
+        )
         self.is_incremental = self.depends_on_split
         self.is_alone = False
-        self.prompts, self.decodes = trial.together()
-        self.pieces: Together = "one" if self.depends_on_split else trial.pieces_together(self.decodes)
         self._weights = state_of(model).weights
         self._weights.look()
         self._structure = self._weights.structure
@@ -231,6 +349,14 @@ class RowModel:
 
     def fork(self, parent_id: int, child_id: int) -> None:
         self._rows.states.fork(parent_id, child_id)
+
+    def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
+        """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
+        self._rows.states.reorder(seq_ids, parents)
+
+    def joined_states(self, rows: Sequence[tuple[int, int]]) -> Any:
+        """A copy of the states of (seq_id, number of computed tokens), for `PagedKVCache.set_states`."""
+        return self._rows.states.joined(rows)
 
     def to_host(self, seq_id: int, num_tokens: int) -> None:
         """The sequence is swapped out: move its state after `num_tokens` tokens to host memory."""
@@ -278,6 +404,7 @@ class RowModel:
         """
         if self._weights.structure != self._structure:
             raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
+        self._rows.by_tables = self.by_tables and not self.is_alone
         results: dict[int, torch.Tensor] = {}
         for batch in self._batches(parts):
             logits = self._rows.compute(self.model if tried is None else tried, [parts[index] for index in batch])
@@ -290,6 +417,9 @@ class RowModel:
         for index, part in enumerate(parts):
             groups.setdefault(self._key(part) or index, []).append(index)
         for members in groups.values():
+            if self._rows.by_tables and parts[members[0]].start:  # nothing is padded or gathered
+                yield members
+                continue
             members.sort(key=lambda index: parts[index].end)
             batch: list[int] = []
             total = 0
@@ -317,6 +447,13 @@ class RowModel:
         return count, length, shape
 
 
+def _has_kv(model: Any) -> bool:
+    """Whether layers of the model's cache keep K/V of all tokens or of a window."""
+    if not model._supports_default_dynamic_cache():
+        return False
+    return any(isinstance(layer, PagedLayer) for layer in PagedKVCache(model.config).layers)
+
+
 _Cut = tuple[list[int], tuple[int, ...]]
 """Tokens, and the lengths of the pieces in which they are computed."""
 
@@ -337,15 +474,25 @@ class _Trial:
         self._chooses = OWN_MASK in examine(model).bare.reason
         self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
         self._noise = 0.0  # the largest difference of logits of the same tokens at once and one by one
+        self.by_tables = not self._chooses and _has_kv(model)
+        while not self._computes_alone(expected):
+            self.by_tables = False
+
+    def _computes_alone(self, expected: torch.Tensor) -> bool:
+        """Whether sequences one by one give these logits; raises if that is so in neither way."""
         try:
             # Another sequence is computed between the pieces, to detect models that keep a state in their modules.
             self._alone = self._run([(self._long, (5, 1, 1)), (self._other, (5, 1, 1))], "one", "one")
-        except UnsupportedModelError as error:
-            raise self._unsupported(str(error)) from None
         except Exception as error:  # of the model, or of what others have put into it
-            raise self._unsupported(first_line(error)) from error
-        if not self._close(self._alone[0], expected):
+            if self.by_tables:
+                return False
+            why = str(error) if isinstance(error, UnsupportedModelError) else first_line(error)
+            raise self._unsupported(why) from error
+        if self._close(self._alone[0], expected):
+            return True
+        if not self.by_tables:
             raise self._unsupported("its logits are not those of generate")
+        return False
 
     def _generated(self) -> tuple[list[int], torch.Tensor]:
         """Seven tokens, of which generate has added two, and the logits [3, vocab] from the fifth on."""
@@ -427,7 +574,7 @@ class _Trial:
         """For each row the logits fp32 [number of pieces, vocab] after each of its pieces, or with `every` those after
         each of its tokens. prompts, go_on: "one" if the first, or the later pieces of the rows are a forward each."""
         memory = PagedMemory(4, growable=True)
-        computed = _Rows(self._model, memory)
+        computed = _Rows(self._model, memory, by_tables=self.by_tables)
         logits: list[list[torch.Tensor]] = [[] for _ in rows]
         done = [0] * len(rows)
         for step in range(len(rows[0][1])):
@@ -439,6 +586,8 @@ class _Trial:
                 done[number] = end
             batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
             results = [result for batch in batches for result in computed.compute(self._tried, batch)]
+            if self.by_tables:
+                computed.refuse_windows()
             if computed.has_states and step:
                 self._look_at_states(computed.states, parts[0])
             for own, result in zip(logits, results):

@@ -21,6 +21,8 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, own_implementation
+from hf_paged.model import encoder_decoder
+from hf_paged.model.cross_attention import PagedPair, paged_part
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
@@ -91,6 +93,7 @@ class SupportReport:
     native_length   maximum length in tokens of sequences that run natively (None: no limit)
     counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have
     engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
+    has_encoder     it is an encoder-decoder model: `generate` computes it, the engine does not
     together        how the engine computes it where it is not native
     state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
     fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
@@ -106,6 +109,7 @@ class SupportReport:
     counts_padding: bool = False
     fused: str = ""
     engine_only: bool = False
+    has_encoder: bool = False
     together: str = ""
     state_bytes: tuple[int, int] = (0, 0)
 
@@ -246,6 +250,11 @@ def drops_cache(model: nn.Module) -> bool:
 def refuse_unsupported(model: Any, *, by_engine: bool = False) -> SupportReport:
     """The report of a model that `generate`, or the engine, runs; raises UnsupportedModelError otherwise."""
     report = check(model)
+    if by_engine and report.has_encoder:
+        raise UnsupportedModelError(
+            f"{report.model} is an encoder-decoder model, whose requests the engine does not compute yet; use "
+            "model.generate(..., cache_implementation='paged')"
+        )
     if not report.supported and not (by_engine and report.engine_only):
         raise UnsupportedModelError(f"{report.model} cannot use a paged cache: {report.reason}")
     return report
@@ -256,6 +265,8 @@ def _examine(model: Any) -> SupportReport:
     refusal = _refusal(model)
     if refusal is not None:
         return SupportReport(name, False, False, refusal, (), engine_only=_keeps_only_states(model))
+    if model.config.is_encoder_decoder:
+        return _examine_encoder_decoder(model)
     states = sorted({_kind(layer) for layer in PagedKVCache(model.config).layers if _has_state(layer)})
     if states:
         return _examine_dense(model, f"it keeps a state per row besides K/V ({', '.join(states)})")
@@ -284,10 +295,10 @@ def _examine(model: Any) -> SupportReport:
 def _refusal(model: Any) -> str | None:
     """Why no paged cache can serve the model, as far as that is visible without running it; None if nothing is."""
     remedy = "call generate without cache_implementation"
-    if model.config.is_encoder_decoder:
-        return f"it is an encoder-decoder model, whose cross-attention cache does not grow; {remedy}"
     if not model.can_generate():
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
+    if not hasattr(model, "_supports_default_dynamic_cache"):
+        return f"its generate is a method of its own, not that of transformers' GenerationMixin; {remedy}"
     if "past_key_values" not in (parameters := inspect.signature(model.forward).parameters):
         state = sorted({*_STATES, "mems", "past_buckets_states"} & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
@@ -296,6 +307,8 @@ def _refusal(model: Any) -> str | None:
         return f"it keeps its state in a cache class of its own, not in layers of K/V; {remedy}"
     if device_of(model).type == "meta":
         return "its weights are on the meta device, which holds no data; load them before you generate"
+    if model.config.is_encoder_decoder:
+        return None  # its config may describe the encoder's layers
     layers = PagedKVCache(model.config).layers
     if any(isinstance(layer, PagedLayer) for layer in layers):
         return None
@@ -337,8 +350,54 @@ def _kind(layer: Any) -> str:
     return str(getattr(layer, "kind", type(layer).__name__))
 
 
+@torch.no_grad()
+def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportReport:
+    """Run two steps of two rows over states that an encoder might have computed: with the model's own cache, packed,
+    and over a PagedKVCache. why: the reason not to try packed rows."""
+    name, remedy = type(model).__name__, "call generate without cache_implementation"
+    with _without_drawing(model):
+        try:
+            given = encoder_decoder.trial_inputs(model)
+            expected = encoder_decoder.own_steps(model, given, encoder_decoder.plain_cache(model))
+        except Exception as error:  # of the model: it needs more than states
+            reason = f"its decoder cannot be tried on states of an encoder alone ({first_line(error)}); {remedy}"
+            return SupportReport(name, False, False, reason, (), has_encoder=True)
+        if why is None:
+            memory = PagedMemory(2, growable=True)
+            try:
+                actual = encoder_decoder.packed_steps(model, given, memory)
+                if not model.training:
+                    _compare(model, actual, expected, "packed")
+                layers = tuple(
+                    LayerSupport(index, "native", "attends through AttentionInterface", **_sizes(kv))
+                    for index, kv in sorted(memory.pool.layers.items())
+                )
+                reason = "every layer attends through AttentionInterface, to its tokens and to the encoder's states"
+                return SupportReport(name, True, True, reason, layers, _kernels(model.device), has_encoder=True)
+            except UnsupportedModelError as error:
+                why = str(error)
+            except Exception as error:  # as above
+                why = f"it does not run on packed rows ({first_line(error)})"
+        pair = PagedPair(PagedKVCache())
+        try:
+            actual = encoder_decoder.own_steps(model, given, pair)
+            if not model.training:
+                _compare(model, actual, expected, "paged")
+        except Exception as error:  # as above
+            reason = f"it does not run over a paged cache ({first_line(error)}); packed: {why}; {remedy}"
+            return SupportReport(name, False, False, reason, (), has_encoder=True)
+    pool = paged_part(pair).memory.pool
+    layers = tuple(
+        LayerSupport(index, "dense view", "K/V in blocks, gathered for the model's own attention", **_sizes(kv))
+        for index, kv in sorted(pool.layers.items())
+    )
+    return SupportReport(name, True, False, why, layers, has_encoder=True)
+
+
 def _examine_dense(model: Any, why: str) -> SupportReport:
     name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return _examine_encoder_decoder(model, why)
     cache = PagedKVCache(model.config)
     try:
         _probe_dense(model, cache)
@@ -411,6 +470,11 @@ def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
     return batch
 
 
+def _row(batch: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """One row of the batch, without padding."""
+    return {name: value[index : index + 1, -_LENGTHS[index] :] for name, value in batch.items()}
+
+
 def _without_drawing(model: Any) -> Any:
     """Restore the random state after the model has drawn random numbers."""
     device = device_of(model)
@@ -439,16 +503,21 @@ def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
                 parts.append(part)
         _refuse_shared_layers(packed)
         refuse_own_inputs(model, batch)
-        steps = None if model.training else _two_steps(model, batch, DynamicCache(config=model.config))
-        given = step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
-        positions_given = {} if given is None else {"position_ids": given}
-        expected = uncompiled(model)(**batch, **positions_given, use_cache=False, return_dict=True).logits
+        # With padding, a model that numbers tokens by the length of its cache gives other logits.
+        batches = [batch] if packed.cache.takes_positions else [_row(batch, i) for i in range(len(rows))]
+        steps, expected = [], []
+        for each in batches:
+            if not model.training:
+                steps.append(_two_steps(model, each, DynamicCache(config=model.config)).unflatten(0, (2, -1)))
+            given = step_positions(model, each["input_ids"], each.pop("position_ids", None), is_first=True)
+            positions_given = {} if given is None else {"position_ids": given}
+            expected += uncompiled(model)(**each, **positions_given, use_cache=False, return_dict=True).logits
     if not model.training:
         for parts, own, length in zip(got, expected, _LENGTHS):
             _compare(model, torch.cat(parts), own[-length:], "packed")
         # In a decode step a row of one sequence has one token, a packed row of two sequences has two.
-        ends = [parts[step][-1] for step in (0, 1) for parts in got]
-        _compare(model, torch.stack(ends), steps, "packed")  # type: ignore[arg-type]
+        ends = [torch.stack([parts[step][-1] for parts in got]) for step in (0, 1)]
+        _compare(model, torch.stack(ends), torch.cat(steps, 1), "packed")
     return _native_layers(model, packed), packed.cache.numbers_tokens
 
 
@@ -520,8 +589,8 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
 
 def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
     """Logits of the last position after a prefill of all tokens but the last, and after a step with the last one."""
-    logits = []
-    for start, stop in ((0, 4), (4, 5)):
+    logits, length = [], batch["input_ids"].shape[1]
+    for start, stop in ((0, length - 1), (length - 1, length)):
         inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
         options: dict[str, Any] = {"past_key_values": past, "use_cache": True}
         if takes_ordinary_inputs(model):

@@ -6,6 +6,7 @@ Each type runs in a forked process with a time-out. Prints a JSON line per type 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import hf_paged  # before transformers, as in a typical user's script
+from hf_paged.model.encoder_decoder import trial_inputs
 from tests.architectures.tiny import other_classes, tiny_model
 
 LENGTHS = (5, 19, 12, 26)
@@ -37,12 +39,19 @@ def prompts(vocab: int = 90, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]
     return ids * mask, mask
 
 
-def examine(model_type: str, engine: bool) -> dict[str, Any]:
+def examine(model_type: str, engine: bool, speed: bool = False) -> dict[str, Any]:
     """The result of one type. `result`: identical, refused, different, crashed, or unrunnable (plain fails too)."""
+    result = _compare(model_type, engine)
+    if speed and result.get("engine") == "identical":
+        result["speed"] = examine_speed(tiny_model(model_type))
+    return result
+
+
+def _compare(model_type: str, engine: bool) -> dict[str, Any]:
     try:
         model = tiny_model(model_type)
         if model.config.is_encoder_decoder:
-            return _examine_refused(model)
+            return _examine_encoder(model)
         ids, mask = prompts()
         plain = {"greedy": _generate(model, ids, mask)}
         if plain["greedy"].ndim != 2:
@@ -105,25 +114,54 @@ def examine(model_type: str, engine: bool) -> dict[str, Any]:
     return result
 
 
-def _examine_refused(model: Any) -> dict[str, Any]:
-    """`generate` and the engine refuse the model for any arguments. A model's own `generate` may fail earlier."""
+def _examine_encoder(model: Any) -> dict[str, Any]:
+    """Of an encoder-decoder model: four ragged texts, or three rows of states that an encoder might have computed."""
     from transformers import GenerationMixin
 
     report = hf_paged.check(model)
-    result = {"class": type(model).__name__, "mode": "refused", "reason": report.reason}
-    ids = torch.tensor([[7, 8, 9]])
-    entry_points = [lambda: hf_paged.Engine(model)]
-    if type(model).generate is GenerationMixin.generate:
-        entry_points.append(lambda: model.generate(ids, cache_implementation="paged"))
-    for enter in entry_points:
-        try:
-            enter()
-        except hf_paged.UnsupportedModelError:
-            continue
-        except Exception as error:  # any error that is raised before the refusal is reported
-            return {**result, "result": "crashed", "reason": _line(error), "trace": traceback.format_exc()}
-        return {**result, "result": "crashed", "reason": "not refused"}
-    return {**result, "result": "refused"}
+    mode = "native" if report.native else "dense view" if report.supported else "refused"
+    result: dict[str, Any] = {"class": type(model).__name__, "mode": mode, "reason": report.reason, "blocks": 1}
+    result["layers"] = [layer.mode for layer in report.layers]
+    if not report.supported:
+        return {**result, "result": "refused"}
+    given: dict[str, Any] = dict(zip(("input_ids", "attention_mask"), prompts()))
+    if model.main_input_name != "input_ids":
+        given = {"encoder_outputs": trial_inputs(model)["encoder_outputs"]}
+    model.generation_config.decoder_start_token_id = model.generation_config.decoder_start_token_id or 1
+    calls: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "beams": {"num_beams": 4, "num_return_sequences": 2},
+        "samples": {"do_sample": True, "num_return_sequences": 3},
+        "beam samples": {"do_sample": True, "num_beams": 3},
+    }
+    different = []
+    for name, options in calls.items():
+        tokens = []
+        for cache in ({}, {"cache_implementation": "paged"}):
+            torch.manual_seed(1)
+            copied = copy.deepcopy({"do_sample": False, **given, **options})  # transformers expands states in place
+            try:
+                with hf_paged.record_calls() as records:
+                    tokens.append(GenerationMixin.generate(model, **copied, max_new_tokens=16, **cache))
+            except Exception as error:
+                if not cache:
+                    result.setdefault("plain_fails", {})[name] = _line(error)
+                    break
+                return {**result, "result": "crashed", "reason": f"{name}: {_line(error)}"}
+        else:
+            result.setdefault("routes", {})[name] = records[0].route
+            if not torch.equal(*tokens):
+                different.append(name)
+    if "routes" not in result:
+        return {**result, "result": "unrunnable", "reason": result["plain_fails"]["greedy"]}
+    if left := _blocks_in_use(model):
+        different.append(f"{left} blocks left in use")
+    try:
+        hf_paged.Engine(model)
+        different.append("the engine takes it")
+    except hf_paged.UnsupportedModelError as error:
+        result["engine"] = f"refused: {_line(error)}"
+    return {**result, "result": "different" if different else "identical", "different": different}
 
 
 def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
@@ -161,6 +199,38 @@ def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
     return f"different: requests {wrong}" if wrong else "identical"
 
 
+def examine_speed(model: Any, repeats: int = 3) -> dict[str, float]:
+    """16 requests at once in the engine: how many times as fast as one by one, and as plain `generate` of the padded
+    batch. Processor time of this thread, the best of the repeats (one by one: of one), in turns."""
+    from transformers import GenerationConfig
+
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(6, 90, (5 + 7 * i % 22,), generator=generator) for i in range(16)]
+    width = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    config = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    prompts = [row.tolist() for row in rows]
+    seconds: dict[str, list[float]] = {"engine": [], "plain": [], "one by one": []}
+
+    def timed(name: str, call: Any) -> None:
+        begin = time.thread_time()
+        call()
+        seconds[name].append(time.thread_time() - begin)
+
+    memory = hf_paged.CacheConfig(memory="256MiB")
+    with hf_paged.Engine(model, memory, hf_paged.SchedulerConfig(prefix_caching=False)) as engine:
+        for turn in range(repeats + 1):
+            timed("engine", lambda: engine.generate(prompts, config))
+            timed("plain", lambda: model.generate(ids, attention_mask=(ids > 0).long(), generation_config=config))
+            if turn == 1:
+                timed("one by one", lambda: [engine.generate([prompt], config) for prompt in prompts])
+    best = min(seconds["engine"][1:])
+    return {
+        "one by one": round(min(seconds["one by one"]) / best, 1),
+        "plain": round(min(seconds["plain"][1:]) / best, 2),
+    }
+
+
 def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
     torch.manual_seed(1)
     options.setdefault("max_new_tokens", NEW_TOKENS)
@@ -195,19 +265,21 @@ def _line(error: BaseException) -> str:
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
-def _child(model_type: str, engine: bool, path: str) -> None:
+def _child(model_type: str, engine: bool, speed: bool, path: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     begin = time.perf_counter()
-    result = {"type": model_type, **examine(model_type, engine)}
+    result = {"type": model_type, **examine(model_type, engine, speed)}
     result["seconds"] = round(time.perf_counter() - begin, 2)
     Path(path).write_text(json.dumps(result))
 
 
-def run(types: list[str], *, jobs: int = 2, timeout: float = 900.0, engine: bool = False) -> list[dict[str, Any]]:
+def run(
+    types: list[str], *, jobs: int = 2, timeout: float = 900.0, engine: bool = False, speed: bool = False
+) -> list[dict[str, Any]]:
     """Examine the types, `jobs` at a time; returns one result per type, in the order of completion."""
     import tempfile
 
@@ -222,7 +294,7 @@ def run(types: list[str], *, jobs: int = 2, timeout: float = 900.0, engine: bool
             while waiting and len(running) < jobs:
                 name = waiting.pop(0)
                 path = os.path.join(folder, name)
-                process = context.Process(target=_child, args=(name, engine, path))
+                process = context.Process(target=_child, args=(name, engine, speed, path))
                 process.start()
                 running[name] = (process, path, time.monotonic() + timeout)
             time.sleep(0.02)
@@ -283,6 +355,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds per type")
     parser.add_argument("--engine", action="store_true", help="also run the engine with staggered arrivals")
+    parser.add_argument("--speed", action="store_true", help="also 16 requests at once; with --engine")
     parser.add_argument("--out", type=Path, help="write the results to this file as a JSON list, sorted by type")
     args = parser.parse_args()
     results = run(
@@ -290,6 +363,7 @@ def main() -> int:
         jobs=args.jobs,
         timeout=args.timeout,
         engine=args.engine,
+        speed=args.speed,
     )
     if args.out:
         args.out.write_text(json.dumps(sorted(results, key=lambda r: r["type"]), indent=1) + "\n")

@@ -44,7 +44,8 @@ CI_TYPES = {
     "bloom": "dense view",  # ALiBi
     "gpt_neox_japanese": "dense view",  # attention code of its own
     "cpmant": "dense view",  # a cache longer than the tokens
-    "bart": "dense view",  # decoder of an encoder-decoder family
+    "bart": "native",  # decoder of an encoder-decoder family, positions from the cache's length
+    "mvp": "dense view",  # the same, in a way that has one position for all rows
     "deepseek_v3": "dense view",  # latent attention
     "bamba": "dense view",  # recurrent layers beside attention
     "falcon_h1": "dense view",  # both in one layer
@@ -64,7 +65,9 @@ CI_TYPES = {
     "Qwen3_5ForConditionalGeneration": "dense view",  # recurrent layers beside attention
     "MistralLarge4ForConditionalGeneration": "dense view",  # values of size 0
     "UnlimitedOcrForConditionalGeneration": "refused",  # keeps the prompt and a window
-    "T5ForConditionalGeneration": "refused",  # an encoder-decoder model
+    "T5ForConditionalGeneration": "native",  # an encoder-decoder model
+    "WhisperForConditionalGeneration": "native",
+    "LEDForConditionalGeneration": "dense view",  # an attention of its own over the encoder's states
 }
 
 
@@ -160,18 +163,6 @@ def test_a_window_keeps_few_blocks(model_type: str, monkeypatch: pytest.MonkeyPa
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
-
-
-def test_encoder_decoder_is_refused() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    model = T5ForConditionalGeneration(config)
-    model.forward = None  # nothing may run
-    report = hf_paged.check(model)
-    assert not report.supported
-    with pytest.raises(hf_paged.UnsupportedModelError, match=r"encoder-decoder.*call generate without"):
-        model.generate(torch.tensor([[3, 4, 5]]), cache_implementation="paged")
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "rwkv"])

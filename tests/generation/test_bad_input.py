@@ -163,18 +163,6 @@ def test_static_cache_is_another_cache() -> None:
         model.generate(IDS, past_key_values=cache, max_new_tokens=4, cache_implementation="paged")
 
 
-def test_encoder_decoder_models_are_refused() -> None:
-    import transformers
-
-    config = transformers.T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    with pytest.raises(hf_paged.UnsupportedModelError, match=r"encoder-decoder.*without cache_implementation"):
-        model.generate(IDS, max_new_tokens=4, cache_implementation="paged")
-    assert len(conftest._memories) == 0, "nothing is allocated"
-    report = hf_paged.check(model)
-    assert not report.supported and "encoder-decoder" in str(report)
-
-
 def test_state_space_models_are_refused() -> None:
     import transformers
 

@@ -34,6 +34,7 @@ def started(memory: PagedMemory, num_tokens: int, name: str = "r") -> Sequence:
     (seq,) = SequenceGroup(name, list(range(100, 100 + num_tokens))).sequences
     seq.num_computed_tokens = num_tokens - 1
     memory.manager.append(seq.seq_id, num_tokens - 1)
+    memory.manager.drop_unseen(seq.seq_id)
     return seq
 
 

@@ -449,7 +449,7 @@ def test_the_dense_view_is_counted_on_a_gpu() -> None:
     """Each layer with an attention of the model's own gathers K/V for a forward, in memory that blocks leave free."""
 
     def check() -> None:
-        free, model = 64 << 20, tiny_model("bloom")
+        free, model = 1 << 28, tiny_model("bloom")
         with fake_cuda(), mock.patch.object(sizing, "_free_bytes", lambda device: free):
             sizes: Any = {"memory_fraction": 1.0}, {"max_num_seqs": 64}
             engine = Engine(model.to(DEVICE), *sizes, cuda_graphs=False, warmup=False)

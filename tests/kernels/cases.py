@@ -26,6 +26,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    distance_bias: bool = False
     shared: int = 0
     consecutive: bool = False
     strided: bool = False
@@ -115,6 +116,8 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
         options["sinks"] = randn(num_heads).to(device)
     if case.alibi:
         options["alibi_slopes"] = (2.0 ** -torch.arange(1, num_heads + 1)).to(device)
+    if case.distance_bias:
+        options["distance_bias"] = randn(num_heads, max(s for _, s in case.lens)).to(device)
     metadata = AttentionMetadata(
         block_tables=table.to(device),
         seq_lens=torch.tensor([s for _, s in case.lens], dtype=torch.int32, device=device),

@@ -94,6 +94,24 @@ def test_features(features: dict, lens: tuple, dtype: torch.dtype, impl: str) ->
     check(make_batch(Case(lens, heads=(6, 2), dtype=dtype, **features)), impl)
 
 
+@pytest.mark.parametrize("lens", [DECODE, MIXED, EMPTY], ids=["decode", "mixed", "empty"])
+@pytest.mark.parametrize("features", [{}, {"alibi": True, "sinks": True}, {"sliding_window": 20}], ids=str)
+def test_a_bias_by_distance(features: dict, lens: tuple) -> None:
+    check(make_batch(Case(lens, heads=(6, 2), distance_bias=True, **features)), "torch")
+
+
+def test_a_bias_by_distance_is_computed_by_torch() -> None:
+    batch = make_batch(Case(MIXED, distance_bias=True))
+    assert torch.equal(batch.run(None), batch.run("torch"))  # type: ignore[arg-type]
+    for other in ("native", "triton"):
+        with pytest.raises(ValueError, match="does not implement distance_bias"):
+            batch.run(other)
+    for shape in ((4, 1), (3, 999)):
+        batch.options["distance_bias"] = torch.zeros(shape)
+        with pytest.raises(ValueError, match="a number for each query head and distance"):
+            batch.run("torch")
+
+
 def test_out_is_used(impl: str) -> None:
     batch = make_batch(Case(MIXED))
     out = torch.full((batch.query.shape[0], 2, *batch.query.shape[1:]), 7.0)[:, 1]

@@ -61,6 +61,9 @@ def test_features_by_hand() -> None:
     batch.options = {"scale": 0.5, "alibi_slopes": torch.tensor([0.25])}
     biased = scores + torch.tensor([-0.25, 0.0])
     torch.testing.assert_close(batch.run("reference")[0, 0].double(), biased.softmax(0) @ v, atol=1e-6, rtol=1e-6)
+    batch.options = {"scale": 0.5, "distance_bias": torch.tensor([[0.5, -0.25, 9.0]])}
+    biased = scores + torch.tensor([-0.25, 0.5])
+    torch.testing.assert_close(batch.run("reference")[0, 0].double(), biased.softmax(0) @ v, atol=1e-6, rtol=1e-6)
     batch.options = {"scale": 0.5, "sinks": torch.tensor([0.7])}
     out, lse = batch.run("reference", return_lse=True)
     weights = torch.cat([scores, torch.tensor([0.7])]).softmax(0)[:2]

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.states import States
 from hf_paged.model import rows
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
@@ -21,7 +22,7 @@ from tests.preempting import force_preempt
 
 NEW = 8
 FAST = ("bloom", "deepseek_v3", "lfm2", "falcon_h1", "mamba")
-SLOW = ("codegen", "jamba", "qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "rwkv", "bart", "doge")
+SLOW = ("codegen", "jamba", "qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "rwkv", "mvp", "doge")
 WITHOUT_KV = ("mamba", "mamba2", "rwkv")
 
 
@@ -117,7 +118,7 @@ def test_requests_of_any_length_share_forwards(name: str, forwards: list[int]) -
         counted = forwards[:]
         assert_idle(engine)
     assert [[c.token_ids for c in o.outputs] for o in outputs] == [solo(name, tuple(p), "greedy") for p in given]
-    if name in ("rwkv", "bart", "doge"):  # their logits depend on the batch, or on padding
+    if name in ("rwkv", "mvp", "doge"):  # their logits depend on the batch, or on padding
         assert max(counted) == 1
     else:
         assert len(counted) <= NEW + 1 and max(counted) == len(given)
@@ -163,7 +164,7 @@ def test_preempted_requests_go_on(name: str, way: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", _types(but=("bloom", "deepseek_v3", "bart", "codegen", "doge")))
+@pytest.mark.parametrize("name", _types(but=("bloom", "deepseek_v3", "mvp", "codegen", "doge")))
 def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C before and after the states of a step are put."""
     put, rng = States.put, random.Random(1)
@@ -242,7 +243,7 @@ def test_prompt_logprobs_of_a_row() -> None:
     [
         ("deepseek_v3", "many sequences in one forward"),
         ("lfm2", "many sequences in one forward"),
-        ("bart", "sequences of equal length"),
+        ("mvp", "sequences of equal length"),
         ("mamba", "many sequences in one forward"),
         ("rwkv", "one sequence at a time"),
         ("llama", None),
@@ -437,3 +438,29 @@ def test_prefixes_of_a_model_that_writes_its_own_frequencies() -> None:
         first, second = (engine.generate([text], config("greedy"))[0] for _ in range(2))
         assert engine.stats().prefix_cache_hit_tokens >= 16
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_attention_reads_blocks_where_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with prompts in the same step, forks, and preempted requests, which compute several tokens in one step."""
+
+    def dense(*args: Any) -> Any:
+        raise AssertionError("a dense view was gathered")
+
+    given = prompts(5, 19, 1, 12, 26, 7)
+    assert "block tables" in hf_paged.check(model_of(name)).together
+    with engine_of(name) as engine:
+        monkeypatch.setattr(CacheRows, "dense", dense)
+        outputs = engine.generate(given, config("greedy"))
+        beams = engine.generate(given[:2], config("beams"))
+    assert [[c.token_ids for c in o.outputs] for o in outputs] == [solo(name, tuple(p), "greedy") for p in given]
+    assert [[c.token_ids for c in o.outputs] for o in beams] == [solo(name, tuple(p), "beams") for p in given[:2]]
+
+
+def test_positions_by_the_length_of_the_cache_are_packed() -> None:
+    """BART's decoder numbers tokens from the length of its cache, and makes a mask of an encoder that is not there."""
+    given = prompts(5, 19, 1, 12)
+    assert hf_paged.check(model_of("bart")).native
+    with engine_of("bart") as engine:
+        outputs = engine.generate(given, config("greedy"))
+    assert [[c.token_ids for c in o.outputs] for o in outputs] == [solo("bart", tuple(p), "greedy") for p in given]

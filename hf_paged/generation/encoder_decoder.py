@@ -1,0 +1,213 @@
+"""Paged calls of encoder-decoder models: the decoder that takes the model's place in transformers' loops, the check of
+their arguments, and the cache that a caller gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.modeling_outputs import Seq2SeqLMOutput
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.generation.decoder import PackedDecoder
+from hf_paged.generation.obstacles import is_left_padding, mode_obstacle, patches_inputs
+from hf_paged.generation.validation import check_inputs, check_prompts
+from hf_paged.kernels.metadata import to_device
+from hf_paged.model.encoder_decoder import EncoderDecoderModel
+from hf_paged.model.support import SupportReport
+
+Encoder = tuple[str, int]
+"""Id of the sequence that holds the K/V of one row of the encoder."""
+
+
+class CrossDecoder(PackedDecoder):
+    """`expand` consecutive rows of the batch share a prompt and a row of the encoder (beams, parallel samples).
+
+    The model prepares the inputs of every step itself, as in plain generate. The first step computes one row of each
+    `expand`; later ones leave out rows that were dropped.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        memory: PagedMemory,
+        check_code: Callable[[], object],
+        *,
+        expand: int,
+        keep_finished: bool,
+        check_pool: Callable[[Sequence[int]], None] | None = None,
+        on_step: Callable[[PagedMemory], None] | None = None,
+    ) -> None:
+        self._encoded = EncoderDecoderModel(model, memory, check_code, self.reorder)
+        packed: Any = self._encoded
+        super().__init__(packed, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step)
+        self.cache = packed.cache
+        self.encoders: list[Encoder] = []  # of each row
+
+    # -- what the loops ask of a model --------------------------------------------------------------------------
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(*args, **kwargs)
+        return prepared
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        updated: dict[str, Any] = self._model._update_model_kwargs_for_generation(*args, **kwargs)
+        return updated
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        return GenerationMixin._prefill(self, *args, **kwargs)
+
+    def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:  # type: ignore[override]
+        logits = self._later(inputs) if self.rows else self._first(inputs)
+        self._report()
+        return Seq2SeqLMOutput(logits=logits, past_key_values=self.cache)  # type: ignore[arg-type]
+
+    def _first(self, inputs: dict[str, Any]) -> torch.Tensor:
+        num_rows, columns = inputs["decoder_input_ids"].shape
+        self.padding = _padding(inputs.get("decoder_attention_mask"), num_rows)
+        own = list(range(0, num_rows, self._expand))
+        rows = [next(self._ids) for _ in own]
+        encoders = [("encoder", i) for i in range(len(own))]
+        logits = self._encoded.first(
+            rows, encoders, [self.padding[r] for r in own], rows_of(inputs, own, num_rows), self._check_pool
+        )
+        index = [i for i in range(len(own)) for _ in range(self._expand)]
+        self.rows = self._fork_rows(rows, index)
+        self.encoders = [encoders[i] for i in index]
+        self.length = columns
+        self.length_beside = self._encoded.encoder_length
+        return logits if self._expand == 1 else logits.repeat_interleave(self._expand, dim=0)
+
+    def _later(self, inputs: dict[str, Any]) -> torch.Tensor:
+        num_rows = len(self.rows)
+        if not self.keep_finished:
+            self._drop_finished()
+        active = [r for r, row in enumerate(self.rows) if row is not None]
+        states = inputs.pop("encoder_outputs")  # large; only their shape will be read
+        inputs = {**rows_of(inputs, active, num_rows), "encoder_outputs": states}
+        some = self._encoded.later(
+            [row for row in self.rows if row is not None],
+            [self.encoders[r] for r in active],
+            [self.padding[r] for r in active],
+            inputs,
+        )
+        self.length += 1
+        if len(active) == num_rows:
+            return some
+        index = to_device(np.array(active, dtype=np.int64), some.device)
+        return some.new_zeros(num_rows, *some.shape[1:]).index_copy_(0, index, some)
+
+    def _drop_finished(self) -> None:
+        super()._drop_finished()
+        manager = self.memory.manager
+        used = {encoder for encoder, row in zip(self.encoders, self.rows) if row is not None}
+        for encoder in set(self.encoders) - used:
+            if encoder in manager:
+                self.memory.free(encoder)
+
+    def result_cache(self) -> EncoderDecoderCache:
+        """The rows and the states of their encoders, as a caller gets them; they stay in this memory."""
+        own = PagedKVCache(memory=self.memory)
+        own.take_rows(self.rows, self.padding)  # type: ignore[arg-type]
+        gather = self._encoded.encoder_states
+        layers: list[Any] = [_KeptLayer(gather, i, self.encoders) for i in sorted(self.memory.pool.layers)]
+        return EncoderDecoderCache(own, Cache(layers=layers))
+
+
+class _KeptLayer(DynamicLayer):
+    """K/V of the encoder's states in a returned cache: gathered from the blocks when it is first read."""
+
+    def __init__(self, gather: Callable[..., torch.Tensor], layer_idx: int, encoders: Sequence[Encoder]) -> None:
+        self._gather: Callable[[int], torch.Tensor] = lambda which: gather(layer_idx, which, list(encoders))
+        self._states: list[torch.Tensor | None] = [None, None]
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_initialized = True
+
+    def _state(self, which: int) -> torch.Tensor:
+        state = self._states[which]
+        if state is None:
+            state = self._states[which] = self._gather(which)
+        return state
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[rows, num_kv_heads, length of the encoder, head_dim]; zeros where the encoder's input is masked."""
+        return self._state(0)
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._states[0] = value
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._state(1)
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._states[1] = value
+
+
+def _padding(mask: torch.Tensor | None, num_rows: int) -> list[int]:
+    if mask is None:
+        return [0] * num_rows
+    padding: list[int] = (mask == 0).sum(dim=1).tolist()
+    return padding
+
+
+def rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
+    """The `rows` of everything in `value` that has `num_rows` rows."""
+    if len(rows) == num_rows:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.ndim and value.shape[0] == num_rows:
+            return value[to_device(np.array(rows, dtype=np.int64), value.device)]
+        return value
+    if isinstance(value, Cache):
+        return value
+    if isinstance(value, Mapping):
+        kept = {name: rows_of(each, rows, num_rows) for name, each in value.items()}
+        return kept if type(value) is dict else type(value)(**kept)
+    if type(value) in (list, tuple):
+        return type(value)(rows_of(each, rows, num_rows) for each in value)
+    return value
+
+
+# -- before a call -------------------------------------------------------------------------------------------------
+
+
+def check_encoder_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for inputs and options that cannot be served. What is for the encoder may be of any kind."""
+    if model.main_input_name == "input_ids":
+        check_inputs(model, inputs, generation_config, kwargs)
+    else:
+        others = {name: value for name, value in kwargs.items() if name not in ("attention_mask", "inputs_embeds")}
+        check_inputs(model, None, generation_config, {**others, "input_ids": None})
+    ids = kwargs.get("decoder_input_ids")
+    if ids is not None:
+        check_prompts(model.get_decoder(), ids, "decoder_input_ids")
+
+
+def rows_obstacle(
+    model: Any, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
+) -> str | None:
+    """An obstacle to packed rows in the call's final generation config or in the arguments of the model's forward."""
+    obstacle = mode_obstacle(config, mode)
+    if obstacle is not None:
+        return obstacle
+    if model_kwargs.get("past_key_values") is not None:
+        return "past_key_values is given"
+    if config.prefill_chunk_size is not None:
+        return "prefill_chunk_size cuts the decoder's prompt"
+    if patches_inputs(model):
+        return f"{report.model} prepares the inputs of a step in a way of its own"
+    if model_kwargs.get("encoder_outputs") is None:
+        return "the model's encoder runs in every step"
+    mask = model_kwargs.get("decoder_attention_mask")
+    if mask is not None and (mask.ndim != 2 or not is_left_padding(mask)):
+        return "the decoder's attention mask is not left padding"
+    return None

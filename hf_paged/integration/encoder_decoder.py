@@ -1,0 +1,363 @@
+"""The cache that an encoder-decoder model gets in paged calls, and the attention over it.
+
+The first forward of a call is the model's own, in every operation: it runs over rows of equal length, as in plain
+generate, while the caches here write its K/V to blocks. In every later forward, each row has one new token: the model
+gets tensors without contents, of the shapes that plain generate's cache would give it, and attends through block
+tables. So whatever the model derives from shapes, lengths and masks is what it derives in plain generate.
+
+Knows transformers, tensors and metadata; never sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+from hf_paged.cache.kv_pool import KVPool
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.attention import HANDLE, own_attention, pattern_of_call, refuse_unknown
+from hf_paged.kernels import ops
+from hf_paged.kernels.metadata import AttentionMetadata
+
+
+@dataclass(slots=True)
+class RowStep:
+    """What the forward in progress reads and writes.
+
+    own: metadata of the decoder's tokens. encoder: of one query for each row at the last position of its encoder, so
+    that causal attention shows all of them. pool: of both. length: tokens of every row before the step, padding
+    included. padding: of each row. keep: bool [rows, tokens], which tokens of the first forward are no padding (None:
+    this is a later one). write_encoder: makes room for the K/V of the encoder's visible positions, bool [rows, length],
+    and returns their slots, int64, row by row.
+    """
+
+    own: AttentionMetadata
+    pool: KVPool
+    length: int
+    padding: list[int]
+    encoder: AttentionMetadata | None = None
+    encoder_length: int = 0
+    keep: torch.Tensor | None = None
+    write_encoder: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+class _SelfLayer(CacheLayerMixin):
+    """Provides what mask creation reads."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, cache: SelfCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def update(self, key_states, value_states, *args, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError("a step writes through SelfCache.update")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class SelfCache(Cache):
+    """K/V of the decoder's own tokens."""
+
+    step: RowStep
+
+    def __init__(self) -> None:
+        super().__init__(layers=[_SelfLayer(self)])
+        self.handles: list[SelfHandle] = []
+        self.length = 0  # tokens of a row with K/V in every layer, padding included
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """key_states [rows, num_kv_heads, num_tokens, head_dim], value_states likewise, of this step's tokens."""
+        step = self.step
+        key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        if step.keep is not None:
+            key, value = key[step.keep], value[step.keep]
+            kv = step.pool.layer_for(layer_idx, key, value)
+            ops.write_kv(key, value, kv.key, kv.value, step.own.slot_mapping, in_bounds=True)
+            return key_states, value_states
+        if key.shape[1] != 1:
+            raise UnsupportedModelError("it computes several tokens of a row in one step")
+        handle = SelfHandle(layer_idx, step, (key[:, 0], value[:, 0]))
+        self.handles.append(handle)
+        shown = key_states.expand(-1, -1, step.length + 1, -1)
+        setattr(shown, HANDLE, handle)
+        return shown, value_states.expand(-1, -1, step.length + 1, -1)
+
+
+class _CrossLayer:
+    """What a decoder reads of the encoder's K/V after the first forward."""
+
+    def __init__(self, cache: CrossCache, layer_idx: int) -> None:
+        self._cache, self._layer_idx = cache, layer_idx
+
+    @property
+    def keys(self) -> torch.Tensor:
+        cache = self._cache
+        shown = cache.shown(self._layer_idx, 0)
+        handle = CrossHandle(self._layer_idx, cache.step)
+        cache.handles.append(handle)
+        setattr(shown, HANDLE, handle)
+        return shown
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._cache.shown(self._layer_idx, 1)
+
+    def get_seq_length(self) -> int:
+        return self._cache.step.encoder_length
+
+
+class _CrossLayers:
+    """Layers by index: how many of them a model has is known only when it has run. Some models ask whether there are
+    any."""
+
+    def __init__(self, cache: CrossCache) -> None:
+        self._cache = cache
+
+    def __getitem__(self, layer_idx: int) -> _CrossLayer:
+        return _CrossLayer(self._cache, layer_idx)
+
+    def __len__(self) -> int:
+        return 1
+
+
+class CrossCache(Cache):
+    """K/V of the encoder's states: written by the first forward, read by every later one."""
+
+    step: RowStep
+
+    def __init__(self) -> None:
+        self.layers = _CrossLayers(self)  # type: ignore[assignment]
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        self.handles: list[CrossHandle | CrossWrite] = []
+        self.seen: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the first forward: mask, visible, slots
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        step = vars(self).get("step")  # None before the first forward
+        return 0 if step is None or step.keep is not None else int(step.encoder_length)
+
+    def shown(self, layer_idx: int, which: int) -> torch.Tensor:
+        """[rows, num_kv_heads, length of the encoder, (v_)head_dim] without contents."""
+        step, like = self.step, self.step.pool[layer_idx][which]
+        heads, dim = like.shape[2:]
+        return like.new_empty(1, 1, 1, 1).expand(step.own.num_seqs, heads, step.encoder_length, dim)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """key_states [rows of the encoder, num_kv_heads, length, head_dim], value_states likewise."""
+        if self.step.keep is None:
+            raise UnsupportedModelError("it computes the K/V of the encoder's states anew in every step")
+        handle = CrossWrite(layer_idx, self)
+        self.handles.append(handle)
+        setattr(key_states, HANDLE, handle)
+        return key_states, value_states
+
+
+class PairCache(EncoderDecoderCache):
+    """The `past_key_values` of paged calls of an encoder-decoder model. Call `begin` before each forward."""
+
+    is_compileable = False
+    reads_encoder = True
+
+    def __init__(self, reorder: Callable[[list[int]], None] | None = None) -> None:
+        super().__init__(SelfCache(), CrossCache())
+        self.own = cast(SelfCache, self.self_attention_cache)
+        self.cross = cast(CrossCache, self.cross_attention_cache)
+        # Some models put a cache of another kind in place of the second one, unless they find it in use.
+        self.is_updated = {0: True}
+        self._reorder = reorder
+
+    @property
+    def step(self) -> list[AttentionMetadata]:
+        """The records of the step in progress, for `announce`."""
+        step = self.own.step
+        return [step.own] if step.encoder is None else [step.own, step.encoder]
+
+    def begin(self, step: RowStep) -> None:
+        self.own.step = self.cross.step = step
+        self.own.handles, self.cross.handles = [], []
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        assert self._reorder is not None
+        self._reorder(beam_idx.tolist())
+
+    def check_reads(self, model: Any) -> None:
+        """Raises UnsupportedModelError if a layer has not attended to what it got from here."""
+        handles = [*self.own.handles, *self.cross.handles]
+        unread = sorted({handle.layer_idx for handle in handles if not handle.reads})
+        is_first = self.own.step.keep is not None
+        if unread or not self.cross.handles or not (is_first or self.own.handles):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes attention with code of its own in layer(s) {unread or 'all'}"
+            )
+
+
+# -- the attention of a layer --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SelfHandle:
+    """Where the decoder's own K/V of a layer is; see `LayerHandle`. new_kv: [rows, num_kv_heads, (v_)head_dim]."""
+
+    layer_idx: int
+    step: RowStep
+    new_kv: tuple[torch.Tensor, torch.Tensor]
+    reads: int = 0
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, scaling: float | None, kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        self.reads += 1
+        step = self.step
+        if isinstance(mask, torch.Tensor):
+            _refuse_other_mask(module, mask, step)
+            mask = None
+        softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+        pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
+        bias = kwargs.pop("position_bias", None)
+        refuse_unknown(module, kwargs)
+        key_cache, value_cache = step.pool[self.layer_idx]
+        new_key, new_value = self.new_kv
+        out = ops.paged_attention(
+            query[:, :, 0],
+            key_cache,
+            value_cache,
+            step.own,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            key=new_key,
+            value=new_value,
+            sliding_window=pattern.sliding_window,
+            chunk_size=pattern.chunk_size,
+            softcap=softcap,
+            sinks=sinks,
+            distance_bias=None if bias is None else _by_distance(module, bias),
+        )
+        assert isinstance(out, torch.Tensor)
+        return out.unsqueeze(1), None
+
+
+@dataclass(slots=True)
+class CrossHandle:
+    """Where the K/V of the encoder's states of a layer is."""
+
+    layer_idx: int
+    step: RowStep
+    reads: int = 0
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, scaling: float | None, kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        self.reads += 1
+        step = self.step
+        softcap, bias = kwargs.pop("softcap", None), kwargs.pop("position_bias", None)
+        if bias is not None and bool(bias.any()):
+            raise UnsupportedModelError(f"{type(module).__name__} adds a bias to its attention over the encoder")
+        refuse_unknown(module, kwargs)
+        key_cache, value_cache = step.pool[self.layer_idx]
+        assert step.encoder is not None
+        out = ops.paged_attention(
+            query[:, :, 0],
+            key_cache,
+            value_cache,
+            step.encoder,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out.unsqueeze(1), None
+
+
+@dataclass(slots=True)
+class CrossWrite:
+    """The first forward's attention over the encoder's states: the model's own. Its mask says which of them any token
+    attends to; their K/V is written to blocks."""
+
+    layer_idx: int
+    cache: CrossCache
+    reads: int = 0
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: Any,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self.reads += 1
+        cache, step = self.cache, self.cache.step
+        if cache.seen is None or cache.seen[0] is not mask:
+            visible = _visible(module, mask, key)
+            if cache.seen is None:
+                assert step.write_encoder is not None
+                cache.seen = mask, visible, step.write_encoder(visible)
+            elif not torch.equal(visible, cache.seen[1]):
+                raise UnsupportedModelError(f"the layers of {type(module).__name__} attend to different encoder states")
+        _, visible, slots = cache.seen
+        new_key, new_value = (states.transpose(1, 2)[visible] for states in (key, value))
+        kv = step.pool.layer_for(self.layer_idx, new_key, new_value)
+        if new_key.shape[1:] != kv.key.shape[2:] or new_value.shape[1:] != kv.value.shape[2:]:
+            raise UnsupportedModelError(
+                f"K/V of the encoder's states has other sizes in layer {self.layer_idx} than that of the tokens"
+            )
+        ops.write_kv(new_key, new_value, kv.key, kv.value, slots, in_bounds=True)
+        return own_attention(module, query, key, value, mask, scaling=scaling, **kwargs)
+
+
+def _visible(module: Any, mask: Any, key: torch.Tensor) -> torch.Tensor:
+    """bool [rows, length]: which of the encoder's states the tokens attend to, by the mask of the attention call."""
+    rows, length = key.shape[0], key.shape[2]
+    if mask is None:
+        return torch.ones(rows, length, dtype=torch.bool, device=key.device)
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
+        raise UnsupportedModelError(f"{type(module).__name__} masks the encoder's states in a way of its own")
+    seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() and mask.ndim == 4 else mask != 0
+    if seen.ndim == 4:
+        last = seen[:, :1, -1:]
+        if not bool((seen == last).all()):
+            raise UnsupportedModelError(f"tokens of {type(module).__name__} attend to different encoder states")
+        seen = last[:, 0, 0]
+    seen = seen[..., :length].expand(rows, length)
+    empty = ~seen.any(dim=1)
+    if bool(empty.any()):
+        raise ValueError(f"row {int(empty.nonzero()[0])} of the encoder's input is masked entirely; leave it out")
+    return seen
+
+
+def _refuse_other_mask(module: Any, mask: torch.Tensor, step: RowStep) -> None:
+    """Raises UnsupportedModelError unless the mask [rows, 1, 1, length] hides the left padding and nothing else."""
+    seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
+    padding = torch.tensor(step.padding, dtype=torch.int64, device=mask.device)
+    columns = torch.arange(mask.shape[-1], dtype=torch.int64, device=mask.device)
+    if mask.shape[-1] != step.length + 1 or not bool((seen == (columns >= padding[:, None])[:, None, None]).all()):
+        raise UnsupportedModelError(f"{type(module).__name__} hides earlier tokens with a mask of its own")
+
+
+def _by_distance(module: Any, bias: torch.Tensor) -> torch.Tensor | None:
+    """bias [1, num_heads, 1, length] of one token to all tokens up to itself -> [num_heads, length] by distance."""
+    if bias.ndim != 4 or bias.shape[0] != 1 or bias.shape[2] != 1:
+        raise UnsupportedModelError(f"the bias of {type(module).__name__} does not depend on the distance alone")
+    return bias[0, :, 0].flip(-1)

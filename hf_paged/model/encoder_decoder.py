@@ -1,0 +1,276 @@
+"""An encoder-decoder model on rows of one PagedMemory, and whether a model can run so.
+
+The K/V of an encoder's states is a sequence of its own, in the blocks that the decoder's tokens use: it never grows,
+and all beams and samples of a row read the same blocks. Knows models and sequences by id; never requests or sampling.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.attention import configs_of, name_ours, name_own
+from hf_paged.integration.encoder_decoder import PairCache, RowStep
+from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
+from hf_paged.model.packed import PackedStep, uncompiled
+from hf_paged.model.state import state_of
+
+
+class _FirstStep:
+    """The first forward: attention goes through our function, which records K/V, and masks are the model's own."""
+
+    def __init__(self, _: PairCache, configs: list[Any]) -> None:
+        self._configs = configs
+
+    def enter(self) -> None:
+        name_ours(self, self._configs)
+
+    def leave(self) -> None:
+        name_own(self, self._configs)
+
+
+@dataclass(slots=True)
+class _EncoderRows:
+    """The record of a step's reads of the encoder's states, which stays as it is while the rows are the same."""
+
+    encoders: list[int]
+    layout: tuple[object, ...]
+    metadata: AttentionMetadata
+
+
+class EncoderDecoderModel:
+    """A model bound to a PagedMemory. Rows are sequences of it; so are the encoder's states, with ids from `encoders`.
+
+    check_code: as for PackedModel.
+    """
+
+    def __init__(
+        self, model: Any, memory: PagedMemory, check_code: Callable[[], object] | None = None, reorder: Any = None
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.cache = PairCache(reorder)
+        self._check_code = check_code
+        self._weights = state_of(model).weights
+        self._code = -1
+        self._structure: Any = None
+        self._last: DecodeStep | None = None
+        self._visible: torch.Tensor  # bool [encoders, length]: which states have K/V
+        self._encoder_rows: _EncoderRows | None = None
+
+    def first(
+        self,
+        rows: Sequence[int],
+        encoders: Sequence[tuple[str, int]],
+        padding: Sequence[int],
+        inputs: dict[str, Any],
+        check_room: Callable[[Sequence[int]], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute the prompts of new sequences `rows`, with left padding, and write the K/V of their encoders' states.
+
+        inputs: of the model's forward, for these rows. check_room: raises ValueError if sequences of these lengths do
+        not fit. Returns logits [num_rows, tokens, vocab] as the model does.
+        """
+        memory, device = self.memory, self.model.device
+        columns = inputs["decoder_input_ids"].shape[1]
+        lengths = [columns - pad for pad in padding]
+
+        def write_encoder(visible: torch.Tensor) -> torch.Tensor:
+            counts = visible.sum(dim=1).tolist()
+            if check_room is not None:
+                check_room([*lengths, *counts])
+            memory.append(list(zip(encoders, counts)))
+            self._visible = visible
+            slots = [memory.manager.slots(encoder, 0, count) for encoder, count in zip(encoders, counts)]
+            return to_device(np.array(list(itertools.chain(*slots)), dtype=np.int64), visible.device)
+
+        if check_room is not None:
+            check_room(lengths)
+        memory.append(list(zip(rows, lengths)))
+        metadata, _ = memory.step_metadata(rows, lengths, device)
+        keep = torch.arange(columns, dtype=torch.int64)[None, :] >= torch.tensor(padding, dtype=torch.int64)[:, None]
+        step = RowStep(metadata[0], memory.pool, 0, list(padding), keep=keep.to(device), write_encoder=write_encoder)
+        self.cache.cross.seen = None
+        self.cache.own.length = 0
+        self.cache.is_updated.clear()
+        logits = self._forward(step, inputs, _FirstStep)
+        self.cache.cross.seen = None
+        self.cache.own.length = columns
+        return logits
+
+    def later(
+        self,
+        rows: Sequence[int],
+        encoders: Sequence[tuple[str, int]],
+        padding: Sequence[int],
+        inputs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Compute one more token of each row; its encoder's states are `encoders[row]`. Logits [num_rows, 1, vocab]."""
+        memory, device = self.memory, self.model.device
+        memory.append([(row, 1) for row in rows])
+        if device.type == "cpu":
+            self._last = memory.decode_step(rows, self._last)
+            metadata = self._last.metadata
+        else:
+            metadata, _ = memory.step_metadata(rows, [1] * len(rows), device)
+        step = RowStep(
+            metadata[0], memory.pool, self.cache.own.length, list(padding), self._reads(list(encoders)),
+            self.encoder_length,
+        )  # fmt: skip
+        inputs = {**inputs, "encoder_outputs": _first_row(inputs["encoder_outputs"], len(rows))}
+        logits = self._forward(step, inputs, PackedStep)
+        self.cache.own.length += 1
+        return logits
+
+    @property
+    def encoder_length(self) -> int:
+        """States of each row of the encoder, masked ones included."""
+        return self._visible.shape[1]
+
+    def encoder_states(self, layer_idx: int, which: int, encoders: Sequence[tuple[str, int]]) -> torch.Tensor:
+        """K (`which` 0) or V (1) of the states of these encoders in a layer, zeros for masked ones: [len(encoders),
+        num_kv_heads, length, (v_)head_dim]."""
+        cache, manager, size = self.memory.pool[layer_idx][which], self.memory.manager, self.memory.block_size
+        states = cache.new_zeros(len(encoders), self.encoder_length, *cache.shape[2:])
+        for row, encoder in enumerate(encoders):
+            slots = torch.tensor(manager.slots(encoder, 0, manager.num_tokens(encoder)), dtype=torch.int64)
+            slots = slots.to(cache.device)
+            states[row, self._visible[encoder[1]]] = cache[slots // size, slots % size]
+        return states.transpose(1, 2)
+
+    def _reads(self, encoders: list[Any]) -> AttentionMetadata:
+        known, layout = self._encoder_rows, self.memory.pool.layout
+        if known is None or known.encoders != encoders:
+            metadata, _ = self.memory.step_metadata(encoders, [1] * len(encoders), self.model.device)
+            known = self._encoder_rows = _EncoderRows(encoders, layout, metadata[0])
+        elif known.layout != layout:
+            known = self._encoder_rows = _EncoderRows(encoders, layout, replace(known.metadata, scratch={}))
+        return known.metadata
+
+    def _forward(self, step: RowStep, inputs: dict[str, Any], kind: Callable[[Any, list[Any]], Any]) -> torch.Tensor:
+        self._weights.look()
+        if self._weights.structure != self._structure:
+            self._structure = self._weights.structure
+            self._configs = configs_of(self.model)
+        if self._check_code is not None and self._weights.code != self._code:
+            self._check_code()
+            self._code = self._weights.code
+        self.cache.begin(step)
+        patch = kind(self.cache, self._configs)
+        try:
+            patch.enter()
+            output = uncompiled(self.model)(**{**inputs, "past_key_values": self.cache, "return_dict": True})
+        finally:
+            try:
+                patch.leave()
+            except BaseException:  # Ctrl-C within it, or as it began
+                patch.leave()
+                raise
+        self.cache.check_reads(self.model)
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+def _first_row(outputs: Any, num_rows: int) -> Any:
+    """The outputs of an encoder with its first row in every row: after the first forward, only shapes are read."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs[:1].expand(num_rows, *outputs.shape[1:]) if outputs.ndim else outputs
+    if isinstance(outputs, Mapping):
+        return type(outputs)(**{name: _first_row(each, num_rows) for name, each in outputs.items()})
+    if type(outputs) in (list, tuple):
+        return type(outputs)(_first_row(each, num_rows) for each in outputs)
+    return outputs
+
+
+# -- trying it out -------------------------------------------------------------------------------------------------
+
+_LENGTHS = (6, 4)
+"""Encoder states of the two rows of the trial."""
+
+
+@dataclass
+class _States(BaseModelOutput):
+    """Outputs of an encoder, with what some encoders return besides states, because their models read it."""
+
+    attention_mask: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+def trial_inputs(model: Any) -> dict[str, Any]:
+    """Inputs of the forward of two rows of four tokens, with states that an encoder might have computed.
+
+    A model of text also gets a mask that hides the padding of the shorter row.
+    """
+    config = model.config.get_text_config(decoder=True)
+    ids = torch.tensor([[13, 11, 12, 25], [9, 27, 16, 31]], dtype=torch.int64, device=model.device) % config.vocab_size
+    size = 2 * _LENGTHS[0] * (width := _encoder_width(model))
+    values = torch.sin(torch.arange(size, dtype=torch.float32) * 1.7) + torch.cos(
+        torch.arange(size, dtype=torch.float32) * 0.3
+    )
+    states = values.view(2, _LENGTHS[0], width).to(model.device, model.dtype)
+    inputs: dict[str, Any] = {
+        "decoder_input_ids": ids,
+        "encoder_outputs": _States(last_hidden_state=states),
+    }
+    if model.main_input_name == "input_ids":
+        mask = torch.ones(2, _LENGTHS[0], dtype=torch.int64, device=model.device)
+        mask[1, _LENGTHS[1] :] = 0
+        inputs["attention_mask"] = mask
+    return inputs
+
+
+def _encoder_width(model: Any) -> int:
+    """Elements of one state of the encoder."""
+    own = getattr(model.get_encoder(), "config", model.config)
+    for config in (own, getattr(own, "text_config", None), model.config):
+        width = getattr(config, "hidden_size", None)
+        if isinstance(width, int):
+            return width
+    raise UnsupportedModelError("the width of its encoder's states is unknown")
+
+
+def _step_inputs(model: Any, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
+    """What generate passes to the forward that computes the tokens from `start` to `stop - 1`."""
+    rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
+    inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(
+        model,
+        given["decoder_input_ids"][:, :stop],
+        past_key_values=past,
+        use_cache=True,
+        is_first_iteration=start == 0,
+        next_sequence_length=stop - start if start else None,
+        **rest,
+    )
+    return inputs
+
+
+def own_steps(model: Any, given: dict[str, Any], past: Any) -> torch.Tensor:
+    """Logits of the last position after a forward of three tokens and after another one, [4, vocab]."""
+    logits = []
+    for start, stop in ((0, 3), (3, 4)):
+        inputs = _step_inputs(model, given, past, start, stop)
+        logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])
+    return torch.cat(logits)
+
+
+def plain_cache(model: Any) -> EncoderDecoderCache:
+    config = model.config.get_text_config(decoder=True)
+    return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+
+
+def packed_steps(model: Any, given: dict[str, Any], memory: PagedMemory) -> torch.Tensor:
+    """The same as `own_steps` over `memory`."""
+    packed = EncoderDecoderModel(model, memory)
+    encoders = [("encoder", 0), ("encoder", 1)]
+    logits = [packed.first([0, 1], encoders, [0, 0], _step_inputs(model, given, packed.cache, 0, 3))]
+    logits.append(packed.later([0, 1], encoders, [0, 0], _step_inputs(model, given, packed.cache, 3, 4)))
+    return torch.cat([each[:, -1] for each in logits])
