@@ -8,8 +8,12 @@ copies are in `States`. Knows digests, sequences by id and numbers; never tensor
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+UNPINNED = 3
+"""Checkpoints that are never pinned, so that requests find the end of a prompt, where prompts branch, and a tail."""
 
 MAX_SEEN = 1 << 16
 """Digests of prompts that are remembered, to find where prompts branch."""
@@ -19,9 +23,9 @@ MAX_SEEN = 1 << 16
 class CheckpointRules:
     """What a model and its memory allow.
 
-    count: checkpoints that there is always room for. seats: sequences of a step, at most; for each that is not there,
-    there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length; otherwise it goes on by
-    one token at a time.
+    count: checkpoints that there is always room for, more than UNPINNED. seats: sequences of a step, at most; for each
+    that is not there, there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length;
+    otherwise it goes on by one token at a time.
     """
 
     count: int
@@ -32,16 +36,18 @@ class CheckpointRules:
 
 @dataclass(slots=True)
 class StateMoves:
-    """What a step does with states, in this order.
+    """What a step does with states, in this order. Once done, `clears` and `kept` are emptied: they are not done again
+    if the step is broken off later.
 
     clears: drop all checkpoints. kept: (seq_id, num_tokens, checkpoint) to copy. restored: (checkpoint, seq_id,
-    num_tokens): the sequence begins with it. dropped: checkpoints.
+    num_tokens): the sequence begins with it. dropped: checkpoints. lost: those in `kept` that found no memory.
     """
 
     clears: bool = False
     kept: list[tuple[int, int, int]] = field(default_factory=list)
     restored: list[tuple[int, int, int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.clears or self.kept or self.restored or self.dropped)
@@ -51,14 +57,18 @@ class Checkpoints:
     """The checkpoints by digest, the least recently used first.
 
     Invariant: there are at most `capacity` of them. A *tail* is the checkpoint of a sequence that goes on: its next one
-    takes its place, unless another sequence has begun with it. Tails are at most half of all.
+    takes its place, unless another sequence has begun with it. At most half of all may be tails when one is added.
+
+    An interrupt may come between any two lines: a move is noted before what it stands for, and `recover` puts both in
+    order.
     """
 
     def __init__(self, rules: CheckpointRules) -> None:
         self.rules = rules
         self.capacity = rules.count + rules.spare * rules.seats
         self.moves = StateMoves()  # since `take_moves`
-        self._ids: dict[bytes, int] = {}
+        self._taken = self.moves  # by the last `take_moves`
+        self._ids: OrderedDict[bytes, int] = OrderedDict()
         self._tails: dict[int, bytes] = {}  # by sequence, the oldest first
         self._owners: dict[bytes, int] = {}  # the sequences of the tails
         self._pinned: set[bytes] = set()
@@ -75,8 +85,9 @@ class Checkpoints:
         return iter(self._ids)
 
     def take_moves(self) -> StateMoves:
-        moves, self.moves = self.moves, StateMoves()
-        return moves
+        self._taken = self.moves
+        self.moves = StateMoves()
+        return self._taken
 
     def use(self, digest: bytes, seq_id: int, num_tokens: int) -> None:
         """The sequence begins with this checkpoint."""
@@ -96,10 +107,10 @@ class Checkpoints:
         if is_tail:
             while len(self._tails) >= max(self.capacity // 2, 1):
                 self._drop_tail(next(iter(self._tails)))
-        if not self._shrink(self.capacity - 1):
-            return
-        self._ids[digest] = number = self._new_id()
+        self._shrink(self.capacity - 1)
+        number = self._new_id()
         self.moves.kept.append((seq_id, num_tokens, number))
+        self._ids[digest] = number
         if is_tail:
             self._tails[seq_id], self._owners[digest] = digest, seq_id
 
@@ -120,10 +131,10 @@ class Checkpoints:
 
     def pin(self, digest: bytes) -> None:
         """Keep it until `unpin`. Raises ValueError if those that are pinned leave no room."""
-        if digest not in self._pinned and len(self._pinned) >= self.rules.count:
+        if digest not in self._pinned and len(self._pinned) >= self.rules.count - UNPINNED:
             raise ValueError(
                 f"{len(self._pinned)} prefixes are kept, and the memory holds the states of no more; release one, or "
-                "give the cache more memory"
+                "give the engine a larger max_num_seqs and more memory"
             )
         self._release(digest)
         self._pinned.add(digest)
@@ -135,7 +146,30 @@ class Checkpoints:
         """Drop it, if there is one that is not pinned."""
         if digest in self._ids and digest not in self._pinned:
             self._release(digest)
-            self.moves.dropped.append(self._ids.pop(digest))
+            self.moves.dropped.append(self._ids[digest])
+            del self._ids[digest]
+
+    def lose_copies(self, numbers: Iterable[int]) -> None:
+        """There was no memory for these."""
+        lost = set(numbers)
+        for digest in [digest for digest, number in self._ids.items() if number in lost]:
+            self._release(digest)
+            self._pinned.discard(digest)
+            del self._ids[digest]
+
+    def recover(self) -> None:
+        """A step was broken off, and all sequences have ended: what it has not done with checkpoints is done by the
+        next one, before the states of the sequences are freed."""
+        self._tails.clear()
+        self._owners.clear()
+        self.lose_copies(self._taken.lost)
+        undone = [self.moves] if self._taken is self.moves else [self._taken, self.moves]
+        dropped = [number for moves in undone for number in moves.dropped]
+        for digest in [digest for digest, number in self._ids.items() if number in dropped]:
+            del self._ids[digest]
+        made = set(self._ids.values())
+        kept = [row for moves in undone for row in moves.kept if row[2] in made]
+        self.moves = StateMoves(any(moves.clears for moves in undone), kept, dropped=dropped)
 
     def clear(self) -> None:
         """Drop all, pinned or not, and forget the prompts."""
@@ -163,7 +197,7 @@ class Checkpoints:
     # -- parts --------------------------------------------------------------------------------------------------
 
     def _touch(self, digest: bytes) -> None:
-        self._ids[digest] = self._ids.pop(digest)
+        self._ids.move_to_end(digest)
 
     def _release(self, digest: bytes) -> None:
         """It is no tail any more."""
@@ -174,17 +208,13 @@ class Checkpoints:
         if (digest := self._tails.get(seq_id)) is not None:
             self.drop(digest)
 
-    def _shrink(self, most: int) -> bool:
-        """Drop the least recently used ones, until there are at most `most`. False if too many are pinned."""
+    def _shrink(self, most: int) -> None:
+        """Drop the least recently used ones, until there are at most `most`; fewer are pinned."""
         while len(self._ids) > most:
-            digest = next((each for each in self._ids if each not in self._pinned), None)
-            if digest is None:
-                return False
-            self.drop(digest)
-        return True
+            self.drop(next(digest for digest in self._ids if digest not in self._pinned))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the class does not hold."""
-        assert len(self._ids) <= max(self.capacity, len(self._pinned))
+        assert len(self._ids) <= self.capacity and len(self._pinned) + UNPINNED <= self.rules.count
         assert {digest: seq_id for seq_id, digest in self._tails.items()} == self._owners
         assert self._pinned | set(self._owners) <= set(self._ids)

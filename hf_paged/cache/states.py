@@ -171,14 +171,18 @@ class States:
         """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
         self._rows.update({seq_id: dict(self._rows[seq_ids[parent]]) for seq_id, parent in zip(seq_ids, parents)})
 
-    def to_host(self, seq_id: int) -> None:
-        """Move the state of a sequence to host memory, from which `joined` copies it."""
-        for num_tokens, (batch, index) in self._rows.get(seq_id, {}).items():
-            if batch.devices is None and any(tensor.device.type != "cpu" for tensor in batch.tensors):
-                rows = [_kept(tensor, [index]) for tensor in batch.tensors]
-                devices = [tensor.device for tensor in rows]
-                moved = _Batch(batch.shape, batch.number, [tensor.to("cpu") for tensor in rows], devices)
-                self._rows[seq_id][num_tokens] = _Row(moved, 0)
+    def to_host(self, seq_id: int, num_tokens: int) -> None:
+        """Move the state of a sequence to host memory, from which `joined` copies it, and drop the one after another
+        number of tokens."""
+        row = self._rows.get(seq_id, {}).get(num_tokens)
+        if row is None:
+            return
+        batch, index = row
+        if batch.devices is None and any(tensor.device.type != "cpu" for tensor in batch.tensors):
+            rows = [_kept(tensor, [index]) for tensor in batch.tensors]
+            devices = [tensor.device for tensor in rows]
+            row = _Row(_Batch(batch.shape, batch.number, [tensor.to("cpu") for tensor in rows], devices), 0)
+        self._rows[seq_id] = {num_tokens: row}
 
     def free(self, seq_id: int) -> None:
         self._rows.pop(seq_id, None)

@@ -20,7 +20,8 @@ gives other logits with padding. Rows are never mixed beyond the length from whi
 longest row, nor while code of others is in the model, which may depend on the layout of a batch.
 
 What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer may resume for
-one token only), then one token at a time; anything else in any pieces. A chunk that goes on with a prompt is alone.
+one token only), then one token at a time; anything else in any pieces. Pieces that go on with prompts share a forward
+if they have as many tokens, because what stands before them leaves no room for padding between.
 
 Knows models and the ids of sequences; never requests or sampling.
 """
@@ -130,7 +131,7 @@ class _Rows:
 
     def compute(self, model: Any, parts: Sequence[Part]) -> torch.Tensor:
         """Logits [len(parts), keep, vocab_size] of one forward. The parts begin their sequences, or have one token
-        each, or there is one part. The tokens' slots must have been appended."""
+        each, or go on by as many tokens, or there is one part. The tokens' slots must have been appended."""
         width, end = max(len(part.ids) for part in parts), max(part.end for part in parts)
         is_first = parts[0].start == 0
         # Rows without K/V in a dense view have padding in their first forward alone.
@@ -227,6 +228,7 @@ class Way(NamedTuple):
     depends_on_split: bool
     prompts: Together
     decodes: Together
+    pieces: Together
     state_bytes: dict[torch.device, int]
     bytes_per_token: dict[torch.device, int]
     no_prefixes: str
@@ -271,7 +273,14 @@ def _try(model: Any, tried: Any) -> Way:
         no_prefixes = f"what {name} computes depends on how a prompt is split"
     prompts, decodes = trial.together()
     return Way(
-        trial.by_tables, depends_on_split, prompts, decodes, trial.state_bytes, trial.bytes_per_token, no_prefixes
+        trial.by_tables,
+        depends_on_split,
+        prompts,
+        decodes,
+        "one" if depends_on_split else trial.pieces_together(decodes),
+        trial.state_bytes,
+        trial.bytes_per_token,
+        no_prefixes,
     )
 
 
@@ -303,7 +312,7 @@ class RowModel:
     `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
     if results depend on the split, and the caller sets it while code of others in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
-    `prompts`, `decodes`: which rows share a forward in which they begin, or go on by one token.
+    `prompts`, `decodes`, `pieces`: which rows share a forward in which they begin, go on by one token, or by as many.
     `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
     """
 
@@ -313,7 +322,7 @@ class RowModel:
         self.memory = memory
         way = way_of(model, tried)
         self.by_tables, self.depends_on_split = way.by_tables, way.depends_on_split
-        self.prompts, self.decodes = way.prompts, way.decodes
+        self.prompts, self.decodes, self.pieces = way.prompts, way.decodes, way.pieces
         self._rows = _Rows(model, memory, by_tables=way.by_tables)
         self._limit = rotary_limit(model) or math.inf
         # Of a sequence's state on each device, and by how many it grows with a token.
@@ -349,19 +358,27 @@ class RowModel:
         """A copy of the states of (seq_id, number of computed tokens), for `PagedKVCache.set_states`."""
         return self._rows.states.joined(rows)
 
-    def to_host(self, seq_id: int) -> None:
-        """The sequence is swapped out: move its state to host memory."""
-        self._rows.states.to_host(seq_id)
+    def to_host(self, seq_id: int, num_tokens: int) -> None:
+        """The sequence is swapped out: move its state after `num_tokens` tokens to host memory."""
+        self._rows.states.to_host(seq_id, num_tokens)
 
     def free(self, seq_id: int) -> None:
         self._rows.states.free(seq_id)
 
-    def keep(self, rows: Iterable[tuple[int, int, int]], *, clears: bool) -> None:
-        """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first."""
+    def keep(self, rows: Iterable[tuple[int, int, int]], needed: set[int], *, clears: bool) -> list[int]:
+        """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first.
+        Returns the numbers of those for which there is no memory; for one that is `needed`, the error is raised."""
         if clears:
             self._rows.states.drop_checkpoints()
+        lost = []
         for seq_id, num_tokens, number in rows:
-            self._rows.states.keep(seq_id, num_tokens, number)
+            try:
+                self._rows.states.keep(seq_id, num_tokens, number)
+            except torch.OutOfMemoryError:
+                if number in needed:
+                    raise
+                lost.append(number)
+        return lost
 
     def restore(self, rows: Iterable[tuple[int, int, int]]) -> None:
         """Begin sequences with checkpoints, as (number, seq_id, num_tokens)."""
@@ -419,15 +436,15 @@ class RowModel:
     def _key(self, part: Part) -> Hashable:
         """Parts with the same key may share a forward; None: this one has a forward of its own."""
         is_first = part.start == 0
-        together = self.prompts if is_first else self.decodes
-        goes_on = not is_first and len(part.ids) > 1
-        if self.is_alone or together == "one" or part.keep > 1 or goes_on or part.end > self._limit:
+        count = 0 if is_first else len(part.ids)
+        together = self.prompts if is_first else self.decodes if count == 1 else self.pieces
+        if self.is_alone or together == "one" or part.keep > 1 or part.end > self._limit:
             return None
         length = part.end if together == "equal" else None
         shape = None
         if self.has_states and not is_first:
             shape = self._rows.states.shape_number(part.seq_id, part.start)
-        return is_first, length, shape
+        return count, length, shape
 
 
 def _has_kv(model: Any) -> bool:
@@ -456,6 +473,7 @@ class _Trial:
         # A mask of the model's own may choose among the tokens once they are many.
         self._chooses = OWN_MASK in examine(model).bare.reason
         self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
+        self._noise = 0.0  # the largest difference of logits of the same tokens at once and one by one
         self.by_tables = not self._chooses and _has_kv(model)
         while not self._computes_alone(expected):
             self.by_tables = False
@@ -500,15 +518,21 @@ class _Trial:
         return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
 
     def splits_prompts(self, *, by_one: bool = False) -> bool:
-        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token."""
+        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token.
+
+        A state that is lost at the cut changes the logits right after it most. These are rounded too, in low precision
+        by more than the tolerance, but not by more than those of single tokens."""
         tokens = [*self._long, *self._other, *self._long]
         rest = (1,) * 13 if by_one else (13,)
         try:
-            (whole,) = self._run([(tokens, (20, 1))], "one", "one")
-            (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one")
+            (whole,) = self._run([(tokens, (20, 1))], "one", "one", every=True)
+            (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one", every=True)
         except Exception:  # some models assert that a prompt is not split
             return False
-        return self._close(split[-2:], whole)
+        if by_one:
+            self._noise = _difference(split[7:], whole[7:])
+            return self._close(split[-2:], whole[-2:])
+        return self._close(split[7:], whole[7:], self._noise)
 
     def together(self) -> tuple[Together, Together]:
         """Which rows share a forward in which they begin, and one in which they go on by one token."""
@@ -528,6 +552,17 @@ class _Trial:
             return "one", "one"
         return ("equal" if self._same(even, self._alone, "equal", decodes) else "one"), decodes
 
+    def pieces_together(self, decodes: Together) -> Together:
+        """Which rows share a forward in which they go on by as many tokens."""
+        long, other, short = (self._long, (3, 3, 1)), (self._other, (3, 3, 1)), (self._short, (1, 3, 1))
+        try:
+            alone = [self._run([row], "one", "one")[0] for row in (long, other, short)]
+        except Exception:  # what fails in a batch runs alone
+            return "one"
+        if decodes == "any" and self._same([long, short], [alone[0], alone[2]], "one", "any"):
+            return "any"
+        return "equal" if decodes != "one" and self._same([long, other], alone[:2], "one", "equal") else "one"
+
     def _same(self, rows: list[_Cut], alone: list[torch.Tensor], prompts: Together, go_on: Together) -> bool:
         try:
             return all(map(self._close, self._run(rows, prompts, go_on), alone))
@@ -535,9 +570,9 @@ class _Trial:
             return False
 
     @torch.no_grad()
-    def _run(self, rows: list[_Cut], prompts: Together, go_on: Together) -> list[torch.Tensor]:
-        """For each row the logits fp32 [number of pieces, vocab] after each of its pieces. prompts, go_on: "one" if the
-        first, or the later pieces of the rows are a forward each."""
+    def _run(self, rows: list[_Cut], prompts: Together, go_on: Together, *, every: bool = False) -> list[torch.Tensor]:
+        """For each row the logits fp32 [number of pieces, vocab] after each of its pieces, or with `every` those after
+        each of its tokens. prompts, go_on: "one" if the first, or the later pieces of the rows are a forward each."""
         memory = PagedMemory(4, growable=True)
         computed = _Rows(self._model, memory, by_tables=self.by_tables)
         logits: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -546,7 +581,7 @@ class _Trial:
             parts = []
             for number, (tokens, cuts) in enumerate(rows):
                 end = done[number] + cuts[step]
-                parts.append(Part(number, tokens[done[number] : end], done[number]))
+                parts.append(Part(number, tokens[done[number] : end], done[number], cuts[step] if every else 1))
                 memory.append([(number, cuts[step])])
                 done[number] = end
             batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
@@ -556,8 +591,8 @@ class _Trial:
             if computed.has_states and step:
                 self._look_at_states(computed.states, parts[0])
             for own, result in zip(logits, results):
-                own.append(result[-1].float())
-        return [torch.stack(own) for own in logits]
+                own.append(result.float())
+        return [torch.cat(own) for own in logits]
 
     def _look_at_states(self, states: States, part: Part) -> None:
         """Learn from a piece that goes on how large states are."""
@@ -571,12 +606,17 @@ class _Trial:
             device: size - part.end * self.bytes_per_token.get(device, 0) for device, size in now.items()
         }
 
-    def _close(self, left: torch.Tensor, right: torch.Tensor) -> bool:
-        finite = torch.isfinite(right)
-        difference = (left - right)[finite].abs().max()
-        return bool(difference <= logits_tolerance(self._model.dtype) * right[finite].abs().max())
+    def _close(self, left: torch.Tensor, right: torch.Tensor, noise: float = 0.0) -> bool:
+        """noise: a difference that is tolerated in any case."""
+        largest = float(right[torch.isfinite(right)].abs().max())
+        return _difference(left, right) <= max(noise, logits_tolerance(self._model.dtype) * largest)
 
     def _unsupported(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"{type(self._model).__name__} cannot be computed one sequence at a time ({reason}); call generate"
         )
+
+
+def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest one, where `right` is finite."""
+    return float((left - right)[torch.isfinite(right)].abs().max())

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.cache.layers import NOTHING, WHOLE
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.states import States
 from hf_paged.generation.engine import prefixes, sizing
-from hf_paged.model.rows import VIEWED_TOKENS
+from hf_paged.model.rows import VIEWED_TOKENS, RowModel
+from hf_paged.model.support import examine
 from tests.architectures.tiny import tiny_model
 from tests.fake_cuda import DEVICE, fake_cuda
 from tests.logical_devices import in_child
@@ -36,6 +39,12 @@ def types(*names: str) -> list[Any]:
 @functools.cache
 def model_of(name: str) -> Any:
     return tiny_model(name)
+
+
+def bound_in_bf16(name: str) -> RowModel:
+    model = tiny_model(name).to(torch.bfloat16)
+    has_kv = not examine(model).bare.engine_only
+    return RowModel(model, PagedMemory(BLOCK, int(has_kv), layout=WHOLE if has_kv else NOTHING))
 
 
 @functools.cache
@@ -107,6 +116,19 @@ def test_a_second_request_begins_where_the_first_one_was(name: str) -> None:
         assert_same_checkpoints(engine)
 
 
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_what_is_found_by_trial_in_bf16(name: str) -> None:
+    bound = bound_in_bf16(name)
+    assert not bound.is_incremental and not bound.no_prefixes
+
+
+@pytest.mark.parametrize("name", BY_ONE)
+def test_a_state_that_is_lost_shows_in_bf16(name: str) -> None:
+    """These models drop their state when a prompt goes on by more than one token."""
+    bound = bound_in_bf16(name)
+    assert bound.is_incremental and not bound.no_prefixes
+
+
 @pytest.mark.parametrize("name", types(*BY_ONE))
 def test_by_single_tokens(name: str) -> None:
     """These models resume for one token at a time: the third request with a prompt finds it, and a chat its last turn,
@@ -118,6 +140,21 @@ def test_by_single_tokens(name: str) -> None:
         assert run(engine, name, text[:101] + answer + text[500:503])[0] == 104
         assert run(engine, name, text[:101] + text[300:330])[0] == 0  # thirty single tokens cost more
         assert_same_checkpoints(engine)
+
+
+@pytest.mark.parametrize("name", types(*IN_PIECES))
+def test_rests_of_prompts_share_forwards(name: str) -> None:
+    """What follows the last full blocks of prompts, if it has as many tokens."""
+    text = tokens()
+    given = [text[start : start + length] for start, length in ((0, 39), (100, 39), (200, 39), (300, 63), (400, 63))]
+    with engine_of(name) as engine:
+        rows = engine._runner._model._rows
+        with mock.patch.object(rows, "compute", side_effect=rows.compute) as compute:
+            outputs = engine.generate(given, config(1))
+        forwards = [[(len(part.ids), part.start > 0) for part in call.args[1]] for call in compute.call_args_list]
+    assert [o.outputs[0].token_ids for o in outputs] == [plain(name, prompt, 1)[0] for prompt in given]
+    assert forwards[-1] == [(3, True)] * 5
+    assert sum(own[0][1] for own in forwards) == 1
 
 
 @pytest.mark.parametrize("name", types(*IN_PIECES, *BY_ONE))
@@ -181,6 +218,112 @@ def test_salts_weights_and_kept_prefixes(name: str) -> None:
                 weight.copy_(before)
 
 
+def test_one_sequence_at_a_time() -> None:
+    """The checkpoint of a prompt stays while its request goes on."""
+    text = tokens()
+    with engine_of("lfm2", num_blocks=200, max_num_seqs=1) as engine:
+        given = [text[:61] + text[start : start + 20] for start in (100, 200, 300, 400)]
+        assert [run(engine, "lfm2", prompt, 12)[0] for prompt in given] == [0, 0, 60, 60]
+        assert run(engine, "lfm2", given[-1], 12)[0] == 80
+
+
+@pytest.mark.parametrize("name", types("lfm2", "jamba"))
+def test_a_prefix_is_kept_while_others_run(name: str) -> None:
+    """Their tails do not take the place of its end."""
+    text = tokens()
+    with engine_of(name, num_blocks=800, max_num_seqs=14) as engine:
+        for start in range(0, 240, 20):
+            engine.add_request(text[start : start + 21], config(60))
+        for start in range(300, 304):
+            engine.step()
+            assert engine.cache_prefix(text[start : start + 64]) == 64
+
+
+def test_more_prefixes_are_kept_than_fit() -> None:
+    text = tokens()
+    with engine_of("lfm2", num_blocks=400, max_num_seqs=2) as engine:
+        assert [engine.cache_prefix(text[start : start + 64]) for start in (0, 100)] == [64, 64]
+        with pytest.raises(ValueError, match="2 prefixes are kept"):
+            engine.cache_prefix(text[200:264])
+        assert engine.cache_prefix(text[:64]) == 64  # again
+        assert [run(engine, "lfm2", text[300:370])[0] for _ in range(2)] == [0, 68]  # others find theirs
+        assert engine.release_prefix(text[:64]) and engine.cache_prefix(text[200:264]) == 64
+
+
+class _BrokenOff:
+    """Raises KeyboardInterrupt once, before or after a call of a method."""
+
+    def __init__(self, owner: Any, name: str, *, is_after: bool) -> None:
+        self.owner, self.name, self.is_after, self.real = owner, name, is_after, getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        delattr(self.owner, self.name)
+        if self.is_after:
+            self.real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "where", ["take_moves", "_schedule_others", "_follow_last_step", "keep", "free", "restore", "drop", "update"]
+)
+def test_an_interrupt_loses_no_checkpoint(where: str, is_after: bool) -> None:
+    """Kept prefixes keep their states, and states of ended sequences do not stay."""
+    text = tokens()
+    with engine_of("lfm2", num_blocks=400, max_num_seqs=4) as engine:
+        scheduler, runner = engine._scheduler, engine._runner
+        owners = [scheduler._prefixes, scheduler, runner, runner._model]
+        owner = next(each for each in owners if hasattr(each, where))
+        assert run(engine, "lfm2", text[100:170])[0] == 0
+        assert engine.cache_prefix(text[:64]) == 64  # its copy is due in the next step
+        engine.add_request(text[300:340], config(30))
+        for start in (0, 100):
+            broken = _BrokenOff(owner, where, is_after=is_after)
+            engine.add_request(text[start : start + 70], config())
+            with pytest.raises(KeyboardInterrupt):
+                for _ in range(30):
+                    engine.step()
+                checkpoints_of(engine).drop(next(iter(checkpoints_of(engine))))
+                engine.step()
+            assert getattr(owner, where) is not broken
+            while engine.has_unfinished_requests():
+                engine.step()
+        assert run(engine, "lfm2", text[:67])[0] == 64
+        assert run(engine, "lfm2", text[100:170])[0] == 68
+        assert_same_checkpoints(engine)
+        assert len(runner._model._rows.states) == 1  # of the last request
+        assert engine.release_prefix(text[:64])
+
+
+def test_a_number_of_blocks_does_not_count_checkpoints() -> None:
+    """They may take a share of what is free beside the blocks and the states of sequences."""
+    with engine_of("lfm2", num_blocks=100, max_num_seqs=32) as engine:
+        assert checkpoints_of(engine).rules.count == 32 + 3
+        state = sum(engine._runner._model.state_bytes.values())
+        pool = engine._memory.pool.nbytes
+    for room, count in ((10, 10), (1, 4)):
+        free = (3 * 32 * state + pool + room * state) / sizing.DEFAULT_FRACTION["cpu"]
+        with (
+            mock.patch.object(sizing, "_free_bytes", lambda device, free=free: int(free) + 1),
+            engine_of("lfm2", num_blocks=100, max_num_seqs=32) as engine,
+        ):
+            assert checkpoints_of(engine).rules.count == checkpoints_of(engine).capacity == count
+
+
+def test_a_checkpoint_without_memory_is_not_made() -> None:
+    """Requests go on."""
+    text = tokens()
+    with engine_of("lfm2", num_blocks=100) as engine:
+        states = engine._runner._model._rows.states
+        with mock.patch.object(states, "keep", side_effect=torch.OutOfMemoryError("full")) as keep:
+            assert run(engine, "lfm2", text[:70], 12)[0] == 0
+            assert run(engine, "lfm2", text[:70])[0] == 0
+            assert keep.called
+        assert [run(engine, "lfm2", text[:70])[0] for _ in range(2)] == [0, 68]
+        assert_same_checkpoints(engine)
+
+
 def test_checkpoints_give_way_to_sequences() -> None:
     """There are at most as many as the memory has room for beside the states of the sequences of a step."""
     text = tokens()
@@ -189,7 +332,7 @@ def test_checkpoints_give_way_to_sequences() -> None:
         checkpoints = checkpoints_of(engine)
         for start in range(0, 400, 20):
             engine.generate([text[start : start + 50]], config(5))
-        assert len(checkpoints) == 16 - 3 == checkpoints.capacity
+        assert len(checkpoints) == 16 == checkpoints.capacity
         for start in range(4):
             engine.add_request(text[start : start + 50], config(5 + start))
         most = []
@@ -197,10 +340,10 @@ def test_checkpoints_give_way_to_sequences() -> None:
             engine.step()
             most.append(len(checkpoints))
             assert most[-1] <= checkpoints.capacity
-        assert min(most) == 4  # while all four run
+        assert min(most) == 7  # while all four run
         assert_same_checkpoints(engine)
         states = engine._runner._model._rows.states
-        assert states.nbytes <= 4 * 4 * sum(engine._runner._model.state_bytes.values())
+        assert states.nbytes <= (3 * 4 + 7) * sum(engine._runner._model.state_bytes.values())
 
 
 PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 2), st.integers(1, 9))
@@ -291,7 +434,9 @@ def test_states_of_a_swapped_sequence_are_in_host_memory() -> None:
         with fake_cuda():
             states, made = States(), torch.arange(6.0).view(2, 3)
             states.put([(0, 4), (1, 4)], {"state": made.to(DEVICE), "flag": True})
-            states.to_host(1)
+            states.put([(1, 5)], {"state": made[:1].to(DEVICE), "flag": True})
+            states.to_host(1, 4)
+            assert [*states._rows[1]] == [4]  # the other one is of no use
             assert states._rows[1][4].batch.tensors[0].device.type == "cpu"
             joined = states.joined([(1, 4), (0, 4)])
             assert joined["state"].device == DEVICE and joined["flag"] is True

@@ -285,6 +285,8 @@ class Engine(EngineLoop):
         options = RequestOptions(generation_config=config, adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
         with self._lock:
             request = self.prepare_request(ids, options)
+            if cache.checkpoints is not None:
+                request.group.stops = (len(ids),)
             with closing(RequestStream(self, [request], finals_only=True)) as stream:
                 self.follow(stream)
                 (output,) = stream

@@ -82,7 +82,8 @@ class Prefixes:
                 ends = {met, last}
             elif not num_cached and self._is_worth_singles(group, met):
                 ends = {met}
-        group.stops = tuple(sorted(end * size for end in ends if end > num_cached and end * size >= LEAST_PREFIX))
+        worth = {end * size for end in ends if end > num_cached and end * size >= LEAST_PREFIX}
+        group.stops = tuple(sorted({*worth, *group.stops}))  # with those that the group came with
         if not rules.in_pieces:
             group.whole = num_cached * size or next(iter(group.stops), leader.num_prompt_tokens)
 
@@ -134,7 +135,12 @@ class Prefixes:
             for seq in seqs:
                 self._checkpoints.lose(seq.seq_id)
 
-    def lose_states(self) -> None:
-        """It is unknown which checkpoints were made: drop all of them."""
+    def lose_copies(self, numbers: Iterable[int]) -> None:
+        """The step found no memory for these checkpoints."""
         if self._checkpoints is not None:
-            self._checkpoints.clear()
+            self._checkpoints.lose_copies(numbers)
+
+    def recover(self) -> None:
+        """A step was broken off, and all sequences with computed tokens have ended."""
+        if self._checkpoints is not None:
+            self._checkpoints.recover()

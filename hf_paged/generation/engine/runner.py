@@ -417,7 +417,10 @@ class Runner:
                 late_forks.append((parent_id, child_id))
             else:
                 model.fork(parent_id, child_id)
-        model.keep(moves.kept, clears=moves.clears)
+        needed = {number for number, _, _ in moves.restored}
+        moves.lost += model.keep(moves.kept, needed, clears=moves.clears)
+        moves.clears = False  # done: a later step repeats what is left, if this one is broken off
+        moves.kept.clear()
         for seq_id in output.finished_seq_ids:
             model.free(seq_id)
         for group, way in output.preempted:
@@ -425,7 +428,7 @@ class Runner:
                 if way == "recompute":
                     model.free(seq.seq_id)
                 else:
-                    model.to_host(seq.seq_id)
+                    model.to_host(seq.seq_id, seq.num_computed_tokens)
         model.restore(moves.restored)
         for parent_id, child_id in late_forks:
             model.fork(parent_id, child_id)

@@ -83,6 +83,7 @@ class Scheduler:
         self._tables = Tables(manager, host_manager)
         self._token_budget = config.token_budget
         self._output = SchedulerOutput()  # of the next step, as far as it is known
+        self._taken = self._output  # of the last step
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -239,7 +240,8 @@ class Scheduler:
             budget = self._resume_swapped(budget)
             if not self._swapped:
                 self._admit(budget)
-        output, self._output = self._output, SchedulerOutput()
+        output = self._taken = self._output
+        self._output = SchedulerOutput()
         if self._keeps_states:
             output = replace(output, states=self._prefixes.take_moves(self._running))
         return output
@@ -376,6 +378,8 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput) -> None:
         """Record that the step is computed. Sequences that have ended meanwhile are skipped."""
+        if self._keeps_states and output.states.lost:
+            self._prefixes.lose_copies(output.states.lost)
         manager = self.manager
         block_size, shares, drops = manager.block_size, self.prefix_cache is not None, manager.drops_blocks
         for seq, num_tokens in output.scheduled:
@@ -392,13 +396,15 @@ class Scheduler:
         hold blocks have been finished."""
         for status, queue in self._queues.items():
             queue[:] = sorted((group for group in self._groups.values() if group.status is status), key=_by_order)
-        finished = self._output.finished_seq_ids
+        finished = (*self._taken.finished_seq_ids, *self._output.finished_seq_ids)
         self._output = SchedulerOutput()
         self._output.finished_seq_ids.extend(finished)
-        self._prefixes.lose_states()
+        self._prefixes.recover()
 
     def rollback(self, output: SchedulerOutput) -> None:
-        """Undo the appends of a step whose forward failed after its copies were done."""
+        """Undo the appends of a step whose forward failed after its copies were done, or that did nothing else. The
+        next step frees the states of ended sequences, if this one has not."""
+        self._output.finished_seq_ids.extend(output.finished_seq_ids)
         for seq, _ in output.scheduled:
             if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
                 self._tables.take_back(seq)

@@ -12,7 +12,7 @@ import torch
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.checkpoints import CheckpointRules
+from hf_paged.cache.checkpoints import UNPINNED, CheckpointRules
 from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Chunk, Kind, LayerSize, Layout, Window, layout_of
@@ -46,7 +46,7 @@ STATE_COPIES = 3
 changes, and before the last step, should it be repeated."""
 
 CHECKPOINTS = 1
-"""Checkpoints for each sequence of a step that there is always room for, with prefix caching."""
+"""Checkpoints for each sequence of a step that there is always room for, with prefix caching, beside UNPINNED."""
 
 log = logging.getLogger("hf_paged")
 
@@ -160,7 +160,8 @@ def _open(
     if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
         # As blocks, states that nothing needs now take memory that was not given only for them.
         spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else STATE_COPIES
-        checkpoints = CheckpointRules(CHECKPOINTS * max_num_seqs, spare, max_num_seqs, not bound.is_incremental)
+        count = _num_checkpoints(bound, cache_config, max_num_seqs)
+        checkpoints = CheckpointRules(count, spare, max_num_seqs, not bound.is_incremental)
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
@@ -364,19 +365,35 @@ def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfi
     if isinstance(bound, PackedModel):
         return {}
     keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
-    copies = STATE_COPIES + CHECKPOINTS * keeps
-    return {device: copies * num_seqs * size for device, size in bound.state_bytes.items()}
+    copies = STATE_COPIES * num_seqs + (CHECKPOINTS * num_seqs + UNPINNED) * keeps
+    return {device: copies * size for device, size in bound.state_bytes.items()}
+
+
+def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) -> int:
+    """Checkpoints that there is always room for. A number of blocks says nothing about them: they are then as many as
+    fit, beside the blocks and the states of `num_seqs` sequences, into the default share of the free memory."""
+    count = CHECKPOINTS * num_seqs + UNPINNED
+    if cache_config.num_blocks is not None:
+        pool = bound.memory.pool
+        for device, size in bound.state_bytes.items():
+            taken = STATE_COPIES * num_seqs * size
+            if device.type == "cpu":  # pages of the pool are provided when blocks are first written
+                taken += pool.num_blocks * pool.bytes_per_block_by_device.get(device, 0)
+            count = min(count, _room_on(device, size, cache_config, 0, taken)[0] // size)
+    return max(count, UNPINNED + 1)
 
 
 def _max_num_seqs(bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
     """Sequences of a step, at most: with K/V besides, their states take half of the memory. (A number of blocks says
     nothing about states.)"""
-    states = _state_sizes(bound, scheduler_config, 1)
-    if not any(states.values()) or cache_config.num_blocks is not None:
+    fixed, of_one = (_state_sizes(bound, scheduler_config, count) for count in (0, 1))
+    if not any(of_one.values()) or cache_config.num_blocks is not None:
         return scheduler_config.max_num_seqs
     shares = 2 if bound.memory.groups else 1
-    sizes = {device: shares * size for device, size in states.items()}
-    return min(scheduler_config.max_num_seqs, blocks_in_memory(cache_config, sizes, what="states of a sequence"))
+    sizes = {device: shares * (size - fixed[device]) for device, size in of_one.items()}
+    taken = {device: shares * size for device, size in fixed.items()}
+    most = blocks_in_memory(cache_config, sizes, taken=taken, what="states of a sequence")
+    return min(scheduler_config.max_num_seqs, most)
 
 
 def blocks_in_memory(
