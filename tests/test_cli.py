@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hf_paged
 from hf_paged.cli import generate as generate_command
 from hf_paged.cli.main import main
 from hf_paged.kernels.native import build as native_build
 from hf_paged.serving.loading import load_engine
+from tests.architectures.tiny import tiny_config
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QA = str(EXAMPLES / "pydoc-lm-qa")
@@ -301,10 +302,10 @@ def test_check_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
         hf_paged.install()
 
 
-def test_check_refuses_an_encoder_decoder_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+def test_check_says_that_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny_config("openai-gpt").save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--config-only"]) == 1
-    assert "encoder-decoder" in capsys.readouterr().out
+    assert "refused" in capsys.readouterr().out
 
 
 def test_build(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

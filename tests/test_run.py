@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
 
 import hf_paged
 from hf_paged.cli.common import UsageError
 from hf_paged.cli.run import resolved
 from tests import conftest, models
+from tests.architectures.tiny import tiny_model
 
 SAY = "from hf_paged import plugin as h; print(h.is_installed(), h.is_default(), h.is_serving_installed())"
 
@@ -135,10 +135,9 @@ def test_calls_that_name_no_cache_are_paged(by_default: None) -> None:
 
 
 def test_a_call_that_cannot_be_paged_runs_as_before_after_a_warning(by_default: None) -> None:
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    model = tiny_model("mamba2")
     ids = torch.tensor([[5, 6, 7]])
-    with hf_paged.record_calls() as records, pytest.warns(RuntimeWarning, match="T5.* runs without a paged cache"):
+    with hf_paged.record_calls() as records, pytest.warns(RuntimeWarning, match="Mamba2.* runs without a paged cache"):
         paged = model.generate(ids, max_new_tokens=4)
     hf_paged.install(default=False)
     assert torch.equal(model.generate(ids, max_new_tokens=4), paged) and not records
@@ -154,3 +153,13 @@ def test_uninstalling_ends_the_default(by_default: None) -> None:
     assert not records
     with pytest.raises(ValueError, match="default='yes'"):
         hf_paged.install(default="yes")  # type: ignore[arg-type]
+
+
+def test_a_model_with_states_by_default(by_default: None) -> None:
+    """What the trial of such a model calls is plain `generate`."""
+    model, ids = tiny_model("lfm2"), torch.tensor([[5, 6, 7]])
+    with hf_paged.record_calls() as records:
+        paged = model.generate(ids, max_new_tokens=4)
+    assert [record.route for record in records] == ["packed"]
+    hf_paged.install(default=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=4), paged)

@@ -23,7 +23,7 @@ from hf_paged.model.packed import PackedModel
 from hf_paged.model.rows import RowModel
 
 
-def _left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
+def left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
     """Zeros in each row of the mask [num_rows, length]; None: no padding."""
     if attention_mask is None:
         return [0] * num_rows
@@ -159,7 +159,7 @@ class PackedDecoder:
             heads = heads.to("cpu", torch.int64)
         batch = list(heads)
         if not self.rows:
-            self.padding = _left_padding(attention_mask, len(input_ids))
+            self.padding = left_padding(attention_mask, len(input_ids))
             batch = [head[padding:] for head, padding in zip(heads, self.padding[::repeats])]
         lent = [row for row in self.rows if row is not None]
         prompts, index = share_prompts(batch, self.memory.block_size, list(map(self._content, lent)))

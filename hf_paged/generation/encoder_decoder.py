@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
-from hf_paged.generation.decoder import PackedDecoder
+from hf_paged.generation.decoder import PackedDecoder, left_padding
 from hf_paged.generation.obstacles import is_left_padding, mode_obstacle, patches_inputs
 from hf_paged.generation.validation import check_inputs, check_prompts
 from hf_paged.kernels.metadata import to_device
+from hf_paged.model.cross_attention import PagedPair
 from hf_paged.model.encoder_decoder import EncoderDecoderModel
 from hf_paged.model.support import SupportReport
 
@@ -69,7 +70,7 @@ class CrossDecoder(PackedDecoder):
 
     def _first(self, inputs: dict[str, Any]) -> torch.Tensor:
         num_rows, columns = inputs["decoder_input_ids"].shape
-        self.padding = _padding(inputs.get("decoder_attention_mask"), num_rows)
+        self.padding = left_padding(inputs.get("decoder_attention_mask"), num_rows)
         own = list(range(0, num_rows, self._expand))
         rows = [next(self._ids) for _ in own]
         encoders = [("encoder", i) for i in range(len(own))]
@@ -114,24 +115,36 @@ class CrossDecoder(PackedDecoder):
         """The rows and the states of their encoders, as a caller gets them; they stay in this memory."""
         own = PagedKVCache(memory=self.memory)
         own.take_rows(self.rows, self.padding)  # type: ignore[arg-type]
-        gather = self._encoded.encoder_states
-        layers: list[Any] = [_KeptLayer(gather, i, self.encoders) for i in sorted(self.memory.pool.layers)]
-        return EncoderDecoderCache(own, Cache(layers=layers))
+        layers: list[Any] = [_KeptLayer(self._encoded, i, self.encoders) for i in sorted(self.memory.pool.layers)]
+        return PagedPair(own, Cache(layers=layers))
 
 
 class _KeptLayer(DynamicLayer):
     """K/V of the encoder's states in a returned cache: gathered from the blocks when it is first read."""
 
-    def __init__(self, gather: Callable[..., torch.Tensor], layer_idx: int, encoders: Sequence[Encoder]) -> None:
-        self._gather: Callable[[int], torch.Tensor] = lambda which: gather(layer_idx, which, list(encoders))
+    def __init__(self, encoded: EncoderDecoderModel, layer_idx: int, encoders: Sequence[Encoder]) -> None:
+        self._encoded, self._layer_idx, self._encoders = encoded, layer_idx, list(encoders)
+        self._length = encoded.encoder_length
         self._states: list[torch.Tensor | None] = [None, None]
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def reset(self) -> None:
+        """Free the blocks, of all layers."""
+        memory = self._encoded.memory
+        for encoder in set(self._encoders):
+            if encoder in memory.manager:
+                memory.free(encoder)
+        self._states, self._length, self.is_initialized = [None, None], 0, False
+
     def _state(self, which: int) -> torch.Tensor:
         state = self._states[which]
         if state is None:
-            state = self._states[which] = self._gather(which)
+            state = self._encoded.encoder_states(self._layer_idx, which, self._encoders)
+            self._states[which] = state
         return state
 
     @property
@@ -150,13 +163,6 @@ class _KeptLayer(DynamicLayer):
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
         self._states[1] = value
-
-
-def _padding(mask: torch.Tensor | None, num_rows: int) -> list[int]:
-    if mask is None:
-        return [0] * num_rows
-    padding: list[int] = (mask == 0).sum(dim=1).tolist()
-    return padding
 
 
 def rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
@@ -189,7 +195,9 @@ def check_encoder_inputs(model: Any, inputs: Any, generation_config: Any, kwargs
         check_inputs(model, None, generation_config, {**others, "input_ids": None})
     ids = kwargs.get("decoder_input_ids")
     if ids is not None:
-        check_prompts(model.get_decoder(), ids, "decoder_input_ids")
+        decoder = model.get_decoder()
+        if isinstance(decoder, PreTrainedModel):  # else it is unknown which ids it takes
+            check_prompts(decoder, ids, "decoder_input_ids")
 
 
 def rows_obstacle(
@@ -210,4 +218,6 @@ def rows_obstacle(
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is not None and (mask.ndim != 2 or not is_left_padding(mask)):
         return "the decoder's attention mask is not left padding"
+    if report.counts_padding and mask is not None and not bool(mask.all()):
+        return f"{report.model} computes other logits for a decoder prompt with left padding on packed rows"
     return None

@@ -13,7 +13,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.sizing import draws_dropout
 from hf_paged.generation.validation import extends_positions
-from hf_paged.model.rows import serves_batches
+from hf_paged.model.rows import batch_obstacle
 from hf_paged.model.support import SupportReport
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
@@ -24,8 +24,8 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
     """An obstacle in the model or in the arguments of `generate`."""
     from transformers import GenerationMixin
 
-    if not report.native and not serves_batches(model, report):
-        return report.reason
+    if not report.native and (obstacle := batch_obstacle(model, report)) is not None:
+        return obstacle
     if kwargs.get("custom_generate") is not None:
         return "custom_generate is a callable that drives the model itself"
     for name in ("_sample", "_beam_search", "_prefill", "_update_model_kwargs_for_generation"):

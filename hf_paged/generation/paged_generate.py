@@ -42,7 +42,7 @@ from hf_paged.kernels.ops import release_workspaces
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import RowModel
+from hf_paged.model.rows import RowModel, is_trying
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
@@ -130,7 +130,7 @@ def generate(
     """Before GenerationMixin.generate. by_default: calls that name no cache are paged if they can be."""
     if _is_paged(model, args, kwargs):
         call = _open_call(model, args, kwargs)
-    elif by_default and (opened := _opened_by_default(model, args, kwargs)) is not None:
+    elif by_default and not is_trying.get() and (opened := _opened_by_default(model, args, kwargs)) is not None:
         call = opened
     else:
         token = _current.set(None)

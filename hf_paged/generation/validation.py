@@ -215,7 +215,10 @@ def refuse_meta(given: torch.Tensor, name: str) -> None:
 
 
 def position_limit(model: Any) -> int | None:
-    """The maximum sequence length of the model; None if its config has none, or if it scales positions beyond it."""
+    """The maximum sequence length of the model; None if its config has none, or if it scales positions beyond it. With
+    an encoder there is none: its inputs have other limits than the decoder's tokens, and some tables grow."""
+    if model.config.is_encoder_decoder:
+        return None
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0 or extends_positions(config):

@@ -19,10 +19,10 @@ def cache_of_call(model: Any, paged: Cache, model_kwargs: dict[str, Any]) -> Cac
 
 
 class PagedPair(EncoderDecoderCache):
-    """A cache whose part for the decoder's own tokens is in blocks."""
+    """A cache whose part for the decoder's own tokens is in blocks. beside: the other part (None: an empty one)."""
 
-    def __init__(self, paged: Cache) -> None:
-        super().__init__(paged, DynamicCache())
+    def __init__(self, paged: Cache, beside: Cache | None = None) -> None:
+        super().__init__(paged, DynamicCache() if beside is None else beside)
 
     def check_dynamic_cache(self, method: str) -> None:
         """A PagedKVCache has these methods too (assisted decoding crops it)."""

@@ -97,7 +97,7 @@ class EncoderDecoderModel:
             check_room(lengths)
         memory.append(list(zip(rows, lengths)))
         metadata, _ = memory.step_metadata(rows, lengths, device)
-        keep = torch.arange(columns, dtype=torch.int64)[None, :] >= torch.tensor(padding, dtype=torch.int64)[:, None]
+        keep = torch.from_numpy(np.arange(columns) >= np.array(padding)[:, None])
         step = RowStep(metadata[0], memory.pool, 0, list(padding), keep=keep.to(device), write_encoder=write_encoder)
         self.cache.cross.seen = None
         self.cache.own.length = 0
@@ -142,8 +142,7 @@ class EncoderDecoderModel:
         cache, manager, size = self.memory.pool[layer_idx][which], self.memory.manager, self.memory.block_size
         states = cache.new_zeros(len(encoders), self.encoder_length, *cache.shape[2:])
         for row, encoder in enumerate(encoders):
-            slots = torch.tensor(manager.slots(encoder, 0, manager.num_tokens(encoder)), dtype=torch.int64)
-            slots = slots.to(cache.device)
+            slots = to_device(np.array(manager.slots(encoder, 0, manager.num_tokens(encoder))), cache.device)
             states[row, self._visible[encoder[1]]] = cache[slots // size, slots % size]
         return states.transpose(1, 2)
 
@@ -213,10 +212,9 @@ def trial_inputs(model: Any) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True)
     ids = torch.tensor([[13, 11, 12, 25], [9, 27, 16, 31]], dtype=torch.int64, device=model.device) % config.vocab_size
     size = 2 * _LENGTHS[0] * (width := _encoder_width(model))
-    values = torch.sin(torch.arange(size, dtype=torch.float32) * 1.7) + torch.cos(
-        torch.arange(size, dtype=torch.float32) * 0.3
-    )
-    states = values.view(2, _LENGTHS[0], width).to(model.device, model.dtype)
+    places = torch.arange(size, dtype=torch.float32, device=model.device)
+    values = torch.sin(places * 1.7) + torch.cos(places * 0.3)
+    states = values.view(2, _LENGTHS[0], width).to(model.dtype)
     inputs: dict[str, Any] = {
         "decoder_input_ids": ids,
         "encoder_outputs": _States(last_hidden_state=states),
@@ -225,6 +223,27 @@ def trial_inputs(model: Any) -> dict[str, Any]:
         mask = torch.ones(2, _LENGTHS[0], dtype=torch.int64, device=model.device)
         mask[1, _LENGTHS[1] :] = 0
         inputs["attention_mask"] = mask
+    return inputs
+
+
+_PADDED = ((1, 0), (0, 1), (1, 2))
+"""Rows of `with_padding`: the row of `trial_inputs`, and tokens of left padding. NLLB-MoE's router reads as many places
+of the last row's mask as there are rows; some of them have to be padding."""
+
+
+def with_padding(given: dict[str, Any]) -> dict[str, Any]:
+    """Such inputs with left padding in the decoder's prompt."""
+    rows = [row for row, _ in _PADDED]
+    ids = given["decoder_input_ids"][rows]
+    inputs = {
+        "decoder_input_ids": ids,
+        "encoder_outputs": _States(last_hidden_state=given["encoder_outputs"].last_hidden_state[rows]),
+        "decoder_attention_mask": torch.ones_like(ids),
+    }
+    for row, (_, padding) in enumerate(_PADDED):
+        inputs["decoder_attention_mask"][row, :padding] = 0
+    if "attention_mask" in given:
+        inputs["attention_mask"] = given["attention_mask"][rows]
     return inputs
 
 
@@ -241,6 +260,8 @@ def _encoder_width(model: Any) -> int:
 def _step_inputs(model: Any, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
     """What generate passes to the forward that computes the tokens from `start` to `stop - 1`."""
     rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
+    if (mask := rest.pop("decoder_attention_mask", None)) is not None:
+        rest["decoder_attention_mask"] = mask[:, :stop]
     inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(
         model,
         given["decoder_input_ids"][:, :stop],
@@ -270,7 +291,9 @@ def plain_cache(model: Any) -> EncoderDecoderCache:
 def packed_steps(model: Any, given: dict[str, Any], memory: PagedMemory) -> torch.Tensor:
     """The same as `own_steps` over `memory`."""
     packed = EncoderDecoderModel(model, memory)
-    encoders = [("encoder", 0), ("encoder", 1)]
-    logits = [packed.first([0, 1], encoders, [0, 0], _step_inputs(model, given, packed.cache, 0, 3))]
-    logits.append(packed.later([0, 1], encoders, [0, 0], _step_inputs(model, given, packed.cache, 3, 4)))
+    rows = range(len(given["decoder_input_ids"]))
+    encoders = [("encoder", row) for row in rows]
+    padding = [padding for _, padding in _PADDED] if "decoder_attention_mask" in given else [0 for _ in rows]
+    logits = [packed.first(rows, encoders, padding, _step_inputs(model, given, packed.cache, 0, 3))]
+    logits.append(packed.later(rows, encoders, padding, _step_inputs(model, given, packed.cache, 3, 4)))
     return torch.cat([each[:, -1] for each in logits])

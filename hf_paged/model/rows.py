@@ -32,6 +32,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -234,6 +235,9 @@ class Way(NamedTuple):
     no_prefixes: str
 
 
+is_trying: ContextVar[bool] = ContextVar("hf_paged_trial", default=False)
+"""Whether `generate` is called for a trial, which must not be paged, whatever calls are by default."""
+
 _ways: Slot[tuple[object, Way | UnsupportedModelError]] = Slot("way to compute rows", is_released=False)
 
 
@@ -284,18 +288,24 @@ def _try(model: Any, tried: Any) -> Way:
     )
 
 
-def serves_batches(model: Any, report: SupportReport) -> bool:
-    """Whether `generate` gets the tokens of its padded batch from rows that attend by block tables. Tried only where
-    states alone keep the model from running packed."""
-    if not report.supported or report.native or model.training or rotary_limit(model) is not None:
-        return False
-    if is_offloaded(model) or foreign_code(model).look() is not None or not PagedKVCache(model.config).keeps_states:
-        return False
+def batch_obstacle(model: Any, report: SupportReport) -> str | None:
+    """Why `generate` does not get the tokens of its padded batch from rows that attend by block tables, of a model that
+    does not run packed. Tried only where states alone keep it from that."""
+    if not report.supported or not PagedKVCache(model.config).keeps_states:
+        return report.reason
+    if (foreign := foreign_code(model).look()) is not None:
+        return foreign
+    if model.training:
+        return f"{report.model} is in training mode"
+    if rotary_limit(model) is not None:
+        return "the model's rotary frequencies depend on the longest sequence of the batch"
+    if is_offloaded(model):
+        return f"parts of {report.model} are offloaded"
     try:
         way = way_of(model)
     except UnsupportedModelError:
-        return False
-    return way.by_tables and way.prompts == way.decodes == "any"
+        return report.reason
+    return None if way.by_tables and way.prompts == way.decodes == "any" else report.reason
 
 
 class RowModel:
@@ -502,6 +512,7 @@ class _Trial:
             vars(without_defaults)["forward"] = own
         # The model's own options may end the call early, or need more than a model, as stop strings do.
         without_defaults.generation_config = GenerationConfig()
+        token = is_trying.set(True)
         try:
             plain = without_defaults.generate(
                 ids,
@@ -515,6 +526,8 @@ class _Trial:
             raise UnsupportedModelError(
                 f"plain generate of {type(self._model).__name__} fails ({first_line(error)}); mend that first"
             ) from error
+        finally:
+            is_trying.reset(token)
         return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
 
     def splits_prompts(self, *, by_one: bool = False) -> bool:

@@ -91,7 +91,8 @@ class SupportReport:
     native          it runs with packed sequences in our kernels; otherwise through the dense view (K/V in blocks,
                     gathered for the model's own attention), which is exact but slower
     native_length   maximum length in tokens of sequences that run natively (None: no limit)
-    counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have
+    counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have;
+                    of a model with an encoder: such a decoder prompt has other logits on packed rows
     engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
     has_encoder     it is an encoder-decoder model: `generate` computes it, the engine does not
     together        how the engine computes it where it is not native
@@ -373,7 +374,10 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
                     for index, kv in sorted(memory.pool.layers.items())
                 )
                 reason = "every layer attends through AttentionInterface, to its tokens and to the encoder's states"
-                return SupportReport(name, True, True, reason, layers, _kernels(model.device), has_encoder=True)
+                return SupportReport(
+                    name, True, True, reason, layers, _kernels(model.device), has_encoder=True,
+                    counts_padding=not _takes_padding(model, given),
+                )  # fmt: skip
             except UnsupportedModelError as error:
                 why = str(error)
             except Exception as error:  # as above
@@ -392,6 +396,17 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
         for index, kv in sorted(pool.layers.items())
     )
     return SupportReport(name, True, False, why, layers, has_encoder=True)
+
+
+def _takes_padding(model: Any, given: dict[str, Any]) -> bool:
+    """Whether packed rows have the logits of a decoder prompt with left padding. (A router may read the mask too.)"""
+    padded = encoder_decoder.with_padding(given)
+    try:
+        expected = encoder_decoder.own_steps(model, padded, encoder_decoder.plain_cache(model))
+        _compare(model, encoder_decoder.packed_steps(model, padded, PagedMemory(2, growable=True)), expected, "packed")
+    except Exception:  # of the model, which may take no such mask; such a call then runs in transformers' loop
+        return False
+    return True
 
 
 def _examine_dense(model: Any, why: str) -> SupportReport:

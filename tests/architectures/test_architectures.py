@@ -142,7 +142,7 @@ def test_a_window_keeps_few_blocks(model_type: str, monkeypatch: pytest.MonkeyPa
         step: dict[int | None, set[int]] = {}
         (seq_id,) = memory.manager.seq_ids
         for group, table in zip(memory.groups, memory.manager.block_tables(seq_id)):
-            step.setdefault(group.kind.window, set()).add(sum(block_id >= 0 for block_id in table))
+            step.setdefault(group.kind.bounds[0], set()).add(sum(block_id >= 0 for block_id in table))
         used.append(step)
 
     monkeypatch.setattr(records.CallRecord, "observe", observe)

@@ -12,7 +12,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_paged
-from hf_paged.integration.attention import _pattern
+from hf_paged.integration.attention import _pattern, pattern_of_call
 from tests.architectures.multimodal import TEXT, VISION, llava, randomised
 from tests.architectures.sweep import examine_engine
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
@@ -51,18 +51,6 @@ def test_text_only_requests_to_a_vision_language_model_are_packed() -> None:
         paged = generate(model, ids, mask, pixel_values=pixels, cache_implementation="paged")
     assert torch.equal(paged, plain)
     assert records[0].route == "hf_loop" and "mm_encoder_outputs" in records[0].reason
-
-
-def test_features_of_a_model_that_is_refused_are_not_taken_for_token_ids() -> None:
-    config = transformers.WhisperConfig(
-        vocab_size=99, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=20, num_mel_bins=8,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3, suppress_tokens=[],
-        begin_suppress_tokens=[],
-    )  # fmt: skip
-    model = transformers.WhisperForConditionalGeneration(config).eval()
-    with pytest.raises(hf_paged.UnsupportedModelError, match=r"encoder-decoder model.*call generate without"):
-        model.generate(torch.randn(1, 8, 40), cache_implementation="paged", max_new_tokens=4)
 
 
 # -- encoders beside the decoder -----------------------------------------------------------------------------------
@@ -156,8 +144,10 @@ def test_a_mask_of_both_directions_is_refused_by_its_mechanism() -> None:
     from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
     mask = or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])))
-    with pytest.raises(hf_paged.UnsupportedModelError, match="attend to later ones, as within an image"):
-        _pattern(mask_function=mask)
+    pattern = _pattern(mask_function=mask)
+    assert pattern is not None and "attend to later ones, as within an image" in str(pattern.obstacle)
+    with pytest.raises(hf_paged.UnsupportedModelError, match="attend to later ones"):
+        pattern_of_call(torch.nn.Identity(), pattern, None)
 
 
 def test_image_blocks_of_gemma3() -> None:
