@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_paged
 from hf_paged.generation import paged_generate
 from tests import encoder_models
+from tests.architectures.tiny import tiny_model
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -338,3 +339,53 @@ def test_a_generate_of_its_own_is_refused() -> None:
     sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     report = hf_paged.check(transformers.SpeechT5ForTextToSpeech(transformers.SpeechT5Config(**sizes)).eval())
     assert not report.supported and "method of its own" in report.reason
+
+
+def assert_equal(model: Any, route: str, **options: Any) -> None:
+    """Paged `generate` takes this route and returns plain's tokens."""
+    model.generation_config.update(pad_token_id=0, decoder_start_token_id=1, max_new_tokens=8)
+    with hf_paged.record_calls() as records:
+        paged = model.generate(**options, cache_implementation="paged")
+    assert records[0].route == route and torch.equal(model.generate(**options), paged)
+
+
+def test_a_router_that_reads_the_mask_takes_padded_prompts_in_transformers_loop() -> None:
+    model = tiny_model("NllbMoeForConditionalGeneration")
+    texts = torch.randint(3, 60, (3, 20), generator=torch.Generator().manual_seed(0))
+    prompts = torch.tensor([[1, 7, 8], [0, 1, 9], [0, 0, 1]])
+    assert_equal(model, "packed", input_ids=texts)
+    mask = (prompts != 0).long()
+    assert_equal(model, "hf_loop", input_ids=texts, decoder_input_ids=prompts, decoder_attention_mask=mask)
+
+
+def test_a_decoder_without_embeddings_of_its_own_class() -> None:
+    texts, prompts = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[3, 7, 8]])
+    assert_equal(tiny_model("FSMTForConditionalGeneration"), "hf_loop", input_ids=texts, decoder_input_ids=prompts)
+
+
+def test_an_encoder_with_more_positions_than_the_decoder() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    encoder = transformers.BertConfig(vocab_size=99, max_position_embeddings=128, **sizes)
+    decoder = transformers.BertConfig(
+        vocab_size=99, max_position_embeddings=40, is_decoder=True, add_cross_attention=True, **sizes
+    )
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.pad_token_id, config.decoder_start_token_id = 0, 1
+    texts = torch.randint(3, 99, (2, 100), generator=torch.Generator().manual_seed(0))
+    assert_equal(transformers.EncoderDecoderModel(config=config).eval(), "packed", input_ids=texts)
+
+
+def test_a_returned_cache_serves_prompt_lookup_and_frees_its_blocks() -> None:
+    model, given = encoder_models.model("bart"), encoder_models.inputs("bart")
+    one = {name: value[:1] for name, value in given.items()}
+    options = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, **one}
+    continued = []
+    for paged in ({}, {"cache_implementation": "paged"}):
+        begun = model.generate(**options, **paged, max_new_tokens=5)
+        beside = {"decoder_input_ids": begun.sequences, "past_key_values": begun.past_key_values}
+        continued.append(model.generate(**options, **beside, max_new_tokens=7, prompt_lookup_num_tokens=3).sequences)
+    assert torch.equal(*continued)
+    memory = begun.past_key_values.self_attention_cache.memory
+    assert memory.stats().blocks_used
+    begun.past_key_values.reset()
+    assert not memory.stats().blocks_used

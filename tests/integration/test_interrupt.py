@@ -1,6 +1,7 @@
 """Ctrl-C at every possible point: a packed forward restores the model, and after an engine's step no reader hangs."""
 
 import dis
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -71,11 +72,13 @@ class Interrupter:
 def interrupted(function: Callable[[], Any], at: int | None) -> int:
     interrupter = Interrupter(at)
     previous = sys.gettrace()
+    gc.disable()  # what it would run of objects of former turns must not be counted
     sys.settrace(interrupter)
     try:
         function()
     finally:
         sys.settrace(previous)
+        gc.enable()
     return interrupter.seen
 
 
