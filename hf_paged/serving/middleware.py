@@ -95,7 +95,10 @@ class Gate:
             return
         host = headers["host"]
         try:
-            name = urlsplit(f"//{host}").hostname or ""
+            parts = urlsplit(f"//{host}")
+            name = parts.hostname or ""
+            if host.startswith("[") and host[host.index("]") + 1 :] not in ("", f":{parts.port}"):
+                name = ""
             if name == "localhost" or name.endswith(".localhost") or name in self._hosts:
                 return
             ipaddress.ip_address(name)

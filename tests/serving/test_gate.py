@@ -79,7 +79,16 @@ def test_a_body_that_does_not_end_has_a_limit_of_time() -> None:
 
 
 OURS = [b"localhost", b"LOCALHOST:80", b"a.localhost", b"127.0.0.1:8000", b"10.1.2.3", b"[::1]:8000"]
-FOREIGN = [b"evil.example", b"evil.example:8000", b"localhost.evil.example", b"localhost@evil.example", b"", b"[::1"]
+FOREIGN = [
+    b"evil.example",
+    b"evil.example:8000",
+    b"localhost.evil.example",
+    b"localhost@evil.example",
+    b"",
+    b"[::1",
+    b"[::1].evil.example",
+    b"[::1]evil",
+]
 
 
 @pytest.mark.parametrize("host", [*OURS, *FOREIGN])
