@@ -14,6 +14,7 @@ import torch
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.shared_prompts import Prompt
+from hf_paged.model.packed import CodeCheck
 from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of
 
@@ -21,15 +22,14 @@ from hf_paged.model.state import state_of
 class RowDecoder(PackedDecoder):
     """Invariant between forwards: `row_model` has the state of each sequence in `rows`, after its tokens with K/V.
 
-    check_code: as of PackedModel. It starts with no rows of another owner.
+    check_code: see CodeCheck. It starts with no rows of another owner.
     """
 
     def __init__(self, row_model: RowModel, check_code: Callable[[], object], **options: Any) -> None:
         super().__init__(row_model, **options)
         self._row_model = row_model
-        self._check_code = check_code
         self._weights = state_of(row_model.model).weights
-        self._code = -1  # `Weights.code` of the last check
+        self._check_code = CodeCheck(self._weights, check_code)
 
     def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
         return super()._fit([Prompt(prompt.tokens) for prompt in prompts])
@@ -49,9 +49,7 @@ class RowDecoder(PackedDecoder):
 
     def _compute(self, parts: Sequence[Part]) -> torch.Tensor:
         self._weights.look()
-        if self._weights.code != self._code:
-            self._check_code()
-            self._code = self._weights.code
+        self._check_code()
         self._row_model.begin_step([(part.seq_id, part.start) for part in parts])
         return torch.stack([logits[-1] for logits in self._row_model.forward(parts)])
 

@@ -334,7 +334,7 @@ def _visible(module: Any, mask: Any, key: torch.Tensor) -> torch.Tensor:
         return torch.ones(rows, length, dtype=torch.bool, device=key.device)
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
         raise UnsupportedModelError(f"{type(module).__name__} masks the encoder's states in a way of its own")
-    seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() and mask.ndim == 4 else mask != 0
+    seen = _unmasked(mask) if mask.ndim == 4 else mask != 0
     if seen.ndim == 4:
         last = seen[:, :1, -1:]
         if not bool((seen == last).all()):
@@ -347,16 +347,21 @@ def _visible(module: Any, mask: Any, key: torch.Tensor) -> torch.Tensor:
     return seen
 
 
+def _unmasked(mask: torch.Tensor) -> torch.Tensor:
+    """bool: where the mask, which is added to scores or has True for what is seen, hides nothing."""
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
+
+
 def _refuse_other_mask(module: Any, mask: torch.Tensor, step: RowStep) -> None:
     """Raises UnsupportedModelError unless the mask [rows, 1, 1, length] hides the left padding and nothing else."""
-    seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
+    seen = _unmasked(mask)
     padding = torch.tensor(step.padding, dtype=torch.int64, device=mask.device)
     columns = torch.arange(mask.shape[-1], dtype=torch.int64, device=mask.device)
     if mask.shape[-1] != step.length + 1 or not bool((seen == (columns >= padding[:, None])[:, None, None]).all()):
         raise UnsupportedModelError(f"{type(module).__name__} hides earlier tokens with a mask of its own")
 
 
-def _by_distance(module: Any, bias: torch.Tensor) -> torch.Tensor | None:
+def _by_distance(module: Any, bias: torch.Tensor) -> torch.Tensor:
     """bias [1, num_heads, 1, length] of one token to all tokens up to itself -> [num_heads, length] by distance."""
     if bias.ndim != 4 or bias.shape[0] != 1 or bias.shape[2] != 1:
         raise UnsupportedModelError(f"the bias of {type(module).__name__} does not depend on the distance alone")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,12 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, name_ours, name_own
 from hf_paged.integration.encoder_decoder import PairCache, RowStep
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
-from hf_paged.model.packed import PackedStep, uncompiled
+from hf_paged.model.packed import CodeCheck, PackedStep, uncompiled
 from hf_paged.model.state import state_of
 
 
-class _FirstStep:
+class _FirstStep(PackedStep):
     """The first forward: attention goes through our function, which records K/V, and masks are the model's own."""
-
-    def __init__(self, _: PairCache, configs: list[Any]) -> None:
-        self._configs = configs
 
     def enter(self) -> None:
         name_ours(self, self._configs)
@@ -59,9 +57,8 @@ class EncoderDecoderModel:
         self.model = model
         self.memory = memory
         self.cache = PairCache(reorder)
-        self._check_code = check_code
         self._weights = state_of(model).weights
-        self._code = -1
+        self._check_code = CodeCheck(self._weights, check_code)
         self._structure: Any = None
         self._last: DecodeStep | None = None
         self._visible: torch.Tensor  # bool [encoders, length]: which states have K/V
@@ -142,7 +139,8 @@ class EncoderDecoderModel:
         cache, manager, size = self.memory.pool[layer_idx][which], self.memory.manager, self.memory.block_size
         states = cache.new_zeros(len(encoders), self.encoder_length, *cache.shape[2:])
         for row, encoder in enumerate(encoders):
-            slots = to_device(np.array(manager.slots(encoder, 0, manager.num_tokens(encoder))), cache.device)
+            places = np.array(manager.slots(encoder, 0, manager.num_tokens(encoder)), dtype=np.int64)
+            slots = to_device(places, cache.device)
             states[row, self._visible[encoder[1]]] = cache[slots // size, slots % size]
         return states.transpose(1, 2)
 
@@ -155,25 +153,15 @@ class EncoderDecoderModel:
             known = self._encoder_rows = _EncoderRows(encoders, layout, replace(known.metadata, scratch={}))
         return known.metadata
 
-    def _forward(self, step: RowStep, inputs: dict[str, Any], kind: Callable[[Any, list[Any]], Any]) -> torch.Tensor:
+    def _forward(self, step: RowStep, inputs: dict[str, Any], kind: type[PackedStep]) -> torch.Tensor:
         self._weights.look()
         if self._weights.structure != self._structure:
             self._structure = self._weights.structure
             self._configs = configs_of(self.model)
-        if self._check_code is not None and self._weights.code != self._code:
-            self._check_code()
-            self._code = self._weights.code
+        self._check_code()
         self.cache.begin(step)
-        patch = kind(self.cache, self._configs)
-        try:
-            patch.enter()
-            output = uncompiled(self.model)(**{**inputs, "past_key_values": self.cache, "return_dict": True})
-        finally:
-            try:
-                patch.leave()
-            except BaseException:  # Ctrl-C within it, or as it began
-                patch.leave()
-                raise
+        given = {**inputs, "past_key_values": self.cache, "return_dict": True}
+        output = kind(self.cache, self._configs).run(partial(uncompiled(self.model), **given))
         self.cache.check_reads(self.model)
         logits: torch.Tensor = output.logits
         return logits

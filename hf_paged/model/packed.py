@@ -33,6 +33,7 @@ from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
 from hf_paged.model.overrides import Override
 from hf_paged.model.state import state_of
+from hf_paged.model.weights import Weights
 
 
 class _PackedLayer(CacheLayerMixin):
@@ -178,7 +179,8 @@ class PackedStep:
     manager cannot guarantee that, because its own exit can be interrupted before its first instruction.
     """
 
-    def __init__(self, cache: PackedCache, configs: list[Any], overrides: Sequence[Override] = ()) -> None:
+    def __init__(self, cache: Any, configs: list[Any], overrides: Sequence[Override] = ()) -> None:
+        """cache: the `past_key_values` of the forward, whose `step` has the records of its reads."""
         self._cache = cache
         self._configs = configs
         self._overrides = overrides
@@ -256,13 +258,27 @@ def _takes_positions(model: Any) -> bool:
     return any("position_ids" in _parameters_of(module) for module in models)
 
 
+class CodeCheck:
+    """Calls `check`, if there is one, before the first forward and again when code that runs in the model has changed;
+    it may refuse the model. The caller has looked at the weights."""
+
+    def __init__(self, weights: Weights, check: Callable[[], object] | None) -> None:
+        self._weights = weights
+        self._check = check
+        self._code = -1  # `Weights.code` of the last check
+
+    def __call__(self) -> None:
+        if self._check is not None and self._weights.code != self._code:
+            self._check()
+            self._code = self._weights.code
+
+
 class PackedModel:
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in order during each forward. check_code: called before the first forward, and again when
-    code that runs in the model has changed; it may refuse the model. A forward looks at the weights and follows other
-    modules. If it `is_fixed`, the caller looks, and other modules than at the last `follow_structure` raise
-    LayersChanged.
+    `overrides` are applied in order during each forward. check_code: see CodeCheck. A forward looks at the weights and
+    follows other modules. If it `is_fixed`, the caller looks, and other modules than at the last `follow_structure`
+    raise LayersChanged.
     """
 
     def __init__(
@@ -275,8 +291,7 @@ class PackedModel:
         self.model = model
         self._overrides = overrides
         self._weights = state_of(model).weights
-        self._check_code = check_code
-        self._code = -1  # `Weights.code` of the last check
+        self._check_code = CodeCheck(self._weights, check_code)
         self.memory = memory
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
@@ -324,9 +339,7 @@ class PackedModel:
             kwargs["attention_mask"] = torch.ones_like(input_ids)[None]
         if not self.is_fixed:
             self._weights.look()  # before anything is overridden
-        if self._check_code is not None and self._weights.code != self._code:
-            self._check_code()
-            self._code = self._weights.code
+        self._check_code()
         if self._weights.structure != self._structure:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")

@@ -252,9 +252,8 @@ class Scheduler:
         for group in self._running:
             if budget <= 0:
                 break
-            if (
-                len(group.live) == 1 and not group.has_branches and not group.stops
-            ):  # most groups: `group.plan` without the call
+            # Most groups: `group.plan` without the call.
+            if len(group.live) == 1 and not group.has_branches and not group.stops:
                 seq = group.live[0]
                 missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens  # `seq.num_uncomputed_tokens`
                 if missing:
