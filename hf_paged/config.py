@@ -115,6 +115,9 @@ class SchedulerConfig:
     512 on a CPU, so that the activations of a step fit into its caches, else 8192). `async_scheduling` prepares a step
     while the device computes the previous one, so that the host learns each token a step later; the tokens are the same
     (None = only on a CUDA device, because other devices gain nothing).
+    `batch_invariant`: the logits of a token depend on its sequence alone, to the last bit: not on the other requests of
+    a step, nor on how its prompt was divided, on cached prefixes, preemption or the number of threads. Prompts then
+    take longer (docs/training.md has figures). Refused where that cannot be had.
     """
 
     max_num_seqs: int = 256
@@ -124,6 +127,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     max_waiting: int | None = None
     async_scheduling: bool | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("max_num_seqs", self.max_num_seqs)
@@ -139,6 +143,8 @@ class SchedulerConfig:
             _check_positive("max_waiting", self.max_waiting)
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ValueError(f"async_scheduling={self.async_scheduling!r}: use True, False or None")
+        if not isinstance(self.batch_invariant, bool):
+            raise ValueError(f"batch_invariant={self.batch_invariant!r}: use True or False")
 
     @property
     def token_budget(self) -> int:

@@ -425,7 +425,7 @@ class Engine(EngineLoop):
         opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
         steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
-        self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps)
+        self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
         self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager, opened.checkpoints)
         self._admission.use_memory(opened.memory.manager, opened.max_length, opened.seats(asked))
         self._stepper.is_async = bool(config.async_scheduling)

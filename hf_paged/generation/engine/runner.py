@@ -98,7 +98,8 @@ class Runner:
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel in as few as
     it can. `graphs` replay the steps that they can. While code of others runs in the model, a
-    RowModel takes the place of the PackedModel.
+    RowModel takes the place of the PackedModel. one_order: what packed forwards run in so that the sums of a token have
+    the same order whatever else is in the step; None: they need not.
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class Runner:
         host_pool: HostPool | None,
         adapters: Adapters,
         graphs: GraphedSteps | None = None,
+        one_order: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
-        self.use_memory(model, memory, host_pool, graphs)
+        self.use_memory(model, memory, host_pool, graphs, one_order)
 
     def use_memory(
         self,
@@ -119,6 +121,7 @@ class Runner:
         memory: PagedMemory,
         host_pool: HostPool | None,
         graphs: GraphedSteps | None = None,
+        one_order: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Run the steps from now on over another memory."""
         self._model = self._bound = model
@@ -129,6 +132,7 @@ class Runner:
         self._host_pool = host_pool
         self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
+        self._one_order = one_order
         self._weights = state_of(model.model).weights
         self._followed = -1  # `Weights.code` when the way to compute the model was chosen
         self._device = device_of(model.model)
@@ -191,6 +195,8 @@ class Runner:
 
     def _make_rows(self, reason: str) -> RowModel:
         model = self._bound.model
+        if self._one_order is not None:
+            raise UnsupportedModelError(f"batch_invariant=True: {reason}, which may depend on the batch; leave it out")
         if self.graphs is not None and self.graphs.required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
         with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
@@ -405,7 +411,10 @@ class Runner:
         if late is not None:
             late(ids)
         wanted = None if forward.wanted is None else to_device(forward.wanted, self._device)
-        return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted)
+        if self._one_order is None:
+            return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted)
+        with self._one_order:
+            return self._model.forward(ids, positions, forward.step.metadata(self._device, one_order=True), wanted)
 
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
         moves = output.states

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +21,10 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.fused.cpu.one_order import OneOrder
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
+from hf_paged.kernels import ops
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
@@ -54,6 +57,9 @@ MAX_DEFAULT_TOKENS = 1 << 22
 
 DeviceBytes = Mapping[torch.device, int]
 
+InOneOrder = AbstractContextManager[Any]
+"""May be entered again and again."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
@@ -62,7 +68,7 @@ class OpenedMemory:
     max_length: longer sequences would depend on other sequences of the batch (None: no limit). no_prefixes: why
     prefixes cannot be cached, "" if they can. checkpoints: of a model that keeps states, what may be kept of them.
     max_num_seqs: sequences of a step, at most, whose states the memory holds. ranks: the other processes with parts of
-    the model, if it is tensor-parallel.
+    the model, if it is tensor-parallel. one_order: with `batch_invariant`, what its forwards run in.
     """
 
     model: PackedModel | RowModel
@@ -75,6 +81,7 @@ class OpenedMemory:
     report: SupportReport
     max_num_seqs: int
     ranks: Ranks | None = None
+    one_order: InOneOrder | None = None
 
     def fits(self, report: SupportReport) -> bool:
         """Whether a packed model of this report can go on with the model and the memory of this one."""
@@ -140,6 +147,7 @@ def _open(
     tried = model if foreign_code(model).inside is None else bare_copy(model)
     bound = _bind(model, report, cache_config, scheduler_config, switches, tried)
     _measure(bound, scheduler_config, tried)
+    one_order = _in_one_order(bound, scheduler_config, tried) if scheduler_config.batch_invariant else None
     ranks = ranks_of(model)
     try:
         max_num_seqs = _max_num_seqs(bound, cache_config, scheduler_config)
@@ -165,7 +173,17 @@ def _open(
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
-        bound, memory, host_manager, host_pool, max_length, no_prefixes, checkpoints, report, max_num_seqs, ranks
+        bound,
+        memory,
+        host_manager,
+        host_pool,
+        max_length,
+        no_prefixes,
+        checkpoints,
+        report,
+        max_num_seqs,
+        ranks,
+        one_order,
     )
 
 
@@ -314,6 +332,27 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, t
         bound.forward([Part(-1, ids.tolist(), 0)], tried=tried)
         bound.free(-1)
     memory.free(-1)
+
+
+def _in_one_order(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> InOneOrder:
+    """What a forward runs in, for its sums to have one order whatever else is in the step. The faster parts of the model
+    have been tried before. Raises ValueError if that cannot be had."""
+    if not isinstance(bound, PackedModel):
+        reason = "the model does not run packed (hf_paged.check says why)"
+    elif num_ranks(bound.model) > 1:
+        reason = "parts of the model are on several ranks"
+    elif (used := ops.default_impl(device_of(bound.model))) != "native":
+        reason = f"attention is computed by the implementation {used!r}, which has no such kernels"
+    elif torch.is_autocast_enabled(device_of(bound.model).type):
+        reason = "autocast is on"
+    else:
+        with OneOrder() as products:
+            _measure(bound, scheduler_config, tried)
+        if not products.left:
+            products.is_strict = True
+            return products if products.replaced else nullcontext()
+        reason = f"torch computes a part of {type(bound.model).__name__} itself ({', '.join(products.left)})"
+    raise ValueError(f"batch_invariant=True: {reason}, so that the order of sums may depend on the batch; leave it out")
 
 
 def _num_blocks(

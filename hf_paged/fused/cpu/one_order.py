@@ -1,0 +1,102 @@
+"""Products of torch's within a forward, computed so that a row's sums have one order however many rows there are.
+
+For `SchedulerConfig.batch_invariant`: what no override computes is left to torch, whose matrix products choose the order
+of sums by the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.fused.cpu import ops as fused_ops
+
+# Sums whose order may depend on the number of rows, and the argument whose last dimension is summed over.
+_SUMS = {
+    "mm": 0, "addmm": 1, "_grouped_mm": 0, "bmm": 0, "baddbmm": 1, "mv": 0, "addmv": 1, "dot": 0, "linear": 0,
+    "mkldnn_linear": 0, "_linear_pointwise": 0, "convolution": 0, "_int_mm": 0, "_weight_int8pack_mm": 0,
+    "_weight_int4pack_mm_for_cpu": 0, "_scaled_mm": 0, "_scaled_dot_product_flash_attention_for_cpu": 0,
+    "_scaled_dot_product_attention_math": 0, "scaled_dot_product_attention": 0, "einsum": 0,
+}  # fmt: skip
+
+
+class OneOrder(TorchDispatchMode):
+    """Within the `with` block, computes torch's products of rows with a weight by `fused_ops.linear`, in this thread.
+
+    replaced, left: the names of the operators that were computed so, and of those with sums that were left to torch. A
+    product over one element has no sum. is_strict: raise UnsupportedModelError instead of leaving one to torch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_strict = False
+        self.replaced: set[str] = set()
+        self.left: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name == "matmul":  # in inference mode
+            with self:
+                return func.decompose(*args, **kwargs)
+        place = _SUMS.get(name)
+        if place is None or args[place].shape[-1] == 1:
+            return func(*args, **kwargs)
+        product = _replaced(name, args, kwargs)
+        if product is not None:
+            self.replaced.add(name)
+            return product
+        if self.is_strict:
+            raise UnsupportedModelError(f"batch_invariant=True: the model has called {name} of torch; leave it out")
+        self.left[name] = None
+        return func(*args, **kwargs)
+
+
+def _replaced(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    if name == "linear":
+        rows, weight, *bias = args
+        product = _product(rows.reshape(-1, rows.shape[-1]), weight.t(), *bias)
+        return None if product is None else product.view(*rows.shape[:-1], -1)
+    if name == "mm":
+        return _product(*args)
+    if name == "addmm" and not kwargs:
+        return _product(*args[1:], args[0])
+    if name == "_grouped_mm" and not kwargs.get("out_dtype"):
+        return _grouped(*args, **kwargs)
+    return None
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """rows [num_rows, depth] times weight [depth, columns]; None if these are no rows and weight on a CPU. A weight that
+    is not the transpose of a contiguous one is copied."""
+    depth, columns = weight.shape
+    is_known = rows.dtype == weight.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.is_cpu
+    if not is_known or (bias is not None and (bias.shape != (columns,) or bias.dtype != rows.dtype)):
+        return None
+    bias = None if bias is None else bias.contiguous()
+    layer = fused_ops.LinearWeight(weight.t().contiguous(), bias, columns, depth, is_packed=False)
+    return fused_ops.linear(layer, rows)
+
+
+def _grouped(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    """rows [num_rows, depth], of which the first offs[0] belong to weights[0] of [groups, depth, columns], and so on."""
+    if rows.ndim != 2 or weights.ndim != 3 or offs is None or bias is not None:
+        return None
+    out = rows.new_zeros(len(rows), weights.shape[2])
+    start = 0
+    for weight, end in zip(weights, offs.tolist()):
+        if end > start:
+            product = _product(rows[start:end], weight)
+            if product is None:
+                return None
+            out[start:end] = product
+        start = end
+    return out
