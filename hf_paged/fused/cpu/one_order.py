@@ -19,7 +19,7 @@ _SUMS = {
     "mm": 0, "addmm": 1, "_grouped_mm": 0, "bmm": 0, "baddbmm": 1, "mv": 0, "addmv": 1, "dot": 0, "linear": 0,
     "mkldnn_linear": 0, "_linear_pointwise": 0, "convolution": 0, "_int_mm": 0, "_weight_int8pack_mm": 0,
     "_weight_int4pack_mm_for_cpu": 0, "_scaled_mm": 0, "_scaled_dot_product_flash_attention_for_cpu": 0,
-    "_scaled_dot_product_attention_math": 0, "scaled_dot_product_attention": 0, "einsum": 0,
+    "_scaled_dot_product_attention_math": 0, "scaled_dot_product_attention": 0,
 }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ class OneOrder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        if name == "matmul":  # in inference mode
+        if name in ("matmul", "einsum"):  # in inference mode
             with self:
                 return func.decompose(*args, **kwargs)
         place = _SUMS.get(name)

@@ -26,6 +26,7 @@ from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompt
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.scoring import one_for_each, rows_of, score, with_graph
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
@@ -260,6 +261,37 @@ class Engine(EngineLoop):
         stream = RequestStream(self, requests, finals_only=finals_only)
         self.follow(stream)
         return stream
+
+    def score(
+        self,
+        prompts: SequenceOf[Prompt],
+        completions: SequenceOf[Prompt],
+        grad: bool = False,
+        *,
+        adapter: str | SequenceOf[str | None] | None = None,
+        cache_salt: str | SequenceOf[str | None] | None = None,
+    ) -> list[torch.Tensor]:
+        """The log-probabilities of the completions' tokens, fp32 [length of the completion] for each prompt.
+
+        They are those of the logits, before any processor or temperature, as `CompletionOutput.logprobs` has them: with
+        `SchedulerConfig(batch_invariant=True)` the same to the last bit. Each prompt with its completion is read once,
+        and what equal prompts have in common from the prefix cache. The results are on the CPU.
+
+        prompts, completions: token ids, one completion for each prompt (repeat a prompt for several). adapter,
+        cache_salt: as for `add_request`, one for all or one for each. grad: the results have the same values, and a
+        graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
+        model's device. Raises ValueError for wrong arguments, EngineError if a row failed.
+        """
+        rows = rows_of(self._model, prompts, completions)
+        of_each = {"adapter": adapter, "cache_salt": cache_salt}
+        of_each = {name: one_for_each(name, value, len(rows)) for name, value in of_each.items()}
+        results = score(self.generate, rows, of_each)
+        if grad:
+            for row, own in zip(rows, of_each["adapter"]):
+                if row.completion:
+                    compute = partial(with_graph, self._model, row, results[row.place])
+                    results[row.place] = self._adapters.run(self._adapters.choose(own), compute)
+        return results
 
     # -- prefixes -----------------------------------------------------------------------------
 
