@@ -313,6 +313,10 @@ class PackedModel:
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be packed in one row"
             )
 
+    def drop_overrides(self) -> None:
+        """Let packed weights go. Torch computes later steps."""
+        self._overrides = ()
+
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -1,7 +1,8 @@
-"""Products of torch's within a forward, computed so that a row's sums have one order however many rows there are.
+"""What torch computes within a forward, so that a row's bits do not depend on how many rows there are.
 
-For `SchedulerConfig.batch_invariant`: what no override computes is left to torch, whose matrix products choose the order
-of sums by the number of rows.
+For `SchedulerConfig.batch_invariant`: what no override computes is left to torch. Its matrix products choose the order
+of sums by the number of rows. Its functions of single numbers take whole vectors one way and the rest, at the end of
+what a thread computes, another way.
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ _SUMS = {
     "_scaled_dot_product_attention_math": 0, "scaled_dot_product_attention": 0,
 }  # fmt: skip
 
+# Functions of single numbers that differ in the last bit between whole vectors and the rest. (Also in place: `silu_`.)
+_ROUNDED = {"silu", "sigmoid", "gelu", "softplus", "mish", "elu", "celu", "selu", "log_sigmoid_forward", "tanh", "exp",
+            "expm1", "erf", "erfc", "log", "log1p", "rsqrt", "sqrt", "cos", "sin", "hardswish"}  # fmt: skip
+_VECTORS = 64
+"""Numbers that such a function takes at once, or a multiple of it."""
+_GRAIN = 1 << 15
+"""Numbers that torch gives a thread at least; of gelu, those up to which there is one thread."""
+_GELU_GRAIN = 1 << 14
+
 
 class OneOrder(TorchDispatchMode):
-    """Within the `with` block, computes torch's products of rows with a weight by `fused_ops.linear`, in this thread.
+    """Within the `with` block, computes torch's products of rows with a weight by `fused_ops.linear`, and its functions
+    of single numbers in whole vectors, in this thread.
 
-    replaced, left: the names of the operators that were computed so, and of those with sums that were left to torch. A
-    product over one element has no sum. is_strict: raise UnsupportedModelError instead of leaving one to torch.
+    left: the names of the operators with sums that were left to torch. A product over one element has no sum.
+    is_strict: raise UnsupportedModelError instead of leaving one to torch.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_strict = False
-        self.replaced: set[str] = set()
         self.left: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,12 +51,13 @@ class OneOrder(TorchDispatchMode):
         if name in ("matmul", "einsum"):  # in inference mode
             with self:
                 return func.decompose(*args, **kwargs)
+        if name.removesuffix("_") in _ROUNDED:
+            return _in_whole_vectors(func, args[0], args[1:], kwargs, in_place=name.endswith("_"))
         place = _SUMS.get(name)
         if place is None or args[place].shape[-1] == 1:
             return func(*args, **kwargs)
         product = _replaced(name, args, kwargs)
         if product is not None:
-            self.replaced.add(name)
             return product
         if self.is_strict:
             raise UnsupportedModelError(f"batch_invariant=True: the model has called {name} of torch; leave it out")
@@ -56,21 +67,22 @@ class OneOrder(TorchDispatchMode):
 
 def _replaced(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     if name == "linear":
-        rows, weight, *bias = args
-        product = _product(rows.reshape(-1, rows.shape[-1]), weight.t(), *bias)
+        rows, weight, bias = (*args, None)[:3]
+        product = _product(rows.reshape(-1, rows.shape[-1]), weight.t(), bias)
         return None if product is None else product.view(*rows.shape[:-1], -1)
     if name == "mm":
         return _product(*args)
     if name == "addmm" and not kwargs:
-        return _product(*args[1:], args[0])
+        bias, rows, weight = args
+        return _product(rows, weight, bias)
     if name == "_grouped_mm" and not kwargs.get("out_dtype"):
         return _grouped(*args, **kwargs)
     return None
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """rows [num_rows, depth] times weight [depth, columns]; None if these are no rows and weight on a CPU. A weight that
-    is not the transpose of a contiguous one is copied."""
+    """rows [num_rows, depth] times weight [depth, columns]; None if these are no rows and weight on a CPU. A weight
+    that is not the transpose of a contiguous one is copied."""
     depth, columns = weight.shape
     is_known = rows.dtype == weight.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.is_cpu
     if not is_known or (bias is not None and (bias.shape != (columns,) or bias.dtype != rows.dtype)):
@@ -87,7 +99,7 @@ def _grouped(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | None:
-    """rows [num_rows, depth], of which the first offs[0] belong to weights[0] of [groups, depth, columns], and so on."""
+    """rows [num_rows, depth]; the first offs[0] belong to weights[0] of [groups, depth, columns], and so on."""
     if rows.ndim != 2 or weights.ndim != 3 or offs is None or bias is not None:
         return None
     out = rows.new_zeros(len(rows), weights.shape[2])
@@ -100,3 +112,15 @@ def _grouped(
             out[start:end] = product
         start = end
     return out
+
+
+def _in_whole_vectors(func: Any, x: torch.Tensor, rest: Any, kwargs: dict[str, Any], *, in_place: bool) -> Any:
+    count, threads = x.numel(), torch.get_num_threads()
+    if not (func.overloadpacket.__name__.startswith("gelu") and count > _GELU_GRAIN):  # which all threads then share
+        threads = max(1, min(threads, -(-count // _GRAIN)))
+    if not x.is_cpu or (count % (_VECTORS * threads) == 0 and x.is_contiguous()):
+        return func(x, *rest, **kwargs)
+    padded = x.new_ones(-(-count // (_VECTORS * threads)) * _VECTORS * threads)
+    padded[:count] = x.reshape(-1)
+    result = func(padded, *rest, **kwargs)[:count].view(x.shape)
+    return x.copy_(result) if in_place else result

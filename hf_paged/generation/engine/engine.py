@@ -33,12 +33,14 @@ from hf_paged.generation.request_options import OptionArguments, RequestOptions,
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
 from hf_paged.generation.validation import check_engine
+from hf_paged.kernels.ops import release_workspaces
 from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.state import state_of
-from hf_paged.model.support import examine, refuse_unsupported
+from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import release, state_of
+from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -109,6 +111,7 @@ class Engine(EngineLoop):
         self._asked, self._switches = asked, switches
         self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
         self._is_released = False
+        self._sleeper: int | None = None  # the thread that has put the engine to sleep, until `wake`
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
         super().__init__(self.scheduler_config, scheduler, runner)
         self._admission = Admission(
@@ -283,8 +286,8 @@ class Engine(EngineLoop):
         model's device. Raises ValueError for wrong arguments, EngineError if a row failed.
         """
         rows = rows_of(self._model, prompts, completions)
-        of_each = {"adapter": adapter, "cache_salt": cache_salt}
-        of_each = {name: one_for_each(name, value, len(rows)) for name, value in of_each.items()}
+        given = {"adapter": adapter, "cache_salt": cache_salt}
+        of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
         results = score(self.generate, rows, of_each)
         if grad:
             for row, own in zip(rows, of_each["adapter"]):
@@ -396,6 +399,58 @@ class Engine(EngineLoop):
         self._weights.changed()
         self._drop_stale_prefixes()
 
+    def sleep(self) -> None:
+        """Give the memory for K/V back, and that of packed weights and CUDA graphs, until `wake`.
+
+        For an optimizer that needs the memory between rollouts. Requests are kept, and computed again after `wake`;
+        cached prefixes are dropped, those of `cache_prefix` too. It waits for the step in progress. As in `pause`,
+        steps in other threads wait, and this thread may run none; requests may be added and aborted, and weights and
+        modules may change. Packed weights and graphs that other engines and `generate` have made for the model go too,
+        as with `release_memory`. Does nothing if the engine is asleep. Raises RankError for a model on several ranks.
+        """
+        with self._lock:
+            self._check_open()
+            if self._sleeper is not None:
+                return
+            if isinstance(self._runner, DrivingRunner | FollowingRunner):
+                raise RankError("sleep: each rank would have to give its memory back; close the engine instead")
+            self._between_steps(self._fall_asleep)
+
+    def _fall_asleep(self) -> None:
+        self._stepper.settle()
+        self._runner.pause()
+        self._scheduler.recompute_all()
+        self._sleeper = threading.get_ident()
+        self._pauses.append(self._sleeper)
+        self._let_memory_go()
+        opened, self._opened = self._opened, None
+        if opened is not None and isinstance(opened.model, PackedModel):
+            opened.model.drop_overrides()
+        release(self._model)
+        release_workspaces()
+
+    def wake(self) -> None:
+        """Undo `sleep`: take memory for K/V as a new engine would, and go on with the requests. From any thread.
+
+        Raises ValueError if the memory that was asked for does not hold a block now, and UnsupportedModelError if the
+        model has changed and cannot be paged; the engine then sleeps on. Does nothing if the engine is awake.
+        """
+        with self._lock:
+            self._check_open()
+            if self._sleeper is not None:
+                self._between_steps(self._awake)
+                self._pause_ended.notify_all()
+                self._wake()
+
+    def _awake(self) -> None:
+        self._weights.look(contents=True)
+        self._structure = self._weights.structure
+        self._opened = self._bind_anew(_report_of(self._model))
+        self._code_followed = -1
+        if self._sleeper is not None:
+            self._pauses.remove(self._sleeper)
+            self._sleeper = None
+
     def _drop_stale_prefixes(self, *, contents: bool = False) -> None:
         """Drop cached prefixes that other weights have computed."""
         epoch = self._weights.look(contents=contents)
@@ -440,15 +495,17 @@ class Engine(EngineLoop):
                 raise RankError("its attention is another, and the engine runs on several ranks; make a new engine")
             self._runner.follow_structure()
             return opened
-        refuse_unsupported(self._model, by_engine=True)
-        examined = examine(self._model)
-        report = examined.bare if examined.bare.native else examined.present
+        report = _report_of(self._model)
         if opened is not None and opened.fits(report):
             self._runner.follow_structure()
             return opened
         self._stepper.settle()
         self._scheduler.recompute_all()
         self._let_memory_go()
+        return self._bind_anew(report)
+
+    def _bind_anew(self, report: SupportReport) -> OpenedMemory:
+        """Take memory for the model as it is now. No request holds blocks, and the former memory has gone."""
         asked, switches = self._asked, self._switches
         if not report.native:  # what the caller has insisted on does not exist any more
             asked = replace(asked, async_scheduling=None, prefix_caching=asked.prefix_caching and None)
@@ -549,6 +606,13 @@ class Engine(EngineLoop):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _report_of(model: Any) -> SupportReport:
+    """How the model as it is now is computed once code of others has gone; raises UnsupportedModelError."""
+    refuse_unsupported(model, by_engine=True)
+    examined = examine(model)
+    return examined.bare if examined.bare.native else examined.present
 
 
 def _attentions(model: torch.nn.Module) -> list[torch.nn.Module]:

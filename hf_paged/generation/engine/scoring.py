@@ -75,7 +75,8 @@ def score(
 ) -> list[torch.Tensor]:
     """The log-probabilities fp32 [length of the completion] of each row, on the CPU.
 
-    generate: `Engine.generate`. options: of requests, a list with one for each row. Of rows with equal prompts one runs first, and the others find its blocks in the cache.
+    generate: `Engine.generate`. options: of requests, a list with one for each row. Of rows with equal prompts one runs
+    first, and the others find its blocks in the cache.
     """
     results = [torch.zeros(0, dtype=torch.float32, device="cpu") for _ in rows]
     firsts: dict[tuple[int, ...], Scored] = {}
@@ -122,5 +123,5 @@ def with_graph(model: Any, row: Scored, values: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -count:]
         tokens = torch.tensor(row.completion, dtype=torch.int64, device=logits.device)
         own = torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None]).squeeze(1)
-        result: torch.Tensor = _WithGraph.apply(values.to(own.device), own)
+        result: torch.Tensor = _WithGraph.apply(values.to(own.device), own)  # type: ignore[no-untyped-call]
     return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,9 +56,6 @@ MAX_DEFAULT_TOKENS = 1 << 22
 
 DeviceBytes = Mapping[torch.device, int]
 
-InOneOrder = AbstractContextManager[Any]
-"""May be entered again and again."""
-
 
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
@@ -81,7 +77,7 @@ class OpenedMemory:
     report: SupportReport
     max_num_seqs: int
     ranks: Ranks | None = None
-    one_order: InOneOrder | None = None
+    one_order: OneOrder | None = None
 
     def fits(self, report: SupportReport) -> bool:
         """Whether a packed model of this report can go on with the model and the memory of this one."""
@@ -334,9 +330,9 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, t
     memory.free(-1)
 
 
-def _in_one_order(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> InOneOrder:
-    """What a forward runs in, for its sums to have one order whatever else is in the step. The faster parts of the model
-    have been tried before. Raises ValueError if that cannot be had."""
+def _in_one_order(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> OneOrder:
+    """What a forward runs in, for its sums to have one order whatever else is in the step. The faster parts of the
+    model have been tried before. Raises ValueError if that cannot be had."""
     if not isinstance(bound, PackedModel):
         reason = "the model does not run packed (hf_paged.check says why)"
     elif num_ranks(bound.model) > 1:
@@ -346,11 +342,12 @@ def _in_one_order(bound: PackedModel | RowModel, scheduler_config: SchedulerConf
     elif torch.is_autocast_enabled(device_of(bound.model).type):
         reason = "autocast is on"
     else:
-        with OneOrder() as products:
+        products = OneOrder()
+        with products:
             _measure(bound, scheduler_config, tried)
         if not products.left:
             products.is_strict = True
-            return products if products.replaced else nullcontext()
+            return products
         reason = f"torch computes a part of {type(bound.model).__name__} itself ({', '.join(products.left)})"
     raise ValueError(f"batch_invariant=True: {reason}, so that the order of sums may depend on the batch; leave it out")
 

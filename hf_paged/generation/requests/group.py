@@ -47,7 +47,9 @@ class GroupRequest(ForkingRequest):
             tokens, invalid = sample_tokens(scores, self.generator)
             tokens = tokens.squeeze(1)
         kept = [logprobs_of(scores, tokens)] if self.keeps_processed else []
-        chosen, logprobs, invalids, *processed = to_host(tokens, raw_logprobs(raw, tokens, torch.Tensor.float), invalid, *kept)
+        chosen, logprobs, invalids, *processed = to_host(
+            tokens, raw_logprobs(raw, tokens, torch.Tensor.float), invalid, *kept
+        )
         if any(map(isnan, logprobs)):
             raise ArithmeticError(NOT_FINITE)
         if any(map(isnan, invalids)):

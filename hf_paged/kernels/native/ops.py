@@ -150,7 +150,12 @@ def _long_sequences(metadata: AttentionMetadata, sizes: _Sizes) -> np.ndarray | 
 
     One new token is a decode step, for any number of heads. The two kernels sum in different orders.
     """
-    if metadata.max_query_len == 1 or metadata.one_order or sizes.group > _PROMPT_MAX_GROUP or sizes.head_dim > _PROMPT_MAX_DIM:
+    if (
+        metadata.max_query_len == 1
+        or metadata.one_order
+        or sizes.group > _PROMPT_MAX_GROUP
+        or sizes.head_dim > _PROMPT_MAX_DIM
+    ):
         return None
     query_lens = np.diff(metadata.query_start_loc.numpy())
     return (query_lens * sizes.group >= _PROMPT_ROWS) & (query_lens > 1)

@@ -1,0 +1,163 @@
+"""`batch_invariant=True`: log-probabilities to the last bit, whatever else is in a step and however prompts are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
+from hf_paged.kernels import ops
+from tests import models
+
+pytestmark = pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order")
+
+LENGTHS = (3, 5, 17, 40, 64, 100, 7, 33, 90, 2)
+EXPERTS: dict[str, Any] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 32},
+}
+KINDS = ("llama", "qwen3", "gemma3", "gpt2", *EXPERTS)
+Answers = dict[int, tuple[list[int], list[float]]]
+
+
+def build(kind: str, dtype: torch.dtype) -> Any:
+    if kind not in EXPERTS:
+        return models.build(kind).to(dtype)
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=models.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, eos_token_id=None,
+        **EXPERTS[kind],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def config(seed: int, count: int = 16, **options: Any) -> GenerationConfig:
+    drawn = GenerationConfig(max_new_tokens=count, do_sample=True, top_k=0, pad_token_id=0, **options)
+    drawn.seed = seed
+    return drawn
+
+
+def prompts() -> list[list[int]]:
+    found = [prompt.tolist() for prompt in models.prompts(*LENGTHS)]
+    found[8][:64] = found[5][:64]
+    return found
+
+
+def answers(model: Any, groups: list[list[int]], cache: CacheConfig | None = None, **options: Any) -> Answers:
+    """The tokens and log-probabilities of each prompt; the prompts of a group run together."""
+    given, found = prompts(), {}
+    with Engine(model, cache, SchedulerConfig(batch_invariant=True, **options)) as engine:
+        for group in groups:
+            outputs = engine.generate([given[i] for i in group], [config(i) for i in group], progress=False)
+            for i, output in zip(group, outputs):
+                (own,) = output.outputs
+                found[i] = own.token_ids, own.logprobs
+        stats = engine.stats()
+    if cache is not None and stats.num_blocks == cache.num_blocks:  # one group of layers, which fills the memory
+        assert stats.preemptions_recompute + stats.preemptions_swap
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> None:
+    model, every = build(kind, dtype), list(range(len(LENGTHS)))
+    alone = answers(model, [[i] for i in every])
+    small = CacheConfig(block_size=4, num_blocks=32, swap_memory="16MiB")
+    assert answers(model, [every]) == alone
+    assert answers(model, [every], max_num_batched_tokens=32) == alone
+    assert answers(model, [[5], [8], every]) == alone, "cached prefixes"
+    assert answers(model, [every], small, preemption="recompute") == alone
+    assert answers(model, [every], small, preemption="swap") == alone
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads(threads: int) -> None:
+    model, every = build("gemma3", torch.float32), list(range(len(LENGTHS)))
+    alone, before = answers(model, [[i] for i in every]), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert answers(model, [every]) == alone
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_tokens_are_those_of_generate(kind: str) -> None:
+    model = build(kind, torch.float32)
+    given = prompts()
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with Engine(model, None, SchedulerConfig(batch_invariant=True)) as engine:
+        outputs = engine.generate(given, GenerationConfig(**options), progress=False)
+    assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 2
+    for prompt, output in zip(given, outputs):
+        ids = torch.tensor([prompt])
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        found = output.outputs[0].token_ids
+        assert found == plain[0, len(prompt) : len(prompt) + len(found)].tolist()
+
+
+def test_it_is_refused_where_it_cannot_be_had() -> None:
+    asked = SchedulerConfig(batch_invariant=True)
+    with pytest.raises(ValueError, match=r"batch_invariant='yes': use True or False"):
+        SchedulerConfig(batch_invariant="yes")  # type: ignore[arg-type]
+    jamba = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match="batch_invariant=True: the model does not run packed"):
+        Engine(transformers.BloomForCausalLM(jamba).eval(), None, asked)
+
+
+def test_code_of_others_is_refused() -> None:
+    """It may look at the whole batch."""
+    model = build("llama", torch.float32)
+    with Engine(model, None, SchedulerConfig(batch_invariant=True)) as engine:
+        handle = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+        try:
+            output = engine.generate([[5, 6, 7]], config(0), progress=False, raise_on_error=False)[0]
+        finally:
+            handle.remove()
+        assert output.error is not None and "batch_invariant=True" in output.error
+        assert isinstance(output.exception, UnsupportedModelError)
+
+
+def test_a_product_of_another_kind_raises() -> None:
+    """What the trial did not see is not left to torch in silence."""
+    from hf_paged.fused.cpu.one_order import OneOrder
+
+    rows = torch.randn(2, 3, 4)
+    with OneOrder() as products:
+        torch.bmm(rows, rows.transpose(1, 2))
+    assert list(products.left) == ["bmm"]
+    products.is_strict = True
+    with products, pytest.raises(UnsupportedModelError, match="bmm of torch"):
+        torch.bmm(rows, rows.transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_are_those_of_torch_but_for_rounding(dtype: torch.dtype) -> None:
+    from hf_paged.fused.cpu.one_order import OneOrder
+
+    rows, weight, bias = torch.randn(5, 48).to(dtype), torch.randn(48, 40).to(dtype), torch.randn(40).to(dtype)
+    experts, ends = torch.randn(3, 48, 40).to(dtype), torch.tensor([2, 2, 5], dtype=torch.int32)
+
+    def products() -> list[torch.Tensor]:
+        linear = torch.nn.functional.linear
+        return [
+            rows @ weight,
+            torch.addmm(bias, rows, weight),
+            linear(rows, weight.t().contiguous(), bias),
+            linear(rows.view(1, 5, 48), weight.t()),
+            torch.cat([rows[:2] @ experts[0], rows[2:] @ experts[2]]),
+        ]
+
+    plain = products()
+    with torch.inference_mode(), OneOrder() as mode:
+        ours = products()
+        grouped = torch._grouped_mm(rows, experts, offs=ends) if dtype == torch.bfloat16 else plain[-1]
+    assert not mode.left
+    for left, right in zip([*ours, grouped], [*plain, plain[-1]]):
+        torch.testing.assert_close(left, right, atol=0.06 if dtype != torch.float32 else 1e-4, rtol=0.02)
