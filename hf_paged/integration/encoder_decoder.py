@@ -22,6 +22,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import HANDLE, own_attention, pattern_of_call, refuse_unknown
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.quantised import read_back
 
 
 @dataclass(slots=True)
@@ -98,8 +99,8 @@ class SelfCache(Cache):
         if step.keep is not None:
             key, value = key[step.keep], value[step.keep]
             kv = step.pool.layer_for(layer_idx, key, value)
-            ops.write_kv(key, value, kv.key, kv.value, step.own.slot_mapping, in_bounds=True)
-            return key_states, value_states
+            ops.write_kv(key, value, kv.key, kv.value, step.own.slot_mapping, scales=kv.scales, in_bounds=True)
+            return read_back(key_states, value_states, step.pool.storage)
         if key.shape[1] != 1:
             raise UnsupportedModelError("it computes several tokens of a row in one step")
         handle = SelfHandle(layer_idx, step, (key[:, 0], value[:, 0]))
@@ -243,7 +244,7 @@ class SelfHandle:
         pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
         bias = kwargs.pop("position_bias", None)
         refuse_unknown(module, kwargs)
-        key_cache, value_cache = step.pool[self.layer_idx]
+        key_cache, value_cache, scales = step.pool[self.layer_idx]
         new_key, new_value = self.new_kv
         out = ops.paged_attention(
             query[:, :, 0],
@@ -251,6 +252,7 @@ class SelfHandle:
             value_cache,
             step.own,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scales=scales,
             key=new_key,
             value=new_value,
             sliding_window=pattern.sliding_window,
@@ -280,7 +282,7 @@ class CrossHandle:
         if bias is not None and bool(bias.any()):
             raise UnsupportedModelError(f"{type(module).__name__} adds a bias to its attention over the encoder")
         refuse_unknown(module, kwargs)
-        key_cache, value_cache = step.pool[self.layer_idx]
+        key_cache, value_cache, scales = step.pool[self.layer_idx]
         assert step.encoder is not None
         out = ops.paged_attention(
             query[:, :, 0],
@@ -288,6 +290,7 @@ class CrossHandle:
             value_cache,
             step.encoder,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scales=scales,
             softcap=softcap,
         )
         assert isinstance(out, torch.Tensor)
@@ -323,7 +326,8 @@ class CrossWrite:
             raise UnsupportedModelError(
                 f"K/V of the encoder's states has other sizes in layer {self.layer_idx} than that of the tokens"
             )
-        ops.write_kv(new_key, new_value, kv.key, kv.value, slots, in_bounds=True)
+        ops.write_kv(new_key, new_value, kv.key, kv.value, slots, scales=kv.scales, in_bounds=True)
+        key, value = read_back(key, value, step.pool.storage)
         return own_attention(module, query, key, value, mask, scaling=scaling, **kwargs)
 
 
